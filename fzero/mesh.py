@@ -1,0 +1,186 @@
+"""How a step knows its ranks: one value, found once and passed on.
+
+The library reads `torch.distributed` here and nowhere else. A `Mesh` says along which axes ranks
+share work: every leaf is split over the *shard* axis; the *replicate* axis, of one rank unless the
+user asks for HSDP, holds copies of that split.
+"""
+
+import atexit
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from fzero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks that train together, as this rank sees them.
+
+    A group is the name that `torch.ops._c10d_functional.*` take; it is "" for an axis of one rank,
+    where a collective is the identity. Ranks count from 0 along their axis.
+
+    >>> mesh = resolve_mesh(None, "cpu")
+    >>> mesh.world_size, mesh.shard_group, mesh.is_hybrid
+    (1, '', False)
+    """
+
+    device_mesh: DeviceMesh
+    shard_group: str
+    shard_size: int
+    shard_rank: int
+    replicate_group: str
+    replicate_size: int
+    replicate_rank: int
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the mesh has, over both axes."""
+        return self.shard_size * self.replicate_size
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the mesh, row by row; not its global rank."""
+        return self.replicate_rank * self.shard_size + self.shard_rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global rank at each place of the mesh."""
+        return tuple(self.device_mesh.mesh.flatten().tolist())
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that the mesh's collectives run on, such as "cpu"."""
+        return self.device_mesh.device_type
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the mesh has both axes (HSDP)."""
+        return self.device_mesh.ndim == 2
+
+    def placements(self, shard_dim: int | None) -> tuple[Placement, ...]:
+        """The DTensor placements of a leaf split along `shard_dim`; None: not split.
+
+        >>> resolve_mesh(None, "cpu").placements(0)
+        (Shard(dim=0),)
+        """
+        along_shard_axis = Replicate() if shard_dim is None else Shard(shard_dim)
+        return (Replicate(), along_shard_axis) if self.is_hybrid else (along_shard_axis,)
+
+
+def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> Mesh:
+    """The ranks that train together.
+
+    Under torchrun this starts `torch.distributed` if nobody has, and ends it with the process. A
+    process that is alone starts nothing; its mesh of one rank carries DTensors all the same.
+
+    Args:
+        mesh: None for all ranks on one axis; 1 axis: shard; 2 axes: (replicate, shard), HSDP.
+        device_type: where the tensors live, such as "cpu" or "cuda".
+
+    Raises:
+        ConfigError: the mesh has more than 2 axes, lacks this rank or is for another kind of
+            device; or torchrun's environment is incomplete.
+
+    >>> resolve_mesh(None, "cpu").ranks
+    (0,)
+    """
+    if mesh is None:
+        _start_from_environment(os.environ, device_type)
+        mesh = _all_ranks(device_type) if dist.is_initialized() else _mesh_of_one(device_type)
+    _check(mesh, device_type)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # checked above
+    hybrid = mesh.ndim == 2
+    return Mesh(
+        device_mesh=mesh,
+        shard_group=_group_name(mesh, mesh.ndim - 1),
+        shard_size=mesh.size(mesh.ndim - 1),
+        shard_rank=coordinate[-1],
+        replicate_group=_group_name(mesh, 0) if hybrid else "",
+        replicate_size=mesh.size(0) if hybrid else 1,
+        replicate_rank=coordinate[0] if hybrid else 0,
+    )
+
+
+def default_store() -> dist.Store:
+    """The key-value store that the ranks met at."""
+    # Private. The public alternative, a `dist.TCPStore` of our own, needs a port that all know.
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_simulated(mesh: Mesh) -> bool:
+    """Whether the other ranks are made up: a fake process group, which moves no data."""
+    return mesh.world_size > 1 and dist.get_backend() == "fake"
+
+
+def _check(mesh: DeviceMesh, device_type: str) -> None:
+    names = mesh.mesh_dim_names
+    found = f"mesh has {mesh.ndim} axes {names or tuple(mesh.shape)}"
+    if mesh.ndim not in (1, 2):
+        raise ConfigError(
+            f"{found}; a step takes 1 axis (shard) or 2 (replicate, shard). Slice the axes that "
+            "share data parallel work out of it, as in mesh['replicate', 'shard'], or make them "
+            "one with mesh['a', 'b']._flatten()."
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"mesh holds ranks {mesh.mesh.flatten().tolist()}, and this is rank "
+            f"{dist.get_rank()}; a step runs only on the ranks of its mesh. Call it on those "
+            "ranks alone, or pass a mesh that holds this one (mesh=None: all ranks)."
+        )
+    if mesh.device_type != device_type:
+        raise ConfigError(
+            f"mesh is for {mesh.device_type!r} devices and the tensors are on {device_type!r}; "
+            f"they must agree. Pass init_device_mesh({device_type!r}, {tuple(mesh.shape)}), or "
+            f"move the tensors to {mesh.device_type!r}."
+        )
+
+
+def _group_name(mesh: DeviceMesh, axis: int) -> str:
+    return "" if mesh.size(axis) == 1 else mesh.get_group(axis).group_name
+
+
+def _all_ranks(device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def _mesh_of_one(device_type: str) -> DeviceMesh:
+    """A mesh of one rank without a process group.
+
+    `_init_backend` and `_rank` are private. The public way is `init_device_mesh(device_type,
+    (1,))`, which starts a process group in a program that may want to start its own later.
+    """
+    return DeviceMesh(device_type, [0], mesh_dim_names=("shard",), _init_backend=False, _rank=0)
+
+
+def _start_from_environment(environ: Mapping[str, str], device_type: str) -> None:
+    """Start `torch.distributed` where torchrun's variables ask for it and nobody has."""
+    if dist.is_initialized() or int(environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} asks for several ranks, but {', '.join(missing)} "
+            "is not set. Start the program with torchrun, or call "
+            "torch.distributed.init_process_group first, or unset WORLD_SIZE for a single process."
+        )
+    if device_type == "cpu":
+        backend = "gloo"
+    else:
+        backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        torch.accelerator.set_device_index(int(environ.get("LOCAL_RANK", environ["RANK"])))
+    dist.init_process_group(backend)
+    atexit.register(functools.partial(_end, dist.group.WORLD))
+
+
+def _end(started: dist.ProcessGroup | None) -> None:
+    # The program may have ended our group and started its own, which is not ours to end.
+    if dist.is_initialized() and dist.group.WORLD is started:
+        dist.destroy_process_group()
