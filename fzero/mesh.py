@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fzero.errors import ConfigError
@@ -109,7 +110,7 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> Mesh:
     )
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The key-value store that the ranks met at."""
     # Private. The public alternative, a `dist.TCPStore` of our own, needs a port that all know.
     return dist.distributed_c10d._get_default_store()
