@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
