@@ -16,9 +16,10 @@
     def test_sum():
         assert run_ranks(2, _sum, torch.ones(1)) == [torch.tensor([2.0])] * 2
 
-The processes of a world size are started once a session and reused: keep no state in them, and end
-the process groups that `fn` makes. An exception on any rank fails the test with that rank's
-traceback and output; ranks that hang are killed after `timeout` seconds and their stacks shown.
+The processes of a world size are started once a session and reused: keep no state in them, and
+leave no collective half done (a rank that doesn't come, on purpose: `run_fresh`). An exception on
+any rank fails the test with that rank's traceback and output; ranks that hang are killed after
+`timeout` seconds and their stacks shown.
 Put an `__init__.py` into every folder below tests/, or ranks can't import its modules.
 """
 
