@@ -52,7 +52,7 @@ def agree(
     """
     if mesh.world_size == 1 or is_simulated(mesh):
         return
-    text = json.dumps([list(item) for item in items]).encode()
+    text = json.dumps(list(items)).encode()
     store = default_store()
     counters = {rank: f"{_place(mesh)}/agree/{what}/{rank}" for rank in mesh.ranks}
     turn = store.add(counters[_here(mesh)], 1)

@@ -72,7 +72,8 @@ def test_names_the_first_path_and_who_has_what(hybrid: bool) -> None:
 
 def test_a_missing_entry_is_named() -> None:
     (messages,) = _messages([[[("a", "f32")], [("a", "f32"), ("b", "f32")]]])
-    assert messages[0] is not None and "at b: rank 0: (nothing); rank 1: f32" in messages[0]
+    assert messages[0] is not None
+    assert "at b: rank 0: (nothing); rank 1: f32" in messages[0]
 
 
 def _lone_agree() -> str | None:
@@ -87,7 +88,8 @@ def _lone_agree() -> str | None:
 
 def test_a_rank_that_never_comes_is_named() -> None:
     message, _ = run_fresh(2, _lone_agree)
-    assert "rank 0 compared config" in message and "rank 1 did not come within 0.5 s" in message
+    assert "rank 0 compared config" in message
+    assert "rank 1 did not come within 0.5 s" in message
 
 
 def _rendezvous(key: str, texts: list[str | None], delays: list[float]) -> str | None:

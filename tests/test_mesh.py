@@ -29,7 +29,7 @@ def test_one_axis_over_all_ranks(world: int) -> None:
         assert is_simulated(mesh)
 
 
-@pytest.mark.parametrize("replicas, shards", [(2, 3), (1, 4), (4, 1), (32, 32)])
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 3), (1, 4), (4, 1), (32, 32)])
 def test_two_axes_are_replicate_and_shard(replicas: int, shards: int) -> None:
     rank = replicas * shards - 1
     with fake_ranks(replicas * shards, rank):
@@ -51,7 +51,7 @@ def test_the_same_ranks_are_equal_and_hash_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    "make, device_type, found",
+    ("make", "device_type", "found"),
     [
         (lambda: init_device_mesh("cpu", (2, 1, 2)), "cpu", "mesh has 3 axes .*Slice"),
         (lambda: DeviceMesh("cpu", [0, 1]), "cpu", r"mesh holds ranks \[0, 1\].*this is rank 3"),
@@ -112,7 +112,8 @@ def test_alone_nothing_is_started_and_dtensors_work() -> None:
     assert torch.equal(whole.full_tensor(), local)
     assert whole.to_local().data_ptr() == local.data_ptr()
     tripled = whole * 2 + whole
-    assert isinstance(tripled, DTensor) and torch.equal(tripled.full_tensor(), local * 3)
+    assert isinstance(tripled, DTensor)
+    assert torch.equal(tripled.full_tensor(), local * 3)
     assert torch.equal(whole.redistribute(placements=[Replicate()]).to_local(), local)
     assert resolve_mesh(mesh.device_mesh, "cpu") == mesh
 

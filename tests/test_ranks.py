@@ -38,7 +38,7 @@ def _raise_on_rank_1() -> None:
 
 def test_an_exception_shows_the_rank_its_traceback_and_output() -> None:
     before = run_ranks(2, os.getpid)
-    with pytest.raises(RanksFailed, match="(?s)rank 1 ---.*rank 1 has no batch") as info:
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 ---.*rank 1 has no batch") as info:
         run_ranks(2, _raise_on_rank_1)
     assert "in _raise_on_rank_1" in str(info.value)
     assert "a hint from 1" in str(info.value)
