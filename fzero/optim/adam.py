@@ -1,0 +1,229 @@
+"""Adam and AdamW: the moments as a pure transform, and the step through torch's fused kernels."""
+
+# torch.optim is built on torch._foreach_* and torch._fused_*, which have no public names.
+# pyright: reportPrivateImportUsage=false
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.optim import check
+from fzero.optim.foreach import by_group, cast_like, leaves_like, scale_, zero_step, zeros_like
+from fzero.optim.inplace import in_place
+from fzero.optim.transforms import decay_tree, scale_tree
+from fzero.protocols import Optimizer, Params, PyTree, Schedule
+
+
+class AdamState(NamedTuple):
+    """The moments.
+
+    Attributes:
+        step: Updates so far; 0-d float32.
+        mu: Running mean of the gradients, shaped as the params.
+        nu: Running mean of their squares, shaped as the params.
+    """
+
+    step: Tensor
+    mu: Params
+    nu: Params
+
+
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
+    """Adam's direction: the running mean over the root of the running mean square.
+
+    Args:
+        b1: Decay of the mean, in [0, 1).
+        b2: Decay of the mean square, in [0, 1).
+        eps: Added to the root.
+
+    Raises:
+        ConfigError: A value out of its range.
+
+    Examples:
+        >>> opt = scale_by_adam()
+        >>> updates, state = opt.update([torch.tensor([4.0])], opt.init([torch.ones(1)]))
+        >>> updates
+        [tensor([1.])]
+
+    References:
+        Kingma and Ba, arXiv:1412.6980, algorithm 1.
+    """
+    check.fraction("scale_by_adam", b1=b1, b2=b2)
+    check.positive("scale_by_adam", eps=eps)
+
+    def init(params: Params) -> AdamState:
+        return AdamState(zero_step(params), zeros_like(params), zeros_like(params))
+
+    def update(
+        grads: PyTree, state: AdamState, params: Params | None = None, **_: Any
+    ) -> tuple[PyTree, AdamState]:
+        step = state.step + 1
+        # In float64: at the first steps 1 - b2**t has lost four of float32's seven digits.
+        mean_share, square_share = (1.0 - b ** step.double() for b in (b1, b2))
+
+        def kernel(mu: list[Tensor], nu: list[Tensor], grads: list[Tensor]) -> Any:
+            grads = cast_like(grads, mu)
+            mu = list(torch._foreach_lerp(mu, grads, 1.0 - b1))
+            nu = list(torch._foreach_mul(nu, b2))
+            torch._foreach_addcmul_(nu, grads, grads, 1.0 - b2)
+            roots = torch._foreach_sqrt(nu)
+            scale_(roots, square_share.rsqrt())
+            torch._foreach_add_(roots, eps)
+            updates = torch._foreach_div(mu, roots)
+            scale_(updates, 1.0 / mean_share)
+            return updates, mu, nu
+
+        leaves, spec = tree.flatten(grads)
+        moments = _moments(spec, state)
+        updates, mu, nu = (
+            tree.unflatten(spec, column) for column in by_group(kernel, *moments, leaves, outputs=3)
+        )
+        return updates, AdamState(step, mu, nu)
+
+    return Optimizer(init, update, in_place(update))
+
+
+def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
+    """Adam.
+
+    Args:
+        lr: A number, or a schedule of the step.
+        b1: Decay of the mean, in [0, 1).
+        b2: Decay of the mean square, in [0, 1).
+        eps: Added to the root of the mean square.
+
+    Returns:
+        An elementwise optimizer; its state is an `AdamState`.
+
+    Raises:
+        ConfigError: A value out of its range.
+
+    Examples:
+        >>> opt = adam(1e-3)
+        >>> params = {"w": torch.ones(2)}
+        >>> updates, state = opt.update({"w": torch.ones(2)}, opt.init(params), params)
+        >>> updates
+        {'w': tensor([-0.0010, -0.0010])}
+
+    References:
+        Kingma and Ba, arXiv:1412.6980, algorithm 1.
+    """
+    return _adam("adam", lr, b1, b2, eps, 0.0)
+
+
+def adamw(
+    lr: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> Optimizer:
+    """Adam with decoupled weight decay: `params -= lr * (adam(grads) + weight_decay * params)`.
+
+    The same numbers as `chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay),
+    scale_by_learning_rate(lr))`, in one kernel. To spare some leaves the decay, write that chain
+    with `masked(add_decayed_weights(weight_decay), mask)`.
+
+    Args:
+        lr: A number, or a schedule of the step.
+        b1: Decay of the mean, in [0, 1).
+        b2: Decay of the mean square, in [0, 1).
+        eps: Added to the root of the mean square.
+        weight_decay: Share of the params that goes per unit of learning rate.
+
+    Returns:
+        An elementwise optimizer; its state is an `AdamState`.
+
+    Raises:
+        ConfigError: A value out of its range.
+
+    Examples:
+        >>> opt = adamw(1e-3, weight_decay=0.1)
+        >>> params = {"w": torch.ones(2)}
+        >>> state = opt.apply_({"w": torch.ones(2)}, opt.init(params), params)
+        >>> params["w"], state.step
+        (tensor([0.9989, 0.9989]), tensor(1.))
+
+    References:
+        Loshchilov and Hutter, arXiv:1711.05101, algorithm 2. Unlike the paper, and as in torch,
+        the decay is multiplied by the learning rate.
+    """
+    return _adam("adamw", lr, b1, b2, eps, weight_decay)
+
+
+def _adam(
+    name: str, lr: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float
+) -> Optimizer:
+    check.learning_rate(name, lr)
+    check.fraction(name, b1=b1, b2=b2)
+    check.positive(name, eps=eps)
+    check.non_negative(name, weight_decay=weight_decay)
+    moments = scale_by_adam(b1, b2, eps)
+    fused = torch._fused_adamw_ if weight_decay else torch._fused_adam_
+
+    def update(
+        grads: PyTree, state: AdamState, params: Params | None = None, **_: Any
+    ) -> tuple[PyTree, AdamState]:
+        rate = lr(state.step) if callable(lr) else lr
+        directions, state = moments.update(grads, state)
+        directions = decay_tree(directions, params, weight_decay, name)
+        return scale_tree(directions, -rate), state
+
+    @torch.no_grad()
+    def apply_(grads: PyTree, state: AdamState, params: Params, **_: Any) -> AdamState:
+        rate = lr(state.step) if callable(lr) else lr
+        state.step.add_(1)
+
+        def kernel(params: list[Tensor], grads: list[Tensor], mu: Any, nu: Any) -> None:
+            device = params[0].device
+            # Every leaf has the same age, so one step serves them all; the kernel only reads it.
+            steps = [state.step.to(device)] * len(params)
+            grads = [grad.contiguous() for grad in cast_like(grads, params)]
+            with _contiguous(params) as params, _contiguous(mu) as mu, _contiguous(nu) as nu:
+                fused(
+                    params,
+                    grads,
+                    mu,
+                    nu,
+                    [],
+                    steps,
+                    lr=_kernel_rate(rate, device),
+                    beta1=b1,
+                    beta2=b2,
+                    weight_decay=weight_decay,
+                    eps=eps,
+                    amsgrad=False,
+                    maximize=False,
+                )
+
+        leaves, spec = tree.flatten(grads)
+        by_group(kernel, leaves_like(spec, params, "params"), leaves, *_moments(spec, state))
+        return state
+
+    return Optimizer(moments.init, update, apply_)
+
+
+def _moments(spec: tree.Spec, state: AdamState) -> tuple[list[Tensor], list[Tensor]]:
+    what = "the optimizer's state"
+    return leaves_like(spec, state.mu, what), leaves_like(spec, state.nu, what)
+
+
+def _kernel_rate(rate: float | Tensor, device: torch.device) -> Any:
+    """The learning rate as the fused kernels read it: on GPUs through a float32 pointer."""
+    if not isinstance(rate, Tensor):
+        return rate
+    return rate.to(device) if device.type == "cpu" else rate.to(device, torch.float32)
+
+
+@contextmanager
+def _contiguous(leaves: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The leaves, or row-major copies that are written back: the fused kernels ignore strides."""
+    dense = [leaf if leaf.is_contiguous() else leaf.contiguous() for leaf in leaves]
+    yield dense
+    for leaf, written in zip(leaves, dense, strict=True):
+        if leaf is not written:
+            leaf.copy_(written)

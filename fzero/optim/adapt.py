@@ -1,0 +1,119 @@
+"""Optimizers from elsewhere: TorchOpt's, or any object with `init` and `update`."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.errors import ConfigError
+from fzero.optim.clip import tree_global_norm
+from fzero.optim.inplace import in_place
+from fzero.protocols import GlobalNorm, Optimizer, Params, PyTree, UpdateFn
+
+
+def as_optimizer(obj: Any) -> Optimizer:
+    """An `Optimizer` with all its functions, from one of ours or from anything like it.
+
+    What `update` accepts decides how it is called: params by keyword where it has that name,
+    `inplace=False` and `global_norm` where it knows them (TorchOpt takes params by keyword only
+    and works in place unless told otherwise).
+
+    Args:
+        obj: An `Optimizer`, or an object with `init(params)` and `update(grads, state, ...)`.
+
+    Returns:
+        An optimizer whose `apply_` is never None. `foreign` is True unless `obj` is an
+        `Optimizer` that says otherwise.
+
+    Raises:
+        ConfigError: `init` or `update` is missing, or not callable.
+
+    Examples:
+        >>> class Descent:
+        ...     def init(self, params): return ()
+        ...     def update(self, grads, state): return -0.1 * grads, state
+        >>> opt = as_optimizer(Descent())
+        >>> opt.update(torch.ones(1), opt.init(torch.ones(1)), torch.ones(1))
+        (tensor([-0.1000]), ())
+        >>> opt.foreign
+        True
+    """
+    if isinstance(obj, Optimizer) and obj.apply_ is not None:
+        return obj
+    missing = [name for name in ("init", "update") if not callable(getattr(obj, name, None))]
+    if missing or isinstance(obj, type):
+        raise ConfigError(_complaint(obj, missing))
+    update = _adapted(obj.update)
+    if isinstance(obj, Optimizer):
+        return Optimizer(obj.init, update, in_place(update), obj.foreign)
+
+    def init(params: Params) -> PyTree:
+        # A state that starts as the params themselves must not change with them.
+        shared = {id(leaf) for leaf in tree.leaves(params)}
+        return tree.map(
+            lambda x: x.clone() if isinstance(x, Tensor) and id(x) in shared else x,
+            obj.init(params),
+        )
+
+    return Optimizer(init, update, in_place(update), foreign=True)
+
+
+def _adapted(update: Callable[..., Any]) -> UpdateFn:
+    accepted = _parameters(update)
+    kinds = [parameter.kind for parameter in accepted.values()]
+    named = {
+        name
+        for name, parameter in accepted.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    by_keyword = "params" in named or (
+        inspect.Parameter.VAR_KEYWORD in kinds and len(_positional(accepted)) < 3
+    )
+    by_position = len(_positional(accepted)) >= 3 or inspect.Parameter.VAR_POSITIONAL in kinds
+    fixed = {"inplace": False} if "inplace" in named else {}
+
+    def adapted(
+        grads: PyTree,
+        state: PyTree,
+        params: Params | None = None,
+        *,
+        global_norm: GlobalNorm = tree_global_norm,
+    ) -> tuple[PyTree, PyTree]:
+        options: dict[str, Any] = dict(fixed)
+        if "global_norm" in named:
+            options["global_norm"] = global_norm
+        if by_keyword:
+            return update(grads, state, params=params, **options)
+        if by_position:
+            return update(grads, state, params, **options)
+        return update(grads, state, **options)
+
+    return adapted
+
+
+def _parameters(update: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(update).parameters
+    except (TypeError, ValueError):  # no signature, as some compiled functions have none
+        return inspect.signature(lambda grads, state, params=None: None).parameters
+
+
+def _positional(accepted: Mapping[str, inspect.Parameter]) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter for parameter in accepted.values() if parameter.kind in kinds]
+
+
+def _complaint(obj: Any, missing: list[str]) -> str:
+    rule = "an optimizer has init(params) -> state and update(grads, state, params)"
+    name = getattr(obj, "__qualname__", repr(obj))
+    if isinstance(obj, torch.optim.Optimizer):
+        return (
+            f"opt is a torch.optim.{type(obj).__name__}, which keeps its state to itself, but "
+            f"{rule}. Pass fzero.optim.{type(obj).__name__.lower()}(...) or another of fzero.optim."
+        )
+    if isinstance(obj, type) or callable(obj):
+        return f"opt is {name} itself, but {rule}. Call it first: {name}(...)."
+    return f"opt is {name}, which lacks {' and '.join(missing)}, but {rule}."

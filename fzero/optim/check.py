@@ -1,0 +1,53 @@
+"""Checks of hyperparameters: a message names the optimizer, the field, the value and the rule."""
+
+import math
+from numbers import Real
+from typing import Any
+
+from fzero.errors import ConfigError
+
+
+def non_negative(where: str, **fields: Any) -> None:
+    """Every field is a finite number of at least 0."""
+    for field, value in fields.items():
+        _require(where, field, value, _number(value) and value >= 0, "a finite number >= 0")
+
+
+def positive(where: str, **fields: Any) -> None:
+    """Every field is a finite number above 0."""
+    for field, value in fields.items():
+        _require(where, field, value, _number(value) and value > 0, "a finite number > 0")
+
+
+def finite(where: str, **fields: Any) -> None:
+    """Every field is a finite number."""
+    for field, value in fields.items():
+        _require(where, field, value, _number(value), "a finite number")
+
+
+def fraction(where: str, **fields: Any) -> None:
+    """Every field lies in [0, 1)."""
+    for field, value in fields.items():
+        _require(where, field, value, _number(value) and 0 <= value < 1, "a number in [0, 1)")
+
+
+def steps(where: str, *, least: int = 1, **fields: Any) -> None:
+    """Every field is a whole number of steps, `least` or more."""
+    for field, value in fields.items():
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        _require(where, field, value, whole, f"a whole number >= {least}")
+
+
+def learning_rate(where: str, lr: Any) -> None:
+    """`lr` is a finite number of at least 0, or a schedule."""
+    rule = "a finite number >= 0, or a schedule: a function of the step, such as optim.cosine(...)"
+    _require(where, "lr", lr, callable(lr) or (_number(lr) and lr >= 0), rule)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(where: str, field: str, value: Any, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{where}: {field}={value!r}, but {field} must be {rule}.")

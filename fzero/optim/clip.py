@@ -1,0 +1,79 @@
+"""The norm of a whole tree, and clipping by it."""
+
+# torch.optim is built on torch._foreach_* and torch._fused_*, which have no public names.
+# pyright: reportPrivateImportUsage=false
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.optim import check
+from fzero.optim.foreach import by_group, scaled
+from fzero.optim.inplace import EmptyState, in_place
+from fzero.protocols import GlobalNorm, Optimizer, Params, PyTree
+
+
+def tree_global_norm(values: PyTree) -> Tensor:
+    """The 2-norm of all numbers in a tree, as if they were one vector.
+
+    Args:
+        values: Tree of floating tensors of any shapes.
+
+    Returns:
+        0-d, float64 if any leaf is, float32 otherwise, on the device of the first leaf.
+
+    Examples:
+        >>> tree_global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0), "frozen": None})
+        tensor(5.)
+    """
+    leaves = tree.leaves(values)
+    if not leaves:
+        return torch.zeros(())
+
+    def norms(group: list[Tensor]) -> tuple[list[Tensor]]:
+        wide = torch.float64 if group[0].dtype == torch.float64 else torch.float32
+        return (list(torch._foreach_norm(group, 2, dtype=wide)),)
+
+    (found,) = by_group(norms, leaves, outputs=1)
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
+    same = [norm.to(device=leaves[0].device, dtype=dtype) for norm in found]
+    return torch.linalg.vector_norm(torch.stack(same))
+
+
+def clip_by_global_norm(max_norm: float) -> Optimizer:
+    """Scale all gradients down together so that their common norm is at most `max_norm`.
+
+    The factor is `min(1, max_norm / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`. The
+    norm comes from the `global_norm` that `update` is given, so over shards it is that of the
+    whole tree.
+
+    Args:
+        max_norm: In the gradients' unit.
+
+    Raises:
+        ConfigError: `max_norm` is not a positive number.
+
+    Examples:
+        >>> clip = clip_by_global_norm(1.0)
+        >>> updates, _ = clip.update([torch.tensor([30.0, 40.0])], clip.init([]))
+        >>> updates
+        [tensor([0.6000, 0.8000])]
+
+    References:
+        Pascanu et al., arXiv:1211.5063, sec. 3.2.
+    """
+    check.positive("clip_by_global_norm", max_norm=max_norm)
+
+    def update(
+        grads: PyTree,
+        state: EmptyState,
+        params: Params | None = None,
+        *,
+        global_norm: GlobalNorm = tree_global_norm,
+    ) -> tuple[PyTree, EmptyState]:
+        leaves, spec = tree.flatten(grads)
+        factor = (max_norm / (global_norm(grads) + 1e-6)).clamp(max=1.0)
+        (clipped,) = by_group(lambda group: (scaled(group, factor),), leaves, outputs=1)
+        return tree.unflatten(spec, clipped), state
+
+    return Optimizer(EmptyState.of, update, in_place(update))

@@ -1,0 +1,152 @@
+"""Optimizers out of optimizers: one after the other, and on some leaves only."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import tree
+from fzero.errors import ConfigError
+from fzero.optim.adapt import as_optimizer
+from fzero.optim.foreach import add_, leaves_like
+from fzero.optim.inplace import Overwrite
+from fzero.protocols import Optimizer, Params, PyTree
+
+
+class MaskedState(NamedTuple):
+    """The state of the masked optimizer, with `None` where the mask is False."""
+
+    inner: PyTree
+
+
+def chain(*transforms: Any) -> Optimizer:
+    """Each transform's updates are the next one's gradients.
+
+    Args:
+        *transforms: Optimizers or parts of them; TorchOpt's too.
+
+    Returns:
+        An optimizer whose state is a tuple with one state per transform. It is foreign as soon
+        as one transform is.
+
+    Raises:
+        ConfigError: No transforms, or something that is none.
+
+    Examples:
+        >>> from fzero.optim import clip_by_global_norm, sgd
+        >>> opt = chain(clip_by_global_norm(1.0), sgd(0.1))
+        >>> params = [torch.zeros(2)]
+        >>> state = opt.apply_([torch.tensor([3.0, 4.0])], opt.init(params), params)
+        >>> params
+        [tensor([-0.0600, -0.0800])]
+    """
+    if not transforms:
+        raise ConfigError("chain: no transforms, but it must have at least one.")
+    parts = tuple(as_optimizer(transform) for transform in transforms)
+    *first, last = parts
+
+    def init(params: Params) -> tuple[PyTree, ...]:
+        return tuple(part.init(params) for part in parts)
+
+    def update(
+        grads: PyTree, state: tuple[PyTree, ...], params: Params | None = None, **options: Any
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
+        new = []
+        for part, own in zip(parts, state, strict=True):
+            grads, own = part.update(grads, own, params, **options)
+            new.append(own)
+        return grads, tuple(new)
+
+    @torch.no_grad()
+    def apply_(
+        grads: PyTree, state: tuple[PyTree, ...], params: Params, **options: Any
+    ) -> tuple[PyTree, ...]:
+        stored = []
+        keep = tree.leaves(params)
+        for part, own in zip(first, state[:-1], strict=True):
+            grads, new = part.update(grads, own, params, **options)
+            stored.append(Overwrite(own, new, keep))
+        assert last.apply_ is not None  # as_optimizer has filled it in
+        final = last.apply_(grads, state[-1], params, **options)
+        return (*(own.write() for own in stored), final)
+
+    return Optimizer(init, update, apply_, any(part.foreign for part in parts))
+
+
+def masked(inner: Any, mask: PyTree | Callable[[PyTree], PyTree]) -> Optimizer:
+    """Apply an optimizer to the leaves where the mask is True; pass on the others' gradients.
+
+    What passes through is not scaled: two masked optimizers with opposite masks make a chain that
+    treats two groups of leaves differently. To leave leaves untouched use `Config(frozen=...)`.
+
+    Args:
+        inner: An optimizer or a part of one.
+        mask: Tree of bools with the structure of the params, or one of its prefixes; or a
+            function from the params' tree (or the gradients', of the same shapes) to such a tree.
+
+    Returns:
+        An optimizer whose state is a `MaskedState`.
+
+    Raises:
+        ConfigError: The mask doesn't fit the params, or holds something else than bools.
+
+    Examples:
+        >>> from fzero.optim import add_decayed_weights
+        >>> decay = masked(add_decayed_weights(0.1), {"w": True, "b": False})
+        >>> params, grads = ({"w": torch.ones(1), "b": torch.ones(1)} for _ in range(2))
+        >>> decay.update(grads, decay.init(params), params)[0]
+        {'w': tensor([1.1000]), 'b': tensor([1.])}
+    """
+    part = as_optimizer(inner)
+
+    def init(params: Params) -> MaskedState:
+        return MaskedState(part.init(_select(params, _flags(mask, params))))
+
+    def update(
+        grads: PyTree, state: MaskedState, params: Params | None = None, **options: Any
+    ) -> tuple[PyTree, MaskedState]:
+        flags = _flags(mask, grads)
+        leaves, spec = tree.flatten(grads)
+        chosen = _select(grads, flags)
+        shown = None if params is None else _select(params, flags)
+        updates, inner_state = part.update(chosen, state.inner, shown, **options)
+        changed = iter(leaves_like(tree.flatten(chosen)[1], updates, "updates"))
+        merged = [next(changed) if flag else leaf for flag, leaf in zip(flags, leaves, strict=True)]
+        return tree.unflatten(spec, merged), MaskedState(inner_state)
+
+    @torch.no_grad()
+    def apply_(grads: PyTree, state: MaskedState, params: Params, **options: Any) -> MaskedState:
+        flags = _flags(mask, grads)
+        assert part.apply_ is not None  # as_optimizer has filled it in
+        inner_state = part.apply_(
+            _select(grads, flags), state.inner, _select(params, flags), **options
+        )
+        others = [not flag for flag in flags]
+        add_(tree.leaves(_select(params, others)), tree.leaves(_select(grads, others)))
+        return MaskedState(inner_state)
+
+    return Optimizer(init, update, apply_, part.foreign)
+
+
+def _flags(mask: PyTree | Callable[[PyTree], PyTree], values: PyTree) -> list[bool]:
+    """One bool per leaf of `values`."""
+    found = mask(values) if callable(mask) else mask
+    try:
+        full = tree.map(lambda flag, below: tree.map(lambda _: flag, below), found, values)
+    except ValueError as error:
+        raise ConfigError(
+            f"masked: mask has the leaves {tree.paths(found)} and the params {tree.paths(values)}, "
+            "but the mask must have the structure of the params or a prefix of it."
+        ) from error
+    flags = tree.leaves(full)
+    for path, flag in zip(tree.paths(full), flags, strict=True):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"masked: mask{path}={flag!r}, but a mask must hold bools.")
+    return flags
+
+
+def _select(values: PyTree, flags: list[bool]) -> PyTree:
+    """The tree with `None` where the flag is False."""
+    leaves, spec = tree.flatten(values)
+    kept = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
+    return tree.unflatten(spec, kept)

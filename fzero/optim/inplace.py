@@ -1,0 +1,108 @@
+"""From a pure `update` to a step in place: what every transform without kernels of its own uses."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.errors import ConfigError
+from fzero.optim.foreach import add_, copy_, leaves_like
+from fzero.protocols import ApplyFn, Params, PyTree, UpdateFn
+
+
+class EmptyState(NamedTuple):
+    """The state of a transform that remembers nothing."""
+
+    @classmethod
+    def of(cls, params: Params) -> "EmptyState":
+        """The `init` of such a transform."""
+        return cls()
+
+
+def in_place(update: UpdateFn) -> ApplyFn:
+    """An `apply_` that calls `update` and writes what comes out over params and state.
+
+    Args:
+        update: A pure update.
+
+    Returns:
+        `apply_(grads, state, params, **options) -> state`; the options go to `update`.
+
+    Examples:
+        >>> def descend(grads, state, params=None):
+        ...     return -grads, state
+        >>> params = torch.ones(2)
+        >>> state = in_place(descend)(torch.ones(2), (), params)
+        >>> params
+        tensor([0., 0.])
+    """
+
+    @torch.no_grad()
+    def apply_(grads: PyTree, state: PyTree, params: Params, **options: Any) -> PyTree:
+        leaves, spec = tree.flatten(params)
+        updates, new_state = update(grads, state, params, **options)
+        stored = Overwrite(state, new_state, keep=leaves)
+        add_(leaves, leaves_like(spec, updates, "updates"))
+        return stored.write()
+
+    return apply_
+
+
+class Overwrite:
+    """A new state that is to be written over the old one's tensors.
+
+    Two moments, because an update written by others may hand out the same tensor twice: the
+    values are secured before params change, and written afterwards.
+
+    Args:
+        old: The state whose tensors are overwritten.
+        new: A state of the same structure.
+        keep: Tensors that change before `write`.
+
+    Raises:
+        ConfigError: The update changed the structure, a shape or a dtype of the state.
+
+    Examples:
+        >>> old = {"m": torch.zeros(2)}
+        >>> Overwrite(old, {"m": torch.ones(2)}).write() and old
+        {'m': tensor([1., 1.])}
+    """
+
+    def __init__(self, old: PyTree, new: PyTree, keep: list[Tensor] | None = None):
+        self._old, self._spec = tree.flatten(old)
+        values, spec = tree.flatten(new)
+        if spec != self._spec:
+            raise ConfigError(
+                "the optimizer's update changed the structure of its state, from "
+                f"{tree.paths(old)} to {tree.paths(new)}. A state keeps its structure: make every "
+                "field in init."
+            )
+        taken = {id(tensor): place for place, tensor in enumerate(self._old)}
+        taken |= dict.fromkeys((id(tensor) for tensor in keep or ()), -1)
+        self._new: list[Any] = []
+        for place, (value, before) in enumerate(zip(values, self._old, strict=True)):
+            if not isinstance(before, Tensor):
+                self._new.append(value)
+                continue
+            if (value.shape, value.dtype) != (before.shape, before.dtype):
+                raise ConfigError(
+                    f"the optimizer's update changed state{tree.paths(old)[place]} from "
+                    f"{before.dtype} {tuple(before.shape)} to {value.dtype} {tuple(value.shape)}. "
+                    "A state keeps its shapes and dtypes."
+                )
+            aliased = taken.get(id(value), place) != place
+            self._new.append(value.clone() if aliased else value)
+
+    def write(self) -> PyTree:
+        """Copy the values; returns the state with its old tensors."""
+        changed = [
+            (before, value)
+            for before, value in zip(self._old, self._new, strict=True)
+            if isinstance(before, Tensor) and before is not value
+        ]
+        copy_([before for before, _ in changed], [value for _, value in changed])
+        pairs = zip(self._old, self._new, strict=True)
+        # Numbers in a state written by others cannot be overwritten, only replaced.
+        leaves = [old if isinstance(old, Tensor) else new for old, new in pairs]
+        return tree.unflatten(self._spec, leaves)

@@ -1,0 +1,192 @@
+"""Gradient descent with momentum, bit for bit that of `torch.optim.SGD`."""
+
+# torch.optim is built on torch._foreach_* and torch._fused_*, which have no public names.
+# pyright: reportPrivateImportUsage=false
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.errors import ConfigError
+from fzero.optim import check
+from fzero.optim.foreach import (
+    Leaves,
+    by_group,
+    cast_like,
+    leaves_like,
+    scaled,
+    subtract_,
+    temporary_bytes,
+    zero_step,
+    zeros_like,
+)
+from fzero.optim.inplace import in_place
+from fzero.optim.transforms import decay_tree, scale_tree
+from fzero.protocols import Optimizer, Params, PyTree, Schedule
+
+
+class TraceState(NamedTuple):
+    """Momentum.
+
+    Attributes:
+        step: Updates so far; 0-d float32.
+        trace: The decayed sum of gradients, shaped as the params; None without momentum.
+    """
+
+    step: Tensor
+    trace: Params
+
+
+def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optimizer:
+    """Momentum: `trace = decay * trace + (1 - dampening) * grads`, and the trace is the update.
+
+    The first gradient enters undamped. With `nesterov` the update is `grads + decay * trace`.
+    Without it, updates and the new state share their tensors.
+
+    Args:
+        decay: How much of the trace stays; at least 0.
+        nesterov: Look one step ahead.
+        dampening: Share of each gradient that is left out.
+
+    Raises:
+        ConfigError: A negative or infinite number, or `nesterov` with dampening or no decay.
+
+    Examples:
+        >>> opt = trace(0.9)
+        >>> updates, state = opt.update([torch.ones(1)], opt.init([torch.ones(1)]))
+        >>> opt.update([torch.ones(1)], state)[0]
+        [tensor([1.9000])]
+
+    References:
+        Sutskever et al., "On the importance of initialization and momentum in deep learning",
+        ICML 2013. Unlike the paper, the learning rate stays outside the trace, as in torch.
+    """
+    check.non_negative("trace", decay=decay, dampening=dampening)
+    _check_nesterov("trace", nesterov, "decay", decay, dampening)
+
+    def init(params: Params) -> TraceState:
+        return TraceState(zero_step(params), zeros_like(params))
+
+    def update(
+        grads: PyTree, state: TraceState, params: Params | None = None, **_: Any
+    ) -> tuple[PyTree, TraceState]:
+        leaves, spec = tree.flatten(grads)
+        kept = _kept_share(state.step, dampening)
+
+        def kernel(traces: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            grads = cast_like(grads, traces)
+            new = list(torch._foreach_mul(traces, decay))
+            _accumulate_(new, grads, kept)
+            ahead = torch._foreach_add(grads, new, alpha=decay) if nesterov else new
+            return list(ahead), new
+
+        traces = leaves_like(spec, state.trace, "the optimizer's state")
+        updates, new = by_group(kernel, traces, leaves, outputs=2)
+        return tree.unflatten(spec, updates), TraceState(state.step + 1, tree.unflatten(spec, new))
+
+    return Optimizer(init, update, in_place(update))
+
+
+def sgd(
+    lr: float | Schedule,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    dampening: float = 0.0,
+) -> Optimizer:
+    """Stochastic gradient descent: `params -= lr * momentum(grads + weight_decay * params)`.
+
+    Args:
+        lr: A number, or a schedule of the step.
+        momentum: Decay of the trace; 0 keeps no trace.
+        nesterov: Nesterov's momentum.
+        weight_decay: L2 regularisation.
+        dampening: Share of each gradient but the first that the trace leaves out.
+
+    Returns:
+        An elementwise optimizer; its state is a `TraceState`.
+
+    Raises:
+        ConfigError: A negative or infinite number, or `nesterov` without momentum or with
+            dampening.
+
+    Examples:
+        >>> opt = sgd(0.1, momentum=0.9)
+        >>> params = {"w": torch.ones(2)}
+        >>> updates, state = opt.update({"w": torch.ones(2)}, opt.init(params), params)
+        >>> updates
+        {'w': tensor([-0.1000, -0.1000])}
+
+    References:
+        Sutskever et al., ICML 2013; see `trace`.
+    """
+    check.learning_rate("sgd", lr)
+    check.non_negative("sgd", momentum=momentum, weight_decay=weight_decay, dampening=dampening)
+    _check_nesterov("sgd", nesterov, "momentum", momentum, dampening)
+    accumulate = trace(momentum, nesterov, dampening)
+
+    def init(params: Params) -> TraceState:
+        return TraceState(zero_step(params), zeros_like(params) if momentum else None)
+
+    def update(
+        grads: PyTree, state: TraceState, params: Params | None = None, **_: Any
+    ) -> tuple[PyTree, TraceState]:
+        rate = lr(state.step) if callable(lr) else lr
+        grads = decay_tree(grads, params, weight_decay, "sgd")
+        if momentum:
+            directions, state = accumulate.update(grads, state)
+        else:
+            directions, state = grads, TraceState(state.step + 1, None)
+        return scale_tree(directions, -rate), state
+
+    @torch.no_grad()
+    def apply_(grads: PyTree, state: TraceState, params: Params, **_: Any) -> TraceState:
+        rate = lr(state.step) if callable(lr) else lr
+        kept = _kept_share(state.step, dampening)
+
+        def kernel(params: list[Tensor], grads: list[Tensor], *momenta: list[Tensor]) -> None:
+            directions = cast_like(grads, params)
+            if weight_decay:
+                directions = torch._foreach_add(directions, params, alpha=weight_decay)
+            for traces in momenta:  # one list, or none without momentum
+                torch._foreach_mul_(traces, momentum)
+                _accumulate_(traces, directions, kept)
+                if not nesterov:
+                    directions = traces
+                elif weight_decay:  # the directions are a temporary already
+                    torch._foreach_add_(directions, traces, alpha=momentum)
+                else:
+                    directions = torch._foreach_add(directions, traces, alpha=momentum)
+            subtract_(params, directions, rate)
+
+        leaves, spec = tree.flatten(grads)
+        columns = [leaves_like(spec, params, "params"), leaves]
+        if momentum:
+            columns.append(leaves_like(spec, state.trace, "the optimizer's state"))
+        by_group(kernel, *columns, max_bytes=temporary_bytes)
+        state.step.add_(1)
+        return state
+
+    return Optimizer(init, update, apply_)
+
+
+def _kept_share(step: Tensor, dampening: float) -> Tensor | None:
+    # torch starts the trace with the whole first gradient. The trace starts at zero here, so the
+    # share has to depend on the step, and on the device: reading the step would wait for it.
+    return 1.0 - dampening * (step > 0).double() if dampening else None
+
+
+def _accumulate_(traces: list[Tensor], grads: Leaves, kept: Tensor | None) -> None:
+    torch._foreach_add_(traces, grads if kept is None else scaled(grads, kept))
+
+
+def _check_nesterov(
+    where: str, nesterov: bool, field: str, momentum: float, dampening: float
+) -> None:
+    if nesterov and (momentum == 0 or dampening != 0):
+        raise ConfigError(
+            f"{where}: nesterov=True with {field}={momentum!r} and dampening={dampening!r}, but "
+            f"nesterov needs {field} > 0 and dampening = 0."
+        )

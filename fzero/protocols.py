@@ -1,0 +1,72 @@
+"""What the library asks of objects that users hand in.
+
+An optimizer is a pair of pure functions, as in optax, and optionally a third one that does the
+same work in place. All trees hold plain local tensors: this rank's shards, of any shape, empty
+ones included; `None` is an empty subtree (a frozen leaf).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+PyTree = Any
+Params = PyTree
+Schedule = Callable[[Tensor], Tensor]
+"""0-d step in (0 at the first call), 0-d value out; without `.item()`, so that it stages out."""
+
+GlobalNorm = Callable[[PyTree], Tensor]
+"""The 2-norm of a whole tree as a 0-d tensor. Over shards it has to sum over ranks."""
+
+
+class InitFn(Protocol):
+    """`params -> state`."""
+
+    def __call__(self, params: Params, /) -> PyTree: ...
+
+
+class UpdateFn(Protocol):
+    """`(grads, state, params) -> (updates, state)`, pure."""
+
+    def __call__(
+        self,
+        grads: PyTree,
+        state: PyTree,
+        params: Params | None = None,
+        *,
+        global_norm: GlobalNorm = ...,
+    ) -> tuple[PyTree, PyTree]: ...
+
+
+class ApplyFn(Protocol):
+    """`(grads, state, params) -> state`, in place."""
+
+    def __call__(
+        self, grads: PyTree, state: PyTree, params: Params, *, global_norm: GlobalNorm = ...
+    ) -> PyTree: ...
+
+
+class Optimizer(NamedTuple):
+    """An optimizer, or a part of one, as functions of pytrees.
+
+    Attributes:
+        init: `(params) -> state`. The state is a tree of tensors.
+        update: `(grads, state, params=None, *, global_norm) -> (updates, state)`. Pure: no input
+            changes, and `params + updates` is the new params.
+        apply_: `(grads, state, params, *, global_norm) -> state`. The same step in place: the
+            tensors of `params` and `state` are overwritten, and the state that comes back has
+            the same tensors. None: `fzero.optim.as_optimizer` makes one out of `update`.
+        foreign: True if the functions were written without shards in mind, so that whoever
+            calls them has to pass whole leaves.
+
+    Examples:
+        >>> halve = Optimizer(init=lambda params: (),
+        ...                   update=lambda grads, state, params=None, **_: (-grads / 2, state))
+        >>> halve.update(4.0, halve.init(1.0))
+        (-2.0, ())
+    """
+
+    init: InitFn
+    update: UpdateFn
+    apply_: ApplyFn | None = None
+    foreign: bool = False
