@@ -104,8 +104,14 @@ def test_wrong_imports_are_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("__init__.py", "from fzero.step import TrainStep"),
-        ("layout.py", "import torch\nfrom fzero import mesh, tree\nfrom fzero.errors import ShardError"),
-        ("program/passes/bucket.py", "from ..ir import Program\nfrom fzero.collectives import gather"),
+        (
+            "layout.py",
+            "import torch\nfrom fzero import mesh, tree\nfrom fzero.errors import ShardError",
+        ),
+        (
+            "program/passes/bucket.py",
+            "from ..ir import Program\nfrom fzero.collectives import gather",
+        ),
         ("optim/adam.py", "from fzero.optim.chain import chain\nfrom . import chain"),
         ("engine/phases.py", "from fzero import simulate"),
     ],
