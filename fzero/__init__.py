@@ -1,0 +1,47 @@
+"""fzero: sharded training as pure functions.
+
+    step_fn = fzero.make_train_step(model_fn, opt, fzero.Config(stage=3))
+    params, opt_state = step_fn.init(params)
+    params, opt_state = step_fn(params, opt_state, batch)
+"""
+
+from fzero import optim
+from fzero.config import Config
+from fzero.errors import (
+    BackwardError,
+    CheckpointError,
+    ConfigError,
+    FzeroError,
+    RankMismatchError,
+    ShardError,
+    TraceError,
+)
+from fzero.functional import functionalize
+from fzero.loss_scale import LossScale
+from fzero.precision import Precision
+from fzero.program import Program
+from fzero.sharding import shard, unshard
+from fzero.state import OptState
+from fzero.step import TrainStep, make_train_step
+
+__all__ = [
+    "BackwardError",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "FzeroError",
+    "LossScale",
+    "OptState",
+    "Precision",
+    "Program",
+    "RankMismatchError",
+    "ShardError",
+    "TraceError",
+    "TrainStep",
+    "functionalize",
+    "make_train_step",
+    "optim",
+    "shard",
+    "unshard",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,281 @@
+"""Collectives as transposed pairs of differentiable functions.
+
+Each function is linear, and its backward is its transpose:
+
+    forward          backward
+    all_gather       reduce_scatter (sum)
+    reduce_scatter   all_gather
+    all_reduce       all_reduce
+    replicate        all_reduce         (identity forward: the same value is used by every rank)
+
+They work eagerly, under `torch.func.grad`/`vjp`/`jvp`, nested (second order), and under `make_fx`.
+Every one is recorded as a single operator of the `fzero` namespace that carries the leaf's name, so
+that a Program's passes find collectives by what they are, never by shape or position.
+
+Unlike `torch.distributed._functional_collectives`, whose differentiable forms refuse `torch.func`
+("must override setup_context") and give a zero tangent under `jvp`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fzero.layout import LeafLayout
+
+
+class Axis(NamedTuple):
+    """One mesh axis as this rank sees it. `Axis()` is the axis of a single rank.
+
+    Args:
+        group: name of the process group, as `torch.ops._c10d_functional` takes it.
+        size: ranks along the axis.
+        rank: this rank's place on it.
+    """
+
+    group: str = ""
+    size: int = 1
+    rank: int = 0
+
+
+def all_gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
+    """The full leaf from every rank's shard; its gradient is summed and scattered back.
+
+    Args:
+        shard: this rank's part, `leaf.shard_shape(axis.rank)`, in `leaf.dtype`.
+        leaf: how the leaf is split. A leaf that is kept whole is only replicated.
+        axis: the ranks it is split over.
+
+    Returns:
+        `leaf.shape`, in the compute dtype; never a view of `shard` if `axis.size > 1`.
+
+    Examples:
+        >>> leaf = LeafLayout("w", (4, 2), torch.float32, dim=0)
+        >>> all_gather(torch.ones(4, 2), leaf, Axis()).shape
+        torch.Size([4, 2])
+    """
+    return _AllGather.apply(shard, leaf, axis)
+
+
+def reduce_scatter(full: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
+    """This rank's shard of the sum of `full` over the axis.
+
+    Args:
+        full: `leaf.shape`, any floating dtype; reduced in `leaf.reduce` if that is set.
+
+    Returns:
+        `leaf.shard_shape(axis.rank)`, in the dtype it was reduced in.
+    """
+    return _ReduceScatter.apply(full, leaf, axis)
+
+
+def all_reduce(x: Tensor, axis: Axis, name: str = "") -> Tensor:
+    """The sum of `x` over the axis, on every rank. Its own transpose."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis, name)
+
+
+def replicate(x: Tensor, axis: Axis, name: str = "") -> Tensor:
+    """`x`, which every rank of the axis holds and uses: gradients of the uses are summed."""
+    return x if axis.size == 1 else _Replicate.apply(x, axis, name)
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
+        low = shard.to(leaf.compute) if leaf.compute else shard
+        if leaf.dim is None or axis.size == 1:
+            return low.view_as(low)
+        return torch.ops.fzero.gather(low, *_op_args(leaf, axis))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.leaf, ctx.axis = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _ReduceScatter.apply(grad, ctx.leaf, ctx.axis).to(ctx.leaf.dtype), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _AllGather.apply(tangent, ctx.leaf, ctx.axis)
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(full: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
+        if full.layout != torch.strided:  # embeddings with sparse=True: collectives want dense
+            full = full.to_dense()
+        high = full.to(leaf.reduce) if leaf.reduce else full
+        if axis.size == 1:
+            high = high.view_as(high)
+        elif leaf.dim is None:
+            high = torch.ops.fzero.all_reduce(high, axis.size, axis.group, leaf.name)
+        else:
+            high = torch.ops.fzero.reduce_scatter(high, *_op_args(leaf, axis), axis.rank)
+        return high
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.leaf, ctx.axis = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _AllGather.apply(grad, ctx.leaf, ctx.axis), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _ReduceScatter.apply(tangent, ctx.leaf, ctx.axis)
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(x: Tensor, axis: Axis, name: str) -> Tensor:
+        return torch.ops.fzero.all_reduce(x, axis.size, axis.group, name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.axis, ctx.name = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _AllReduce.apply(grad, ctx.axis, ctx.name), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _AllReduce.apply(tangent, ctx.axis, ctx.name)
+
+
+class _Replicate(Function):
+    @staticmethod
+    def forward(x: Tensor, axis: Axis, name: str) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.axis, ctx.name = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _AllReduce.apply(grad, ctx.axis, ctx.name), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+# ---------------------------------------------------------------------------------- operators
+def _op_args(leaf: LeafLayout, axis: Axis) -> tuple[list[int], int, int, str, str]:
+    assert leaf.dim is not None
+    return list(leaf.shape), leaf.dim, axis.size, axis.group, leaf.name
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """`x` filled up with zero rows (dim 0) to `rows`; `x` itself if it has them."""
+    return x if x.shape[0] == rows else torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
+
+
+def as_wire(x: Tensor) -> Tensor:
+    """A contiguous view in a dtype that every backend moves (gloo knows no bool, complex or fp8)."""
+    x = x.contiguous()
+    return x if x.dtype in _WIRE_DTYPES else x.view(torch.uint8)
+
+
+_WIRE_DTYPES = frozenset(
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+    + [torch.int8, torch.uint8, torch.int32, torch.int64]
+)
+
+
+def _gather(
+    shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str
+) -> Tensor:
+    rows = -(-shape[dim] // world)
+    send = pad_rows(shard.movedim(dim, 0), rows).contiguous()
+    c10d = torch.ops._c10d_functional
+    full = c10d.wait_tensor(c10d.all_gather_into_tensor(as_wire(send), world, group))
+    full = full.view(send.dtype).narrow(0, 0, shape[dim]).movedim(0, dim)
+    return full.contiguous()
+
+
+def _reduce_scatter(
+    full: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str, rank: int
+) -> Tensor:
+    rows = -(-shape[dim] // world)
+    send = pad_rows(full.movedim(dim, 0), rows * world).contiguous()
+    c10d = torch.ops._c10d_functional
+    padded = c10d.wait_tensor(c10d.reduce_scatter_tensor(send, "sum", world, group))
+    start, stop = min(rank * rows, shape[dim]), min((rank + 1) * rows, shape[dim])
+    return padded.narrow(0, 0, stop - start).movedim(0, dim).contiguous()
+
+
+def _all_reduce(x: Tensor, world: int, group: str, leaf: str) -> Tensor:
+    c10d = torch.ops._c10d_functional
+    return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), "sum", group))
+
+
+def _boundary(loss: Tensor) -> Tensor:
+    return loss.clone()
+
+
+def _fake_gather(
+    shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str
+) -> Tensor:
+    return shard.new_empty(shape)
+
+
+def _fake_reduce_scatter(
+    full: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str, rank: int
+) -> Tensor:
+    rows = -(-shape[dim] // world)
+    start, stop = min(rank * rows, shape[dim]), min((rank + 1) * rows, shape[dim])
+    return full.new_empty((*shape[:dim], stop - start, *shape[dim + 1 :]))
+
+
+def _fake_same(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _define() -> torch.library.Library:
+    lib = torch.library.Library("fzero", "DEF")
+    split = "int[] shape, int dim, int world, str group, str leaf"
+    lib.define(f"gather(Tensor shard, {split}) -> Tensor")
+    lib.define(f"reduce_scatter(Tensor full, {split}, int rank) -> Tensor")
+    lib.define("all_reduce(Tensor x, int world, str group, str leaf) -> Tensor")
+    # where forward ends: an identity that survives every retrace of a graph
+    lib.define("boundary(Tensor loss) -> Tensor")
+    for name, kernel, fake in (
+        ("gather", _gather, _fake_gather),
+        ("reduce_scatter", _reduce_scatter, _fake_reduce_scatter),
+        ("all_reduce", _all_reduce, _fake_same),
+        ("boundary", _boundary, _fake_same),
+    ):
+        lib.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fzero::{name}", fake, lib=lib)
+    return lib
+
+
+_LIBRARY = _define()  # operators live as long as this object
+
+
+class _Boundary(Function):
+    @staticmethod
+    def forward(loss: Tensor) -> Tensor:
+        return torch.ops.fzero.boundary(loss)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        return None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+def boundary(loss: Tensor) -> Tensor:
+    """`loss`; what a Program runs after this point is its backward."""
+    return _Boundary.apply(loss)

@@ -1,0 +1,32 @@
+"""Every error that fzero raises on purpose.
+
+A message says what was found, where (leaf path, rank, field), the rule, and what to do next.
+"""
+
+
+class FzeroError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(FzeroError, ValueError):
+    """A `Config` field, or a combination of fields, that is not allowed."""
+
+
+class ShardError(FzeroError):
+    """A tree or tensor that does not fit its layout or mesh."""
+
+
+class TraceError(FzeroError):
+    """A model function that cannot be staged out into a Program."""
+
+
+class RankMismatchError(FzeroError):
+    """Ranks disagree on something that must be the same everywhere."""
+
+
+class BackwardError(FzeroError):
+    """A backward call or a step of the eager adapter that is out of order."""
+
+
+class CheckpointError(FzeroError):
+    """A checkpoint that cannot be written, read or trusted."""

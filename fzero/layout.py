@@ -1,0 +1,185 @@
+"""How each leaf of a tree is split over the ranks of one axis: plain data, made once, used everywhere.
+
+[Note: names of a tensor]
+    full          the whole leaf, of `shape`
+    shard         this rank's rows of it along `dim`: rows `start` to `stop` of `bounds(rank)`
+    padded shard  a shard filled up to `padded_rows`, the same on every rank: what collectives carry
+
+Rows are dealt out as `torch.chunk` and `DTensor`'s `Shard(dim)` do: `ceil(rows / world)` to each rank
+until none are left, so the last ranks may get fewer, or none.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fzero.errors import ShardError
+
+
+@dataclass(frozen=True)
+class LeafLayout:
+    """Where the rows of one leaf live.
+
+    Args:
+        name: the leaf's dotted name, for messages, listings and globs.
+        shape: of the full leaf.
+        dtype: at rest, on the shard.
+        dim: the dim it is split along; None keeps it whole on every rank.
+        world: ranks that it is split over.
+        trainable: False for frozen and for non-floating leaves: no gradient travels.
+        compute: dtype it is gathered in; None means `dtype`.
+        reduce: dtype its gradient is summed in; None means the gradient's own.
+
+    Examples:
+        >>> leaf = LeafLayout("w", (7, 3), torch.float32, dim=0, world=4)
+        >>> [leaf.bounds(rank) for rank in range(4)], leaf.padded_rows
+        ([(0, 2), (2, 4), (4, 6), (6, 7)], 2)
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None = None
+    world: int = 1
+    trainable: bool = True
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full leaf."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full leaf in the dtype it is gathered in."""
+        return self.numel * (self.compute or self.dtype).itemsize
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows along `dim` of the padded shard."""
+        assert self.dim is not None
+        return -(-self.shape[self.dim] // self.world)
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of the padded shard, with `dim` moved to the front."""
+        assert self.dim is not None
+        rest = self.shape[: self.dim] + self.shape[self.dim + 1 :]
+        return (self.padded_rows, *rest)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last row of `rank`'s shard."""
+        if self.dim is None:
+            raise ShardError(f"{self.name!r} is kept whole on every rank; it has no row bounds")
+        rows = self.shape[self.dim]
+        return min(rank * self.padded_rows, rows), min((rank + 1) * self.padded_rows, rows)
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of `rank`'s shard."""
+        if self.dim is None:
+            return self.shape
+        start, stop = self.bounds(rank)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+    def split(self, full: Tensor, rank: int) -> Tensor:
+        """`rank`'s shard of `full`, as a view."""
+        if self.dim is None:
+            return full
+        start, stop = self.bounds(rank)
+        return full.narrow(self.dim, start, stop - start)
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """The full leaf from every rank's shard: the inverse of `split`.
+
+        >>> leaf = LeafLayout("w", (7, 3), torch.float32, dim=0, world=4)
+        >>> full = torch.randn(7, 3)
+        >>> torch.equal(leaf.join([leaf.split(full, rank) for rank in range(4)]), full)
+        True
+        """
+        return shards[0] if self.dim is None else torch.cat(list(shards), self.dim)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One `LeafLayout` per leaf, in the tree's order. Printable and comparable.
+
+    >>> print(plan_layout(["b", "w"], [torch.zeros(()), torch.zeros(8, 3)], world=4))
+    b   float32 ()      whole
+    w   float32 (8, 3)  dim 0: 2 rows of 8 a rank
+    """
+
+    leaves: tuple[LeafLayout, ...]
+    world: int
+
+    def __iter__(self) -> Iterator[LeafLayout]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    def __str__(self) -> str:
+        rows = [
+            (leaf.name, f"{str(leaf.dtype).removeprefix('torch.')} {leaf.shape}", _where(leaf))
+            for leaf in self.leaves
+        ]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
+        return "\n".join(f"{a:{widths[0]}}   {b:{widths[1]}}  {c}" for a, b, c in rows)
+
+
+def plan_layout(
+    names: Sequence[str],
+    leaves: Sequence[Tensor],
+    world: int,
+    *,
+    frozen: Callable[[str], bool] = lambda name: False,
+    compute: torch.dtype | None = None,
+    reduce: torch.dtype | None = None,
+) -> Layout:
+    """Decide how to split every leaf over `world` ranks.
+
+    A leaf is split along its first dim that wastes less than a sixteenth in padding rows, or else
+    along the one that wastes least; scalars and empty leaves stay whole.
+
+    Args:
+        names: one per leaf.
+        leaves: tensors of any shape and dtype; only shape and dtype are read.
+        world: ranks to split over.
+        frozen: says of a name whether its leaf gets no gradient.
+        compute, reduce: see `LeafLayout`; applied to trainable floating leaves, and `compute` to
+            frozen floating ones.
+    """
+
+    def one(name: str, leaf: Tensor) -> LeafLayout:
+        floating = leaf.is_floating_point() or leaf.is_complex()
+        low = compute if leaf.is_floating_point() and compute != leaf.dtype else None
+        return LeafLayout(
+            name,
+            tuple(leaf.shape),
+            leaf.dtype,
+            _choose_dim(tuple(leaf.shape), world),
+            world,
+            trainable=floating and not frozen(name),
+            compute=low,
+            reduce=reduce if leaf.is_floating_point() else None,
+        )
+
+    return Layout(tuple(map(one, names, leaves)), world)
+
+
+def _choose_dim(shape: tuple[int, ...], world: int) -> int | None:
+    if not shape or 0 in shape:
+        return None
+    # padded size over size; lower dims first, because dim 0 needs no transposition on the way
+    waste = [-(-rows // world) * world / rows for rows in shape]
+    good = [dim for dim, ratio in enumerate(waste) if ratio < 17 / 16]
+    return good[0] if good else waste.index(min(waste))
+
+
+def _where(leaf: LeafLayout) -> str:
+    if leaf.dim is None:
+        return "whole"
+    text = f"dim {leaf.dim}: {leaf.padded_rows} rows of {leaf.shape[leaf.dim]} a rank"
+    return text if leaf.trainable else text + ", frozen"

@@ -1,0 +1,200 @@
+"""Turn collectives of single leaves into buckets, and decide when each is launched and awaited."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fzero.layout import LeafLayout
+from fzero.program.buckets import (
+    ALL_REDUCE,
+    GATHER,
+    REDUCE_SCATTER,
+    Bucket,
+    pack_flat,
+    pack_full,
+    pack_shards,
+    unpack_flat,
+    unpack_full,
+    unpack_shards,
+)
+from fzero.program.ir import BACKWARD, FORWARD, UPDATE, Program, copy_graph, is_op, phases, tensors_of
+from fzero.program.memory import peak_bytes
+from fzero.program.passes.rewrite import call, is_cheap, is_gather, is_reduction, legalise
+
+_PACK = {GATHER: pack_shards, REDUCE_SCATTER: pack_full, ALL_REDUCE: pack_flat}
+_UNPACK = {GATHER: unpack_full, REDUCE_SCATTER: unpack_shards, ALL_REDUCE: unpack_flat}
+
+
+def bucket(program: Program, *, limit: int, prefetch: int = 1) -> Program:
+    """Let consecutive collectives share one, as far as that costs no memory.
+
+    The size of a bucket is found by simulation: the largest that is at most `limit` and whose
+    Program holds hardly more at its peak than with the smallest buckets.
+
+    Args:
+        limit: most bytes of full leaves in a bucket; a leaf larger than that travels alone.
+        prefetch: how many buckets ahead a gather is launched.
+    """
+    sizes = sorted({limit >> shift for shift in range(8)}, reverse=True)
+    candidates = [
+        schedule(_with_buckets(program, size), prefetch=prefetch) for size in sizes if size
+    ]
+    peaks = [peak_bytes(candidate) for candidate in candidates]
+    allowed = min(peaks) * (1 + _TOLERANCE)
+    return next(c for c, peak in zip(candidates, peaks, strict=True) if peak <= allowed)
+
+
+_TOLERANCE = 0.02
+
+
+def _with_buckets(program: Program, size: int) -> Program:
+    graph = copy_graph(program.graph)
+    singles = made = 0
+    for wanted in (is_gather, _is_scatter, is_reduction):
+        groups = _groups(graph, wanted, size)
+        singles += sum(len(group.nodes) for group in groups)
+        made += len(groups)
+        for group in groups:
+            _lower(graph, group)
+        legalise(graph)
+    line = f"bucket: {singles} -> {made} collectives, at most {size / 2**20:.3g} MiB each"
+    return program.logged(graph, line)
+
+
+def _is_scatter(node: fx.Node) -> bool:
+    return is_op(node, "fzero::reduce_scatter")
+
+
+@dataclass
+class _Group:
+    """Nodes that will share a collective; kept in the order of the graph."""
+
+    key: tuple[Any, ...]
+    nodes: list[fx.Node] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def _groups(graph: fx.Graph, wanted: Any, size: int) -> list[_Group]:
+    """Runs of collectives with the same kind, dtype, axis and phase, up to `size` bytes."""
+    phase = phases(graph)
+    open_groups: dict[tuple[Any, ...], _Group] = {}
+    done: list[_Group] = []
+    for node in graph.nodes:
+        if not wanted(node):
+            if phase[node] == UPDATE and not is_cheap(node):
+                done += open_groups.values()  # an update works in place: nothing moves across it
+                open_groups = {}
+            continue
+        (full,) = tensors_of(node if is_gather(node) else node.all_input_nodes[0])
+        spec = _spec(node)
+        key = (spec.kind, full.dtype, spec.group, phase[node])
+        group = open_groups.get(key)
+        if group is None or group.nbytes + full.nbytes > size:
+            if group is not None:
+                done.append(group)
+            group = open_groups[key] = _Group(key)
+        group.nodes.append(node)
+        group.nbytes += full.nbytes
+    return done + list(open_groups.values())
+
+
+def _spec(node: fx.Node) -> Bucket:
+    """The bucket of one collective alone."""
+    args: Sequence[Any] = node.args
+    (value,) = tensors_of(node.all_input_nodes[0])
+    dtype = value.dtype
+    if is_op(node, "fzero::all_reduce"):
+        _, world, group, name = args
+        leaf = LeafLayout(name, tuple(value.shape), dtype)
+        return Bucket(ALL_REDUCE, (leaf,), dtype, world, group)
+    _, shape, dim, world, group, name, *rank = args
+    leaf = LeafLayout(name, tuple(shape), dtype, dim, world)
+    kind = GATHER if is_gather(node) else REDUCE_SCATTER
+    return Bucket(kind, (leaf,), dtype, world, group, *rank)
+
+
+def _lower(graph: fx.Graph, group: _Group) -> None:
+    """Replace the group's nodes by pack, collective, wait and unpack."""
+    specs = [_spec(node) for node in group.nodes]
+    one = specs[0]
+    leaves = tuple(leaf for spec in specs for leaf in spec.leaves)
+    whole = Bucket(one.kind, leaves, one.dtype, one.world, one.group, one.rank)
+    # a gather is wanted at its first use, a reduction is ready with its last gradient; in an
+    # update, which works in place, what is read must have been written
+    gather = one.kind == GATHER and group.key[-1] != UPDATE
+    place = group.nodes[0] if gather else group.nodes[-1]
+    operands = [node.all_input_nodes[0] for node in group.nodes]
+    with graph.inserting_before(place):
+        send = call(graph, _PACK[one.kind], operands, whole, name=f"pack_{one.kind}")
+        c10d = torch.ops._c10d_functional
+        if one.kind == GATHER:
+            args: tuple[Any, ...] = (send, whole.world, whole.group)
+            target = c10d.all_gather_into_tensor.default
+        elif one.kind == REDUCE_SCATTER:
+            args = (send, "sum", whole.world, whole.group)
+            target = c10d.reduce_scatter_tensor.default
+        else:
+            args, target = (send, "sum", whole.group), c10d.all_reduce.default
+        launch = call(graph, target, *args, name=one.kind)
+        launch.meta["bucket"] = whole
+        launch.meta["phase"] = group.key[-1]
+        wait = call(graph, c10d.wait_tensor.default, launch)
+        unpacked = call(graph, _UNPACK[one.kind], wait, whole, name=f"unpack_{one.kind}")
+        parts = [call(graph, operator.getitem, unpacked, i) for i in range(len(group.nodes))]
+    for node, part in zip(group.nodes, parts, strict=True):
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
+
+
+def schedule(program: Program, *, prefetch: int = 1) -> Program:
+    """Overlap: launch gathers `prefetch` buckets early, await a reduction when the next is ready."""
+    graph = copy_graph(program.graph)
+    launches = [node for node in graph.nodes if "bucket" in node.meta]
+    for phase in (FORWARD, BACKWARD) if prefetch else ():
+        gathers = [n for n in launches if _is(n, GATHER, phase)]
+        for ahead, node in zip(gathers, gathers[prefetch:], strict=False):
+            _move_before(_launch_part(node), _wait_of(ahead))
+    reductions = [n for n in launches if n.meta["bucket"].kind != GATHER]
+    for node, following in zip(reductions, [*reductions[1:], None], strict=True):
+        if node.meta["phase"] != UPDATE:
+            _delay(node, following)
+    legalise(graph)
+    line = f"schedule: gathers launched {prefetch} ahead, one reduction in flight"
+    return program.logged(graph, line)
+
+
+def _is(launch: fx.Node, kind: str, phase: str) -> bool:
+    return launch.meta["bucket"].kind == kind and launch.meta["phase"] == phase
+
+
+def _wait_of(launch: fx.Node) -> fx.Node:
+    return next(iter(launch.users))
+
+
+def _launch_part(launch: fx.Node) -> list[fx.Node]:
+    """The launch and what is made for it alone: its buffer, and casts of shards."""
+    (pack,) = launch.all_input_nodes
+    casts = [x for x in pack.all_input_nodes if is_cheap(x) and len(x.users) == 1]
+    return [*casts, pack, launch]
+
+
+def _move_before(nodes: list[fx.Node], place: fx.Node) -> None:
+    for node in nodes:
+        place.prepend(node)
+
+
+def _delay(launch: fx.Node, following: fx.Node | None) -> None:
+    """Move the wait, and what takes its result apart, to before the next reduction's buffer."""
+    wait = _wait_of(launch)
+    (unpack,) = wait.users
+    place = following.all_input_nodes[0] if following is not None else None
+    nodes = [wait, unpack, *unpack.users]
+    for node in nodes:
+        if place is None:
+            next(iter(reversed(launch.graph.nodes))).prepend(node)
+        else:
+            place.prepend(node)

@@ -1,0 +1,97 @@
+"""What makes a staged-out step ZeRO-3: full leaves and full gradients live only around their use.
+
+Autograd, left alone, gathers every leaf at the start, keeps what backward needs of it, and reduces
+every gradient at the end. Three passes move the collectives to where they belong.
+"""
+
+from torch import fx
+
+from fzero.program.ir import BACKWARD, FORWARD, Program, copy_graph, order_of, phases
+from fzero.program.passes.rewrite import infer, is_cheap, is_gather, is_reduction
+
+
+def regather(program: Program) -> Program:
+    """Gather a leaf again in backward instead of keeping it from forward.
+
+    The gather is copied, with the views and casts on it, to just before their first use in backward.
+    """
+    graph = copy_graph(program.graph)
+    phase = phases(graph)
+    again: dict[fx.Node, fx.Node] = {}
+
+    def copy_of(node: fx.Node, place: fx.Node) -> fx.Node:
+        if node not in again:
+            operands = {x: copy_of(x, place) for x in node.all_input_nodes if _gathered(x)}
+            with graph.inserting_before(place):
+                new = graph.node_copy(node, lambda x: operands.get(x, x))
+            phase[new] = BACKWARD
+            again[node] = infer(new)
+        return again[node]
+
+    for node in list(graph.nodes):
+        if phase[node] == BACKWARD:
+            for operand in node.all_input_nodes:
+                if phase[operand] == FORWARD and _gathered(operand):
+                    node.replace_input_with(operand, copy_of(operand, node))
+    graph.eliminate_dead_code()
+    count = sum(is_gather(node) for node in again)
+    return program.logged(graph, f"regather: {count} leaves gathered again in backward")
+
+
+def sink_gathers(program: Program) -> Program:
+    """Move each gather, and the views and casts around it, to just before its first use."""
+    graph = copy_graph(program.graph)
+    anchor = order_of(graph)  # where a node stands; for a moved one, the node it stands before
+    before: dict[int, list[fx.Node]] = {}
+    nodes = list(graph.nodes)
+    for node in reversed(nodes):
+        if node.users and (_gathered(node) or _prepares_gather(node)):
+            anchor[node] = min(anchor[user] for user in node.users)
+            before.setdefault(anchor[node], []).append(node)
+    for place, moved in before.items():
+        for node in reversed(moved):
+            nodes[place].prepend(node)
+    count = sum(is_gather(node) for moved in before.values() for node in moved)
+    return program.logged(graph, f"sink gathers: {count} moved to their first use")
+
+
+def hoist_reductions(program: Program) -> Program:
+    """Move each reduction to where its gradient is ready. Without this, stage 3 saves nothing."""
+    graph = copy_graph(program.graph)
+    phase = phases(graph)
+    nodes = list(graph.nodes)
+    only_reduced: set[fx.Node] = set()
+    for node in reversed(nodes):
+        tail = bool(node.users) and all(u in only_reduced or u.op == "output" for u in node.users)
+        if is_reduction(node) or (tail and is_cheap(node) and phase[node] == BACKWARD):
+            only_reduced.add(node)
+    anchor = order_of(graph)  # where a node stands; for a moved one, the node it stands after
+    after: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        ready = max((anchor[x] for x in node.all_input_nodes), default=-1)
+        if node in only_reduced and ready >= 0 and nodes[ready].op != "placeholder":
+            anchor[node] = ready
+            after.setdefault(ready, []).append(node)
+    for place, moved in after.items():
+        for node in reversed(moved):
+            nodes[place].append(node)
+    count = sum(is_reduction(node) for moved in after.values() for node in moved)
+    return program.logged(graph, f"hoist reductions: {count} moved to where they are ready")
+
+
+def _gathered(node: fx.Node) -> bool:
+    """Whether a node is a gathered leaf, or a view or cast of one."""
+    while not is_gather(node):
+        if not is_cheap(node) or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
+def _prepares_gather(node: fx.Node) -> bool:
+    """Whether a node is a view or cast of an input that only gathers read."""
+    return (
+        is_cheap(node)
+        and node.all_input_nodes[0].op == "placeholder"
+        and all(is_gather(user) for user in node.users)
+    )

@@ -1,0 +1,111 @@
+"""What the passes share: asking what a node is, making new nodes, keeping a graph in order."""
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_iter
+
+from fzero.program.ir import is_op, order_of
+
+# Operators that compute nothing new: views of their first operand, or casts of it. What they make
+# of a gathered leaf is thrown away and made again with it.
+_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "t transpose permute view _unsafe_view reshape expand unsqueeze squeeze slice select "
+        "narrow alias detach unbind split split_with_sizes chunk as_strided movedim unflatten "
+        "diagonal lift_fresh _to_copy clone"
+    ).split()
+)
+
+
+def is_gather(node: fx.Node) -> bool:
+    """Whether a node gathers one leaf."""
+    return is_op(node, "fzero::gather")
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a node reduces one leaf's gradient over an axis."""
+    return is_op(node, "fzero::reduce_scatter", "fzero::all_reduce")
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether a node is a view, a cast, or one part of a multiple view, of a single operand."""
+    if node.target is operator.getitem:
+        return True
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.name in _VIEWS
+        and len(node.all_input_nodes) == 1
+    )
+
+
+def leaf_of(node: fx.Node) -> str:
+    """The name of the leaf that a gather or a reduction carries."""
+    index = 3 if is_op(node, "fzero::all_reduce") else 5
+    return str(node.args[index])
+
+
+def infer(node: fx.Node) -> fx.Node:
+    """Give a new node its fake value by running it on the fake values of its operands."""
+    assert callable(node.target)
+    values = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    mode = fake_mode(n.meta["val"] for n in node.all_input_nodes)
+    with torch.no_grad(), mode:
+        node.meta["val"] = node.target(*values[0], **values[1])  # pyright: ignore
+    return node
+
+
+def fake_mode(values: Iterable[Any]) -> FakeTensorMode:
+    """The mode that the fake tensors among `values` belong to."""
+    found = [x.fake_mode for x in tree_iter(list(values)) if isinstance(x, FakeTensor)]
+    return found[0]
+
+
+def call(
+    graph: fx.Graph, target: Callable[..., Any], *args: Any, name: str | None = None
+) -> fx.Node:
+    """A new call at the graph's insert point, with its fake value."""
+    node = graph.create_node("call_function", target, args, {}, name=name)
+    return infer(node)
+
+
+def legalise(graph: fx.Graph) -> None:
+    """Move every node that stands before one of its operands to just after the last of them."""
+    order = order_of(graph)
+    if all(order[x] < i for node, i in order.items() for x in node.all_input_nodes):
+        return
+    waiting: dict[fx.Node, int] = {}
+    blocked: dict[fx.Node, list[fx.Node]] = {}
+    placed: set[fx.Node] = set()
+    result: list[fx.Node] = []
+
+    def place(node: fx.Node) -> None:
+        todo = [node]
+        while todo:
+            ready = todo.pop()
+            result.append(ready)
+            placed.add(ready)
+            freed = []
+            for user in blocked.pop(ready, ()):
+                waiting[user] -= 1
+                if waiting[user] == 0:
+                    freed.append(user)
+            todo.extend(reversed(freed))
+
+    for node in list(graph.nodes):
+        missing = [x for x in node.all_input_nodes if x not in placed]
+        if not missing:
+            place(node)
+            continue
+        waiting[node] = len(missing)
+        for operand in missing:
+            blocked.setdefault(operand, []).append(node)
+    assert len(result) == len(order)
+    for before, after in zip(result, result[1:], strict=False):
+        before.append(after)

@@ -1,0 +1,179 @@
+"""Staging out: run a function on fake tensors and keep what it did as a Program.
+
+Two front ends record the same composition. `torch.func.grad` is the definition and comes first;
+where it refuses (old-style autograd Functions, tensor hooks, ...), `torch.autograd.grad` on detached
+leaves records what it can. What neither can record is a `TraceError` that names the operation, the
+user's line and the ways on.
+"""
+
+import contextlib
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fzero.errors import FzeroError, TraceError
+from fzero.program.ir import Program, output_node, placeholders
+
+FrontEnd = tuple[str, Callable[..., Any]]
+
+
+def stage_out(
+    name: str,
+    front_ends: Sequence[FrontEnd],
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    *,
+    guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Program:
+    """Record `fn(*inputs)`, a flat tuple of tensors, with the first front end that can.
+
+    Args:
+        name: the Program's name.
+        front_ends: (name, function) in the order to try them.
+        inputs: example tensors; only their shapes, strides, dtypes and devices are used.
+        names: one per input.
+        guard: what must be in place while the function runs.
+
+    Raises:
+        TraceError: no front end can record the function, or recording it would be wrong.
+    """
+    refusals: list[tuple[str, Exception]] = []
+    for label, fn in front_ends:
+        try:
+            with guard():
+                graph_module = _record(fn, inputs)
+        except FzeroError:
+            raise
+        except Exception as error:
+            refusals.append((label, error))
+            continue
+        log = [f"{front}: refused: {_first_line(error)}" for front, error in refusals]
+        log.append(f"staged out through {label}: {len(graph_module.graph.nodes)} nodes")
+        return _program(name, graph_module, names, tuple(log))
+    raise _trace_error(refusals)
+
+
+def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [_fake(x, mode) for x in inputs]
+    with _same_host_randomness(), torch.enable_grad():
+        return make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+
+
+def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    if isinstance(x, FakeTensor):  # of another Program: the same tensor in this mode
+        with mode:
+            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+    return mode.from_tensor(x, static_shapes=True)
+
+
+def _program(
+    name: str, graph_module: fx.GraphModule, names: Sequence[str], log: tuple[str, ...]
+) -> Program:
+    graph = graph_module.graph
+    graph.set_codegen(fx.graph.CodeGen())  # make_fx leaves a pytree calling convention
+    (results,) = output_node(graph).args
+    if not isinstance(results, (tuple, list)):
+        output_node(graph).args = ((results,),)
+    constants = {
+        str(node.target): getattr(graph_module, str(node.target))
+        for node in graph.nodes
+        if node.op == "get_attr"
+    }
+    assert len(placeholders(graph)) == len(names)
+    outputs = tuple(f"out{i}" for i, _ in enumerate(output_node(graph).args[0]))  # pyright: ignore
+    return Program(name, graph, tuple(names), outputs, constants, log)
+
+
+@contextlib.contextmanager
+def _same_host_randomness() -> Iterator[None]:
+    """Refuse functions that draw from `random` or numpy: the number drawn would become a constant."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), _numpy_state(numpy)
+    yield
+    for library, old, new in zip(
+        ("random", "numpy.random"), before, (random.getstate(), _numpy_state(numpy)), strict=True
+    ):
+        if old != new:
+            if library == "random":
+                random.setstate(before[0])
+            elif numpy is not None:
+                numpy.random.set_state(before[1])
+            raise TraceError(
+                f"the model function drew a number from Python's `{library}` while it was staged "
+                "out; the Program would repeat that one number in every step. Draw with torch "
+                "(torch.rand, dropout, ...), pass the number in the batch, or use "
+                "Config(executor='eager')."
+            )
+
+
+def _numpy_state(numpy: Any) -> Any:
+    if numpy is None:
+        return None
+    kind, keys, *rest = numpy.random.get_state()
+    return (kind, tuple(keys.tolist()), *rest)
+
+
+# ------------------------------------------------------------------------------------ messages
+def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
+    _, last = refusals[-1]
+    cause = next((e for _, e in refusals if isinstance(e, _DATA_DEPENDENT)), last)
+    where = _user_frame(cause)
+    said = "\n".join(f"  through {label}: {_first_line(error)}" for label, error in refusals)
+    error = TraceError(
+        f"the model function can't be staged out: {_operation(cause)}{where}.\n{said}\n"
+        "A Program holds the same operations for every batch, so nothing in it may depend on a "
+        "tensor's values. Ways on: use tensor operations (torch.where instead of `if`, a mask "
+        "instead of indexing by a condition); move this part out of the model function and pass "
+        "its result in the batch; or Config(executor='eager'), which runs any Python."
+    )
+    error.__cause__ = cause
+    return error
+
+
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+_READS = {
+    "aten._local_scalar_dense.default": "a tensor's value is read "
+    "(.item(), float(), bool() or an `if` on it)",
+    "aten.nonzero.default": "the shape of a result depends on values (nonzero, or a boolean index)",
+    "aten.equal.default": "a tensor's values are compared (torch.equal)",
+}
+
+
+def _operation(error: Exception) -> str:
+    if isinstance(error, _DATA_DEPENDENT):
+        name = str(error.func)
+        return f"{_READS.get(name, 'the result of an operation depends on values')} ({name})"
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _user_frame(error: BaseException) -> str:
+    """Where in the user's own code an exception came from."""
+    ours = ("/torch/", "/fzero/", "/optree/", "/contextlib.py", "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [
+        f
+        for f in frames
+        if not any(part in f.filename for part in ours) and not f.filename.startswith("<")
+    ]
+    if not mine:
+        return ""
+    frame = mine[-1]
+    return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

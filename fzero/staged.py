@@ -1,0 +1,207 @@
+"""One step, staged out for one shape of batch: its Programs, compiled, and how they are run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.gradients import ModelFn, Signature, reduces_once, stage_gradients
+from fzero.loss_scale import LossScaleState
+from fzero.plan import Held, Plan
+from fzero.program import Program
+from fzero.program.ir import output_node, tensors_of
+from fzero.program.passes.seed import mix
+from fzero.program.pipeline import share_collectives
+from fzero.program.run import compile
+from fzero.program.trace import stage_out
+from fzero.tree import PyTree
+from fzero.update import Update, Updated
+from fzero.zero import divide
+
+
+class Staged:
+    """Programs of the gradients of one micro-batch and of the update, ready to run.
+
+    Raises:
+        TraceError: the model function can't be staged out.
+    """
+
+    def __init__(
+        self,
+        model_fn: ModelFn,
+        plan: Plan,
+        leaves: Sequence[Tensor],
+        held: Held,
+        batch: Sequence[Tensor],
+        batch_spec: tree.Spec,
+    ) -> None:
+        self.plan = plan
+        cfg, layout = plan.cfg, plan.sharding.layout
+        self.signature = Signature(
+            plan.sharding.spec, layout, held.state_spec, batch_spec, scaled=bool(held.scale)
+        )
+        trained, frozen = divide(leaves, layout)
+        names = [name for group in plan.names for name in group]
+        names += [f"model_state.{i}" for i in range(len(held.state))]
+        names += [f"batch.{name}" for name in tree.names(tree.unflatten(batch_spec, batch))]
+        names += ["loss_scale"] * bool(held.scale)
+        inputs = [*trained, *frozen, *held.state, *batch, *held.scale[:1]]
+        gradients = stage_gradients(model_fn, cfg, self.signature, plan.axes, inputs, names)
+        self.seeded = "key" in gradients.inputs
+        self.run_gradients = compile(gradients)
+        fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
+        self.shared = _shared_outputs(gradients)[: len(plan.trained)]
+        self.step_update = Update(
+            plan.opt,
+            cfg,
+            layout,
+            plan.axes,
+            reduced=not reduces_once(cfg),
+            treedef=plan.foreign_tree if plan.opt.foreign else plan.trained_tree,
+            inner_spec=held.inner_spec,
+            bucket_bytes=int(cfg.bucket_mb * 2**20),
+        )
+        self.program, self.run_update = gradients, None
+        if not plan.opt.foreign:
+            grads, loss, state, _ = self.signature.results(fakes)
+            update = self._stage_update(trained, held, grads, loss, state)
+            self.run_update = compile(update)
+            self.program = self._joined(gradients, update, held, batch, frozen)
+        self.collectives = "\n".join(
+            f"{row.kind} {row.phase} {row.bytes} bytes: {', '.join(row.leaves)}"
+            for row in self.program.collectives()
+        )
+
+    def gradients(
+        self,
+        trained: Sequence[Tensor],
+        frozen: Sequence[Tensor],
+        held: Held,
+        micro: Sequence[PyTree],
+        step: int,
+    ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
+        """Gradients and loss summed over the micro-batches, the last model state, all aux."""
+        plan, state = self.plan, held.state
+        total: list[Tensor] = []
+        losses, auxes = [], []
+        for i, batch in enumerate(micro):
+            flat = [*trained, *frozen, *state, *tree.leaves(batch), *held.scale[:1]]
+            if self.seeded:
+                flat.append(mix(plan.cfg.seed, step, i, plan.mesh.rank))  # pyright: ignore
+            grads, loss, state, aux = self.signature.results(self.run_gradients(*flat))
+            if not total:
+                total = grads
+                if len(micro) > 1:  # summed in place from here on
+                    total = [g.clone() if s else g for g, s in zip(grads, self.shared, strict=True)]
+            elif total:
+                torch._foreach_add_(total, grads)
+            del grads
+            losses.append(loss)
+            auxes.append(aux)
+        loss = losses[0] if len(micro) == 1 else torch.stack(losses).sum()
+        count = plan.axes.world * len(micro)
+        aux = auxes[0] if len(micro) == 1 else tree.map(lambda *x: torch.stack(x), *auxes)
+        return total, loss / count if count > 1 else loss, state, aux
+
+    def update(
+        self,
+        trained: Sequence[Tensor],
+        held: Held,
+        grads: list[Tensor],
+        loss: Tensor,
+        state: Sequence[Tensor],
+    ) -> Updated:
+        """Overwrite `trained` and what `held` has of masters and optimizer state."""
+        scale = LossScaleState(*held.scale) if held.scale else None
+        if self.run_update is None:
+            with torch.no_grad():
+                return self.step_update(
+                    trained, held.masters, held.inner, grads, loss, state, scale
+                )
+        flat = [*trained, *held.masters, *held.inner, *grads, loss, *state, *held.scale]
+        grads.clear()
+        return self._updated(self.run_update(*flat), len(state))
+
+    def _stage_update(
+        self,
+        trained: Sequence[Tensor],
+        held: Held,
+        grads: Sequence[Tensor],
+        loss: Tensor,
+        state: Sequence[Tensor],
+    ) -> Program:
+        groups = [trained, held.masters, held.inner, grads, [loss], state, held.scale]
+        cuts = [sum(map(len, groups[:i])) for i in range(len(groups) + 1)]
+
+        def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
+            a, b, c, d, (e,), f, g = (flat[i:j] for i, j in zip(cuts, cuts[1:], strict=False))
+            with torch.no_grad():
+                new = self.step_update(a, b, c, d, e, f, LossScaleState(*g) if g else None)
+            return (*new[:3], *new.model_state, *(new.loss_scale or ()))
+
+        trained_names = [leaf.name for leaf in self.plan.trained]
+        names = [
+            *trained_names,
+            *[f"master.{name}" for name in trained_names[: len(held.masters)]],
+            *[f"inner.{name}" for name in _names(held)],
+            *[f"grad.{name}" for name in trained_names],
+            "loss",
+            *[f"model_state.{i}" for i in range(len(state))],
+            *[f"loss_scale.{i}" for i in range(len(held.scale))],
+        ]
+        program = stage_out("update", [("make_fx", flat_fn)], sum(map(list, groups), []), names)
+        cfg = self.plan.cfg
+        return share_collectives(
+            program, bucket_bytes=int(cfg.bucket_mb * 2**20), prefetch=cfg.prefetch
+        )
+
+    def _updated(self, results: Sequence[Tensor], states: int) -> Updated:
+        loss, norm, nonfinite, *rest = results
+        scale = LossScaleState(*rest[states:]) if len(rest) > states else None
+        return Updated(loss, norm, nonfinite, tuple(rest[:states]), scale)
+
+    def _joined(
+        self,
+        gradients: Program,
+        update: Program,
+        held: Held,
+        batch: Sequence[Tensor],
+        frozen: Sequence[Tensor],
+    ) -> Program:
+        """The two Programs as one step, each knowing what lives beside it."""
+        count = self.plan.cfg.accum_steps
+        fed = sum(x.nbytes for x in batch)
+        state = sum(x.nbytes for x in held.state)
+        beside = held.nbytes() + (count - 1) * fed
+        if count > 1:
+            outputs = output_node(gradients.graph).args[0]
+            results = [x for n in outputs for x in tensors_of(n)]  # pyright: ignore
+            beside += sum(x.nbytes for x in results[: len(self.plan.trained)])
+        still = sum(x.nbytes for x in frozen) + count * fed + state
+        first = Program(**{**vars(gradients), "times": count, "resident": beside})
+        return first.then(Program(**{**vars(update), "resident": still}))
+
+
+def _shared_outputs(program: Program) -> list[bool]:
+    """For each output, whether its memory is an input's, another output's, or overlaps itself."""
+    held = {
+        x.untyped_storage()._cdata
+        for node in program.graph.nodes
+        if node.op == "placeholder"
+        for x in tensors_of(node)
+    }
+    seen: set[Any] = set()
+    shared = []
+    for node in output_node(program.graph).args[0]:  # pyright: ignore
+        (x,) = tensors_of(node)  # pyright: ignore
+        place = (x.untyped_storage()._cdata, x.storage_offset())
+        dense = x.is_contiguous()
+        shared.append(place in seen or place[0] in held or not dense)
+        seen.add(place)
+    return shared
+
+
+def _names(held: Held) -> list[str]:
+    return tree.names(tree.unflatten(held.inner_spec, held.inner))

@@ -1,0 +1,31 @@
+"""What a step keeps beside the parameters."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fzero.tree import PyTree
+
+
+class OptState(NamedTuple):
+    """The state of a `TrainStep` between two calls; a pytree.
+
+    Args:
+        step: 0-d int64 on the host: calls so far.
+        inner: the optimizer's state; leaves like the parameters are `DTensor`s at stage >= 1.
+        master: high-precision shards of the trained leaves, where the parameters themselves are in
+            a low precision; or None.
+        loss_scale: the loss scale's state, or None.
+        model_state: what the model function carries from call to call, or None; the same on every
+            rank.
+        metrics: of the last call: `loss`, `grad_norm`, `nonfinite`, `skipped`, `loss_scale`: 0-d
+            tensors, the same on every rank; `aux` is this rank's own. Reading one is the only
+            synchronisation with a device.
+    """
+
+    step: Tensor
+    inner: PyTree
+    master: PyTree
+    loss_scale: Any
+    model_state: PyTree
+    metrics: dict[str, Any]

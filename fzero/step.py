@@ -1,0 +1,359 @@
+"""`make_train_step`: a whole training step as one function from state to state."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import loss_scale, tree
+from fzero.agree import agree, rendezvous
+from fzero.collectives import all_reduce
+from fzero.config import Config
+from fzero.errors import ConfigError, FzeroError, ShardError
+from fzero.gradients import ModelFn
+from fzero.mesh import Mesh, default_store, is_simulated, resolve_mesh
+from fzero.optim import as_optimizer
+from fzero.plan import Held, Plan, like
+from fzero.precision import cast, masters
+from fzero.program import Program
+from fzero.protocols import Optimizer
+from fzero.sharding import check_tensors, locals_of, plan_sharding
+from fzero.staged import Staged
+from fzero.state import OptState
+from fzero.tree import PyTree
+from fzero.update import Updated
+from fzero.zero import divide, merge
+
+MAX_SIGNATURES = 8
+
+
+def make_train_step(model_fn: ModelFn, opt: Any, cfg: Config | None = None) -> "TrainStep":
+    """A pure, sharded training step.
+
+    Args:
+        model_fn: `(params, batch) -> loss`, a 0-d floating tensor: the mean over this rank's batch.
+            `-> (loss, aux)` with `cfg.has_aux`; with model state `(params, model_state, batch) ->
+            (loss, new_model_state)`; with both `-> (loss, new_model_state, aux)`.
+        opt: one of `fzero.optim`, or any object with optax's `init` and `update`.
+        cfg: see `Config`.
+
+    Raises:
+        ConfigError: `opt` is no optimizer, or `cfg` asks for what there isn't.
+
+    Examples:
+        >>> import fzero
+        >>> def model_fn(params, batch):
+        ...     return ((params["w"] * batch).sum(-1) ** 2).mean()
+        >>> step_fn = make_train_step(model_fn, fzero.optim.sgd(0.1))
+        >>> params, opt_state = step_fn.init({"w": torch.ones(3)})
+        >>> params, opt_state = step_fn(params, opt_state, torch.ones(2, 3))
+        >>> opt_state.metrics["loss"]
+        tensor(9.)
+    """
+    if not callable(model_fn):
+        raise ConfigError(
+            f"model_fn is a {type(model_fn).__name__}; it must be a function (params, batch) -> loss."
+        )
+    return TrainStep(model_fn, as_optimizer(opt), cfg or Config())
+
+
+class TrainStep:
+    """A step from `(params, opt_state, batch)` to `(params, opt_state)`; see `make_train_step`.
+
+    Nothing that a call computes depends on earlier calls: what is kept are Programs, by the shapes
+    that they were staged out for.
+    """
+
+    def __init__(self, model_fn: ModelFn, opt: Optimizer, cfg: Config) -> None:
+        _check_available(cfg)
+        self.model_fn = model_fn
+        self.opt = opt
+        self.cfg = cfg
+        self._plan: _Plan | None = None
+        self._staged: dict[Any, _Staged] = {}
+        self._calls = 0
+        self._last_collectives: str | None = None
+
+    def init(
+        self, params: PyTree | Callable[[], PyTree], model_state: PyTree = None
+    ) -> tuple[PyTree, OptState]:
+        """Sharded parameters and the state of the first step.
+
+        Args:
+            params: pytree of full tensors, the same on every rank; they are copied. Or a function
+                that builds it: then no rank ever holds the whole model.
+            model_state: what the model function carries from call to call (BatchNorm's running
+                statistics), or None.
+
+        Returns:
+            `(params, opt_state)`.
+
+        Raises:
+            ShardError: a leaf is not a tensor.
+            RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
+        """
+        leaves = tree.leaves(params)
+        check_tensors("params", leaves, tree.paths(params))
+        check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
+        cfg = self.cfg
+        device = leaves[0].device if leaves else torch.device("cpu")
+        mesh = resolve_mesh(cfg.mesh, device.type)
+        _agree_on_start(cfg, params, model_state, mesh)
+        high = masters(params, cfg.dtypes) if cfg.stage < 3 else None
+        low = params if cfg.stage == 3 else cast(params, cfg.dtypes.param)
+        sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)
+        self._plan = plan = Plan(cfg, self.opt, mesh, sharding)
+        shards = sharding.split(tree.leaves(low))
+        targets = plan.targets(divide(shards, sharding.layout)[0])
+        if high is not None:
+            full, _ = divide(tree.leaves(high), sharding.layout)
+            pairs = zip(full, plan.trained, strict=True)
+            targets = [plan.part(x, leaf).clone() for x, leaf in pairs]
+        inner = self.opt.init((plan.foreign_tree if self.opt.foreign else plan.trained_tree)(targets))
+        opt_state = OptState(
+            step=torch.zeros((), dtype=torch.int64),
+            inner=plan.wrap_inner(inner),
+            master=None if high is None else plan.trained_tree(plan.wrap(targets)),
+            loss_scale=loss_scale.init(cfg.scaling, device=device) if cfg.scaling else None,
+            model_state=tree.map(lambda x: x.detach().clone(), model_state),
+            metrics={},
+        )
+        return tree.unflatten(sharding.spec, sharding.wrap(shards)), opt_state
+
+    def __call__(
+        self, params: PyTree, opt_state: OptState, batch: PyTree
+    ) -> tuple[PyTree, OptState]:
+        """One step.
+
+        Args:
+            params, opt_state: from `init` or the last call. With `cfg.donate` their memory is
+                reused: do not read them again.
+            batch: pytree of tensors, this rank's part of the global batch. With `accum_steps=k`
+                each leaf's leading dim is cut into k micro-batches; 0-d leaves go to all.
+
+        Returns:
+            `(params, opt_state)`; `opt_state.metrics` tells loss and gradient norm.
+
+        Raises:
+            TraceError: the model function can't be staged out.
+            ShardError: `params` or `batch` does not fit.
+            RankMismatchError: ranks would run different collectives.
+            FzeroError: the loss is no 0-d floating tensor; with `on_nonfinite="raise"`, a gradient
+                is not finite (nothing was changed then).
+        """
+        plan, leaves, held = self._unpack(params, opt_state)
+        micro = micro_batches(batch, self.cfg.accum_steps)
+        staged = self._stage(plan, leaves, held, micro[0])
+        trained, frozen = divide(leaves, plan.sharding.layout)
+        step = int(opt_state.step)
+        grads, loss, state, aux = staged.gradients(trained, frozen, held, micro, step)
+        if self.cfg.nonfinite_policy == "raise":
+            _refuse_nonfinite(loss, grads, plan, step)
+        if not self.cfg.donate:
+            trained = tuple(x.clone() for x in trained)
+            inner = [x.clone() for x in held.inner]
+            held = held._replace(masters=[x.clone() for x in held.masters], inner=inner)
+        updated = staged.update(trained, held, grads, loss, state)
+        new = merge(trained, frozen, plan.sharding.layout)
+        return self._pack(params, opt_state, new, held, updated, aux)
+
+    def lower(self, params: PyTree, opt_state: OptState, batch: PyTree) -> Program:
+        """The step's Program for these arguments, without running it; changes nothing.
+
+        Printed it is a listing; `.collectives()` has a row per collective, `.peak_bytes()` the most
+        bytes that this rank holds at once.
+        """
+        plan, leaves, held = self._unpack(params, opt_state)
+        micro = micro_batches(batch, self.cfg.accum_steps)
+        return self._stage(plan, leaves, held, micro[0]).program
+
+    def _unpack(
+        self, params: PyTree, opt_state: OptState
+    ) -> tuple[Plan, list[Tensor], Held]:
+        """The plan for this tree, its local leaves, and the local leaves of the state."""
+        leaves, spec = tree.flatten(params)
+        if self._plan is None:  # a state from elsewhere: a checkpoint, another step function
+            check_tensors("params", leaves, tree.paths(params))
+            device_type = leaves[0].device.type if leaves else "cpu"
+            mesh = resolve_mesh(self.cfg.mesh, device_type)
+            _agree_on_start(self.cfg, params, opt_state.model_state, mesh, values=False)
+            sharding = plan_sharding(params, self.cfg, mesh, sharded=self.cfg.stage == 3)
+            self._plan = Plan(self.cfg, self.opt, mesh, sharding)
+        self._plan.check(leaves, spec)
+        if not isinstance(opt_state, OptState):
+            raise ShardError(
+                f"opt_state is a {type(opt_state).__name__}; pass the second value that "
+                "step_fn.init or the last call of step_fn returned."
+            )
+        return self._plan, locals_of(leaves), Held.of(opt_state, dtensors=self.opt.foreign)
+
+    def _pack(
+        self,
+        params: PyTree,
+        opt_state: OptState,
+        leaves: Sequence[Tensor],
+        held: Held,
+        updated: Updated,
+        aux: PyTree,
+    ) -> tuple[PyTree, OptState]:
+        """The trees to return; with donation their leaves are the very tensors that came in."""
+        master, inner = opt_state.master, opt_state.inner
+        if not self.cfg.donate:
+            old, spec = tree.flatten(params)
+            params = tree.unflatten(spec, map(like, leaves, old))
+            old, spec = tree.flatten(master)
+            master = tree.unflatten(spec, map(like, held.masters, old))
+            old, spec = tree.flatten(inner)
+            inner = tree.unflatten(spec, map(like, held.inner, old))
+        skip = self.cfg.nonfinite_policy == "skip"
+        metrics = {
+            "loss": updated.loss,
+            "grad_norm": updated.grad_norm,
+            "nonfinite": updated.nonfinite,
+            "skipped": updated.nonfinite if skip else torch.zeros_like(updated.nonfinite),
+            "loss_scale": opt_state.loss_scale.scale
+            if opt_state.loss_scale is not None
+            else torch.ones_like(updated.loss),
+        }
+        if self.cfg.has_aux:
+            metrics["aux"] = aux
+        state = opt_state.model_state
+        if held.state_spec is not None:
+            state = tree.unflatten(held.state_spec, updated.model_state)
+        new = OptState(opt_state.step + 1, inner, master, updated.loss_scale, state, metrics)
+        return params, new
+
+    def _stage(self, plan: Plan, leaves: list[Tensor], held: Held, micro: PyTree) -> Staged:
+        """The compiled Programs for these shapes; staged out the first time."""
+        batch, spec = tree.flatten(micro)
+        key = (spec, *[(x.shape, x.stride(), x.dtype, x.device) for x in batch])
+        staged = self._staged.get(key)
+        self._calls += 1
+        if staged is None:
+            if len(self._staged) == MAX_SIGNATURES:
+                _warn_of_signatures(list(self._staged), key)
+            staged = Staged(self.model_fn, plan, leaves, held, batch, spec)
+            self._staged[key] = staged
+        if staged.collectives != self._last_collectives:
+            self._agree_on_collectives(plan.mesh, staged.collectives)
+        return staged
+
+    def _agree_on_collectives(self, mesh: Mesh, collectives: str) -> None:
+        """Whenever this rank's collectives change, see that all ranks' do, before any of them runs."""
+        if self._last_collectives is None:
+            lines = [(f"line {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
+            agree("the step's collectives", lines, mesh)
+            if mesh.world_size > 1 and not is_simulated(mesh):
+                # ranks make their step functions in the same order: the n-th is the same on all
+                self._number = default_store().add(f"fzero/step functions/{mesh.rank}", 1)
+        else:
+            rendezvous(f"step function {self._number}, call {self._calls}", collectives, mesh)
+        self._last_collectives = collectives
+
+
+def micro_batches(batch: PyTree, count: int) -> list[PyTree]:
+    """`batch` cut into `count` parts along every leaf's leading dim; 0-d leaves go to all.
+
+    Raises:
+        ShardError: a leaf is not a tensor, or its leading dim is not divisible by `count`.
+
+    Examples:
+        >>> micro_batches({"x": torch.arange(4)}, 2)
+        [{'x': tensor([0, 1])}, {'x': tensor([2, 3])}]
+    """
+    leaves, spec = tree.flatten(batch)
+    check_tensors("batch", leaves, tree.paths(batch))
+    if count == 1:
+        return [batch]
+    for x, path in zip(leaves, tree.paths(batch), strict=True):
+        if x.dim() and x.shape[0] % count:
+            raise ShardError(
+                f"batch{path} has {x.shape[0]} rows, which Config.accum_steps={count} does not "
+                f"divide; every micro-batch must have the same rows. Pass {count} x n rows, or "
+                "drop the last ones (drop_last=True in a DataLoader)."
+            )
+    columns = [x.chunk(count) if x.dim() else (x,) * count for x in leaves]
+    return [tree.unflatten(spec, column) for column in zip(*columns, strict=True)]
+
+
+def _check_available(cfg: Config) -> None:
+    for field, value, rest in (
+        ("offload", "cpu", "None keeps the optimizer's state on the parameters' device"),
+        ("executor", "inductor", "'traced' runs the Program as it is"),
+    ):
+        if getattr(cfg, field) == value:
+            raise ConfigError(
+                f"Config.{field}={value!r} is not supported by make_train_step; {rest}."
+            )
+
+
+def _agree_on_start(
+    cfg: Config, params: PyTree, model_state: PyTree, mesh: Mesh, *, values: bool = True
+) -> None:
+    """Find what differs between ranks while a message is still possible."""
+    agree("Config", [(f".{name}", text) for name, text in cfg.describe().items()], mesh)
+    for what, held in (("params", params), ("model_state", model_state)):
+        leaves, paths = tree.leaves(held), tree.paths(held)
+        pairs = list(zip(paths, leaves, strict=True))
+        agree(what, [(path, f"{x.dtype} {tuple(x.shape)}") for path, x in pairs], mesh)
+        if values and mesh.world_size > 1 and not is_simulated(mesh):
+            agree(
+                f"the values of {what}",
+                [(path, _checksum(x)) for path, x in pairs],
+                mesh,
+                hint="Every rank must start from the same values: seed all ranks alike before "
+                "building the model (torch.manual_seed), or load the same checkpoint on each.",
+            )
+
+
+def _checksum(x: Tensor) -> str:
+    """A text that is the same for the same values."""
+    wide = torch.float64 if not x.is_complex() else torch.complex128
+    flat = x.detach().reshape(-1)
+    total = flat.sum(dtype=wide).item()
+    square = torch.linalg.vector_norm(flat.to(wide) if not x.is_floating_point() else flat,
+                                      dtype=torch.float64).item() if flat.numel() else 0.0
+    return f"sum {total!r}, norm {square!r}"
+
+
+def _refuse_nonfinite(
+    loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int
+) -> None:
+    """Raise on every rank if any rank's loss or gradient is NaN or infinite. Reads it: it waits."""
+    bad = [
+        leaf.name
+        for grad, leaf in zip(grads, plan.trained, strict=True)
+        if not bool(torch.isfinite(grad).all())
+    ]
+    bad += [] if bool(torch.isfinite(loss)) else ["the loss"]
+    found = torch.tensor(float(len(bad)), device=loss.device)
+    for axis in plan.axes:
+        found = all_reduce(found, axis, "nonfinite")
+    if found.item():
+        where = f"in {', '.join(bad[:3])} on rank {plan.mesh.rank}" if bad else "on another rank"
+        raise FzeroError(
+            f"step {step}: NaN or infinity {where}. Parameters and optimizer state are as before "
+            "the call. Lower the learning rate, set Config(clip_norm=...), or choose "
+            "on_nonfinite='skip' or 'report'."
+        )
+
+
+def _warn_of_signatures(old: list[Any], new: Any) -> None:
+    last = old[-1]
+    changed = [
+        f"leaf {i}: {_describe(a)} -> {_describe(b)}"
+        for i, (a, b) in enumerate(zip(last[1:], new[1:], strict=False))
+        if a != b
+    ] or ["the structure of the batch"]
+    warnings.warn(
+        f"this step function has been staged out for {len(old)} kinds of batch, and now comes "
+        f"another ({'; '.join(changed[:3])}). Each costs a recording and its memory. Pad batches to "
+        "a few shapes, or drop the last incomplete one.",
+        stacklevel=4,
+    )
+
+
+def _describe(leaf: tuple[Any, ...]) -> str:
+    return f"{str(leaf[2]).removeprefix('torch.')} {tuple(leaf[0])}"

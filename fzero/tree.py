@@ -1,0 +1,60 @@
+"""Pytrees: the one place that knows optree.
+
+Dict keys are sorted, `None` is an empty subtree, and a leaf's path reads like the Python that
+reaches it (`['head.weight']`, `.mu['w']`, `[0]`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+
+PyTree = Any
+Spec = optree.PyTreeSpec
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], Spec]:
+    """The leaves of `tree` in the library's one order, and the spec that rebuilds it.
+
+    >>> leaves, spec = flatten({"b": 2, "a": (1, None)})
+    >>> leaves, unflatten(spec, leaves)
+    ([1, 2], {'b': 2, 'a': (1, None)})
+    """
+    return optree.tree_flatten(tree)
+
+
+def unflatten(spec: Spec, leaves: Any) -> PyTree:
+    """The tree of `spec` with these leaves."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def leaves(tree: PyTree) -> list[Any]:
+    """The leaves of `tree`."""
+    return optree.tree_leaves(tree)
+
+
+def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """`fn` on every leaf, and on the leaves of `rest` at the same places.
+
+    >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
+    {'x': 3}
+    """
+    return optree.tree_map(fn, tree, *rest)
+
+
+def paths(tree: PyTree) -> list[str]:
+    """One path per leaf, as it would be written after the tree's name.
+
+    >>> paths({"w": [1, 2], "b": 3})
+    ["['b']", "['w'][0]", "['w'][1]"]
+    """
+    return [accessor.codify("") for accessor in optree.tree_accessors(tree)]
+
+
+def names(tree: PyTree) -> list[str]:
+    """One dotted name per leaf, for globs and listings: `blocks.0.weight`.
+
+    >>> names({"w": [1, 2], "blocks.0.b": 3})
+    ['blocks.0.b', 'w.0', 'w.1']
+    """
+    return [".".join(str(entry) for entry in path) for path in optree.tree_paths(tree)]

@@ -1,0 +1,201 @@
+"""What a step does once the gradients are there, in place: norm, clip, update, and gather.
+
+    grads ─▶ reduce (if not yet) ─▶ norm, finite? ─▶ clip ─▶ optimizer on shards ─▶ full params again
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import loss_scale as scales
+from fzero import tree
+from fzero.collectives import all_gather, all_reduce
+from fzero.config import Config
+from fzero.layout import LeafLayout, Layout
+from fzero.loss_scale import LossScaleState
+from fzero.optim import tree_global_norm
+from fzero.protocols import Optimizer
+from fzero.tree import PyTree
+from fzero.zero import Axes, all_sum, scatter, trained_leaves
+
+
+class Updated(NamedTuple):
+    """What an update returns beside what it overwrites.
+
+    Args:
+        loss: 0-d, the mean over ranks and micro-batches.
+        grad_norm: 0-d, the 2-norm of the mean gradient, before clipping.
+        nonfinite: 0-d bool: a gradient or the loss was NaN or infinite.
+        model_state: leaves; floating ones averaged over ranks.
+        loss_scale: for the next step, or None.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    nonfinite: Tensor
+    model_state: tuple[Tensor, ...]
+    loss_scale: LossScaleState | None
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of one plan, as a function of lists of local tensors.
+
+    Args:
+        opt: the optimizer.
+        cfg: the step's.
+        layout: of the params.
+        axes: the mesh.
+        reduced: whether the gradients come summed over the ranks already.
+        treedef: makes the optimizer's tree of the trained leaves: plain shards, or DTensors for an
+            optimizer that knows nothing of shards.
+        inner_spec: structure of the optimizer's state.
+        bucket_bytes: most bytes of params that are gathered at once, at stages 1 and 2.
+    """
+
+    opt: Optimizer
+    cfg: Config
+    layout: Layout
+    axes: Axes
+    reduced: bool
+    treedef: Callable[[Sequence[Tensor]], PyTree]
+    inner_spec: tree.Spec
+    bucket_bytes: int
+
+    def __call__(
+        self,
+        params: Sequence[Tensor],
+        masters: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        loss: Tensor,
+        model_state: Sequence[Tensor],
+        loss_scale: LossScaleState | None,
+    ) -> Updated:
+        """Overwrite `params`, `masters` and `inner`.
+
+        Args:
+            params: the trained leaves as they live between steps: shards at stage 3, else full.
+            masters: their high-precision shards, if the config keeps any.
+            inner: the optimizer's state.
+            grads: the sum over this rank's micro-batches, each scaled to make the mean of all; or
+                that sum over all ranks, if `reduced`.
+            loss: 0-d, this rank's share of the mean.
+            model_state: what the last micro-batch left.
+            loss_scale: the scale that is on the gradients, or None.
+        """
+        if not self.reduced:
+            reduce = all_sum if self.cfg.stage == 0 else scatter
+            grads = reduce(grads, self.layout, self.axes)
+        if loss_scale is not None:
+            grads = torch._foreach_mul(list(grads), loss_scale.scale.reciprocal())
+        loss, norm = self._statistics(loss, grads)
+        nonfinite = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        if self.cfg.clip_norm is not None:
+            factor = (self.cfg.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            grads = torch._foreach_mul(list(grads), factor)
+        targets = list(masters) if masters else self._shards(params)
+        if self.cfg.nonfinite_policy == "skip":
+            self._apply_unless(nonfinite, grads, inner, targets)
+        else:
+            self._apply(grads, inner, targets)
+        if masters or self.cfg.stage in (1, 2):
+            self._publish(targets, params)
+        mean = [self._mean_over_ranks(x, i) for i, x in enumerate(model_state)]
+        if loss_scale is not None:
+            assert self.cfg.scaling is not None
+            loss_scale = scales.update(loss_scale, ~nonfinite, self.cfg.scaling)
+        return Updated(loss, norm, nonfinite, tuple(mean), loss_scale)
+
+    def _statistics(self, loss: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Loss over all ranks, and the norm of the whole gradient: one small all-reduce an axis."""
+        split = self.cfg.stage > 0
+        whole, parts = [], []
+        for grad, leaf in zip(grads, trained_leaves(self.layout), strict=True):
+            (parts if split and leaf.dim is not None else whole).append(grad)
+        squares = tree_global_norm(parts).double().square()
+        stats = torch.stack([loss.detach().double(), squares.to(loss.device)])
+        stats = all_reduce(stats, self.axes.shard, "loss, grad_norm")
+        total = all_reduce(stats[0], self.axes.replicate, "loss")
+        norm = (stats[1] + tree_global_norm(whole).double().square()).sqrt()
+        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        return total.to(loss.dtype), norm.to(wide)
+
+    def _shards(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of `params` that this rank updates; views where the memory allows it."""
+        if self.cfg.stage in (0, 3):
+            return list(params)
+        rank = self.axes.shard.rank
+        leaves = trained_leaves(self.layout)
+        return [leaf.split(p, rank).contiguous() for p, leaf in zip(params, leaves, strict=True)]
+
+    def _apply(
+        self, grads: Sequence[Tensor], inner: Sequence[Tensor], targets: list[Tensor]
+    ) -> None:
+        assert self.opt.apply_ is not None
+        state = tree.unflatten(self.inner_spec, inner)
+        new = self.opt.apply_(
+            self.treedef(grads), state, self.treedef(targets), global_norm=self.global_norm
+        )
+        for old, leaf in zip(inner, tree.leaves(new), strict=True):
+            if leaf is not old:
+                old.copy_(leaf)
+
+    def _apply_unless(
+        self, skip: Tensor, grads: Sequence[Tensor], inner: Sequence[Tensor], targets: list[Tensor]
+    ) -> None:
+        """Apply, and take it back where `skip` is true: no host has to read it."""
+        kept = [x.clone() for x in (*inner, *targets)]
+        self._apply(grads, inner, targets)
+        for now, old in zip((*inner, *targets), kept, strict=True):
+            now.copy_(torch.where(skip, old, now))
+
+    def global_norm(self, values: PyTree) -> Tensor:
+        """The norm over whole leaves of a tree that is like the trained shards."""
+        leaves = tree.leaves(values)
+        by_name = {leaf.name: leaf for leaf in self.layout}  # a masked tree has some of them
+        layout = [by_name[name] for name in tree.names(values)]
+        split = self.cfg.stage > 0
+        parts = [x for x, leaf in zip(leaves, layout, strict=True) if split and leaf.dim is not None]
+        whole = [x for x, leaf in zip(leaves, layout, strict=True) if not split or leaf.dim is None]
+        squares = all_reduce(
+            tree_global_norm(parts).double().square(), self.axes.shard, "global_norm"
+        )
+        dtype = tree_global_norm(leaves).dtype
+        return (squares + tree_global_norm(whole).double().square()).sqrt().to(dtype)
+
+    def _publish(self, targets: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+        """Write the updated shards into the full params of every rank, a bucket at a time."""
+        leaves = trained_leaves(self.layout)
+        if self.cfg.stage == 0:
+            torch._foreach_copy_(list(params), list(targets))
+            return
+        start = 0
+        for stop in _borders(leaves, self.bucket_bytes):
+            full = [
+                all_gather(targets[i].to(params[i].dtype), leaves[i], self.axes.shard)
+                for i in range(start, stop)
+            ]
+            torch._foreach_copy_(list(params[start:stop]), full)
+            start = stop
+
+    def _mean_over_ranks(self, x: Tensor, place: int) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        name, world = f"model_state {place}", self.axes.world
+        share = x / world if world > 1 else x
+        return all_reduce(all_reduce(share, self.axes.shard, name), self.axes.replicate, name)
+
+
+def _borders(leaves: Sequence[LeafLayout], limit: int) -> list[int]:
+    """Where to cut `leaves` so that no bucket has more than `limit` bytes, or just one leaf."""
+    borders, held = [], 0
+    for i, leaf in enumerate(leaves):
+        if held and held + leaf.nbytes > limit:
+            borders.append(i)
+            held = 0
+        held += leaf.nbytes
+    return [*borders, len(leaves)] if leaves else []

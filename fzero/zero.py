@@ -1,0 +1,193 @@
+"""The ZeRO stages, each a composition of transforms around one gradient.
+
+    stage 0    all_reduce     . grad(loss)
+    stage 1    reduce_scatter . accumulate . grad(loss)
+    stage 2    accumulate . reduce_scatter . grad(loss)
+    stage 3    accumulate . grad(loss . all_gather)          whose gradient is the reduce-scatter
+
+A *loss function* here takes one tuple of leaves and returns `(loss, aux)`; a *gradient function*
+takes the tuple of trained leaves, then the tuple of frozen ones, then what the loss takes, and
+returns `(gradients, (loss, aux))`; aux is a tuple of tensors. All are ordinary functions: `torch.func.jvp` of a gradient
+function is a Hessian-vector product, on shards.
+
+References: Rajbhandari et al., ZeRO, arXiv:1910.02054, sec. 5; HSDP: Zhao et al., PyTorch FSDP,
+arXiv:2304.11277, sec. 3.2.2.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fzero.collectives import Axis, all_gather, all_reduce, boundary, reduce_scatter, replicate
+from fzero.layout import LeafLayout, Layout
+
+Leaves = tuple[Tensor, ...]
+LossFn = Callable[..., tuple[Tensor, Any]]
+GradFn = Callable[..., tuple[Leaves, tuple[Tensor, Any]]]
+Grad = Callable[[LossFn], GradFn]
+
+
+class Axes(NamedTuple):
+    """The mesh as the transforms see it: leaves are split over `shard`, copied over `replicate`."""
+
+    shard: Axis = Axis()
+    replicate: Axis = Axis()
+
+    @property
+    def world(self) -> int:
+        """Ranks over both axes."""
+        return self.shard.size * self.replicate.size
+
+
+def grad(loss_fn: LossFn) -> GradFn:
+    """`torch.func.grad_and_value` of the loss with respect to its first argument: the definition.
+
+    >>> grads, (loss, aux) = grad(lambda p: ((p[0] ** 2).sum(), ()))((torch.tensor([3.0]),))
+    >>> grads, loss
+    ((tensor([6.]),), tensor(9.))
+    """
+    return torch.func.grad_and_value(loss_fn, has_aux=True)
+
+
+def autograd(loss_fn: LossFn) -> GradFn:
+    """The same operator through `torch.autograd.grad`, for functions that `torch.func` refuses.
+
+    It stages out more, and does not compose: its results have no derivative.
+    """
+
+    def fn(trained: Leaves, *args: Any) -> tuple[Leaves, tuple[Tensor, Any]]:
+        inputs = tuple(x.detach().requires_grad_() for x in trained)
+        with torch.enable_grad():
+            loss, aux = loss_fn(inputs, *args)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+        else:
+            grads = tuple(map(torch.zeros_like, inputs))
+        return grads, (loss.detach(), pytree.tree_map(torch.Tensor.detach, aux))
+
+    return fn
+
+
+def zero3(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:
+    """Parameters, gradients and optimizer state in shards: gather, differentiate, scatter back.
+
+    Args:
+        loss_fn: `(leaves, *args) -> (loss, aux)` on full leaves.
+        layout: how each leaf is split over `axes.shard`.
+        axes: the mesh.
+        grad: the gradient operator; any with `torch.func.grad_and_value`'s meaning.
+
+    Returns:
+        `(trained_shards, frozen_shards, *args) -> (gradient_shards, (loss, aux))`. Gradients are
+        summed over all ranks: scale the loss (`scaled`) for a mean.
+
+    Examples:
+        >>> from fzero.layout import plan_layout
+        >>> w = torch.tensor([1.0, 2.0])
+        >>> grads_of = zero3(lambda p: ((p[0] ** 3).sum(), ()), plan_layout(["w"], [w], 1), Axes())
+        >>> grads_of((w,), ())[0]
+        (tensor([ 3., 12.]),)
+        >>> torch.func.jvp(lambda s: grads_of(s, ())[0], ((w,),), ((torch.ones(2),),))[1]
+        (tensor([ 6., 12.]),)
+    """
+
+    def loss_of_shards(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Tensor, Any]:
+        full = [
+            all_gather(replicate(shard, axes.replicate, leaf.name), leaf, axes.shard)
+            for shard, leaf in zip(merge(trained, frozen, layout), layout, strict=True)
+        ]
+        return loss_fn(tuple(full), *args)
+
+    return grad(loss_of_shards)
+
+
+def zero2(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:
+    """Full parameters in, gradient shards out: each gradient is scattered as soon as it is there."""
+    local = ddp_local(loss_fn, layout, grad)
+
+    def sharded(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Leaves, tuple[Tensor, Any]]:
+        grads, value = local(trained, frozen, *args)
+        return scatter(grads, layout, axes), value
+
+    return sharded
+
+
+def zero0(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:
+    """Nothing sharded (DDP): full parameters in, full gradients out, summed over all ranks."""
+    local = ddp_local(loss_fn, layout, grad)
+
+    def summed(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Leaves, tuple[Tensor, Any]]:
+        grads, value = local(trained, frozen, *args)
+        return all_sum(grads, layout, axes), value
+
+    return summed
+
+
+def ddp_local(loss_fn: LossFn, layout: Layout, grad: Grad = grad) -> GradFn:
+    """This rank's own full gradients; no collective. What stages 0 and 1 accumulate."""
+
+    def loss_of_full(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Tensor, Any]:
+        leaves = merge(trained, frozen, layout)
+        low = [
+            p.to(leaf.compute) if leaf.compute else p for p, leaf in zip(leaves, layout, strict=True)
+        ]
+        return loss_fn(tuple(low), *args)
+
+    return grad(loss_of_full)
+
+
+def scatter(grads: Sequence[Tensor], layout: Layout, axes: Axes) -> Leaves:
+    """Gradient shards, summed over all ranks, from every rank's full gradients."""
+    return tuple(
+        all_reduce(reduce_scatter(grad, leaf, axes.shard), axes.replicate, leaf.name)
+        for grad, leaf in zip(grads, trained_leaves(layout), strict=True)
+    )
+
+
+def all_sum(grads: Sequence[Tensor], layout: Layout, axes: Axes) -> Leaves:
+    """Full gradients, summed over all ranks."""
+    return tuple(
+        all_reduce(
+            all_reduce(grad.to(leaf.reduce or grad.dtype), axes.shard, leaf.name),
+            axes.replicate,
+            leaf.name,
+        )
+        for grad, leaf in zip(grads, trained_leaves(layout), strict=True)
+    )
+
+
+def scaled(loss_fn: LossFn, factor: float | Tensor) -> LossFn:
+    """The loss times `factor`, with the plain loss kept in aux: `(factor * loss, (loss, aux))`.
+
+    A mean over ranks and micro-batches costs one multiplication of a scalar here, instead of one
+    of every gradient; a loss scale is the same thing.
+    """
+
+    def fn(leaves: Leaves, *args: Any) -> tuple[Tensor, tuple[Tensor, Any]]:
+        loss, aux = loss_fn(leaves, *args)
+        loss = boundary(loss)
+        unit = isinstance(factor, float) and factor == 1.0
+        return (loss if unit else loss * factor), (loss, aux)
+
+    return fn
+
+
+def trained_leaves(layout: Layout) -> list[LeafLayout]:
+    """The leaves that get a gradient."""
+    return [leaf for leaf in layout if leaf.trainable]
+
+
+def divide(leaves: Sequence[Any], layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """`leaves` as (trained, frozen)."""
+    pairs = list(zip(leaves, layout, strict=True))
+    trained = tuple(x for x, leaf in pairs if leaf.trainable)
+    return trained, tuple(x for x, leaf in pairs if not leaf.trainable)
+
+
+def merge(trained: Sequence[Any], frozen: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+    """The inverse of `divide`."""
+    ours, theirs = iter(trained), iter(frozen)
+    return tuple(next(ours) if leaf.trainable else next(theirs) for leaf in layout)
