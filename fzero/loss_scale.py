@@ -1,0 +1,198 @@
+"""Loss scaling as a pure state machine.
+
+Small fp16 gradients vanish; scaling the loss up moves them into range. A dynamic scale grows until
+gradients overflow and then backs off. The whole rule is tensor arithmetic on three scalars: no
+value is read back by the host, so a step with a loss scale stages out like any other.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the loss is scaled.
+
+    Args:
+        init: the first scale; the only one if not `dynamic`.
+        dynamic: follow overflows by the rule of `update`.
+        growth: factor after `window` good steps in a row, > 1.
+        backoff: factor after an overflow, between 0 and 1.
+        window: steps without overflow before the scale grows.
+        hysteresis: overflows since the last growth from which on the scale backs off; 1 backs off
+            at the first.
+        minimum: the scale never backs off below this.
+
+    Raises:
+        ConfigError: a value outside its range, or `init` below `minimum`.
+
+    Examples:
+        >>> LossScale(window=200).init
+        65536.0
+        >>> LossScale(backoff=2.0)
+        Traceback (most recent call last):
+        ...
+        fzero.errors.ConfigError: LossScale.backoff=2.0: must be ...
+    """
+
+    init: float = 2.0**16
+    dynamic: bool = True
+    growth: float = 2.0
+    backoff: float = 0.5
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+
+    def __post_init__(self) -> None:
+        _number("init", self.init, self.init > 0 if _real(self.init) else False, "> 0")
+        if not isinstance(self.dynamic, bool):
+            raise _refuse("dynamic", self.dynamic, "True or False")
+        _number("growth", self.growth, _real(self.growth) and self.growth > 1, "> 1")
+        _number("backoff", self.backoff, _real(self.backoff) and 0 < self.backoff < 1, "in (0, 1)")
+        for field in ("window", "hysteresis"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise _refuse(field, value, "an int >= 1 (steps)")
+        _number("minimum", self.minimum, _real(self.minimum) and self.minimum > 0, "> 0")
+        if self.dynamic and self.init < self.minimum:
+            raise ConfigError(
+                f"LossScale.init={self.init!r} is below LossScale.minimum={self.minimum!r}: a "
+                "dynamic scale starts at or above its minimum. Raise init or lower minimum."
+            )
+
+
+class LossScaleState(NamedTuple):
+    """What the rule remembers, as 0-d tensors on one device.
+
+    Attributes:
+        scale: float32, the factor on the loss of the next step.
+        good_steps: int32, steps without overflow since the last overflow or growth.
+        hysteresis: int32, the scale backs off at an overflow when this is 1.
+    """
+
+    scale: Tensor
+    good_steps: Tensor
+    hysteresis: Tensor
+
+
+def init(cfg: LossScale, *, device: torch.device | str | None = None) -> LossScaleState:
+    """The state before the first step.
+
+    Args:
+        cfg: the rule.
+        device: where the scalars live (default: torch's default device).
+
+    Returns:
+        A `LossScaleState`.
+
+    Examples:
+        >>> init(LossScale()).scale
+        tensor(65536.)
+    """
+    return LossScaleState(
+        scale=torch.tensor(float(cfg.init), dtype=torch.float32, device=device),
+        good_steps=torch.tensor(0, dtype=torch.int32, device=device),
+        hysteresis=torch.tensor(cfg.hysteresis, dtype=torch.int32, device=device),
+    )
+
+
+def update(state: LossScaleState, finite: Tensor, cfg: LossScale) -> LossScaleState:
+    """The state after a step whose gradients were all finite, or not.
+
+    An overflow backs the scale off to `max(scale * backoff, minimum)` once `hysteresis` overflows
+    have come since the last growth; the ones before only count down. `window` steps in a row
+    without overflow multiply the scale by `growth` and refill the hysteresis. A scale that
+    float32 cannot hold stays as it is.
+
+    Args:
+        state: the state before.
+        finite: 0-d bool, true if no gradient on any rank overflowed.
+        cfg: the rule; a static scale never changes.
+
+    Returns:
+        The new state; `state` is not changed.
+
+    Examples:
+        >>> cfg = LossScale(init=8.0, window=2, hysteresis=1)
+        >>> good, bad = torch.tensor(True), torch.tensor(False)
+        >>> state, scales = init(cfg), []
+        >>> for finite in (good, good, bad, good, good):
+        ...     state = update(state, finite, cfg)
+        ...     scales.append(state.scale.item())
+        >>> scales
+        [8.0, 16.0, 8.0, 8.0, 16.0]
+
+    References:
+        Micikevicius et al., arXiv:1710.03740, sec. 3.2, with hysteresis and minimum as in
+        DeepSpeed's dynamic scaler.
+    """
+    if not cfg.dynamic:
+        return state
+    scale, good_steps, hysteresis = state
+    overflow = ~finite
+
+    backs_off = overflow & (hysteresis <= 1)
+    counts_down = overflow & (hysteresis > 1)
+    good_steps = torch.where(finite, good_steps + 1, torch.zeros_like(good_steps))
+    grows = good_steps >= cfg.window
+
+    grown = scale * cfg.growth
+    grown = torch.where(torch.isfinite(grown), grown, scale)
+    scale = torch.where(backs_off, (scale * cfg.backoff).clamp(min=cfg.minimum), scale)
+    return LossScaleState(
+        scale=torch.where(grows, grown, scale),
+        good_steps=torch.where(grows, torch.zeros_like(good_steps), good_steps),
+        hysteresis=torch.where(
+            grows, torch.full_like(hysteresis, cfg.hysteresis), hysteresis - counts_down.int()
+        ),
+    )
+
+
+def resolve(value: "LossScale | float | str | None") -> LossScale | None:
+    """What a user may write for a loss scale, as a `LossScale`; None stays None.
+
+    Args:
+        value: None, "dynamic", a number (static), or a `LossScale`.
+
+    Returns:
+        The `LossScale`, or None for no scaling.
+
+    Raises:
+        ConfigError: anything else.
+
+    Examples:
+        >>> resolve("dynamic") == LossScale(), resolve(128.0).dynamic
+        (True, False)
+    """
+    if value is None or isinstance(value, LossScale):
+        return value
+    if value == "dynamic":
+        return LossScale()
+    if not isinstance(value, str) and _real(value) and value > 0:
+        return LossScale(init=float(value), dynamic=False)
+    raise ConfigError(
+        f"loss_scale={value!r}: must be None, 'dynamic', a finite number > 0 (a static scale) or "
+        "LossScale(...). Use 'dynamic' unless you know the scale."
+    )
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _number(field: str, value: object, ok: bool, rule: str) -> None:
+    if not ok:
+        raise _refuse(field, value, f"a finite number {rule}")
+
+
+def _refuse(field: str, value: object, rule: str) -> ConfigError:
+    default = LossScale.__dataclass_fields__[field].default
+    return ConfigError(
+        f"LossScale.{field}={value!r}: must be {rule}. Leave it out for {default!r}."
+    )
