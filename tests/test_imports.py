@@ -23,10 +23,14 @@ LAYERS = {
     "optim": 2,
     "precision": 2,
     "sharding": 2,
+    "state": 2,
     "update": 3,
     "zero": 3,
     "program": 4,
+    "gradients": 5,
+    "plan": 5,
     "simulate": 5,
+    "staged": 5,
     "step": 5,
     "checkpoint": 6,
     "engine": 6,
@@ -67,7 +71,7 @@ def violations(module: str, source: str) -> list[str]:
             continue
         where = f"fzero/{module}:{line} imports {'.'.join(name)}"
         if len(name) == 1 or name[1] not in LAYERS:
-            messages.append(f"{where}, which is in no layer: import from the module that has it")
+            messages.append(f"{where}, which is in no layer: name a module that LAYERS has")
         elif LAYERS[name[1]] > limit:
             messages.append(
                 f"{where} of layer {LAYERS[name[1]]}, but {own} (layer {LAYERS[own]}) may see only "
