@@ -5,7 +5,7 @@ micro-batch, the loss scale if there is one. Out: gradients, loss, new model sta
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -105,8 +105,14 @@ def stage_gradients(
     axes: Axes,
     inputs: Sequence[Tensor],
     names: Sequence[str],
+    resident: int,
 ) -> Program:
     """The gradient function as a Program that is fit to run.
+
+    Args:
+        inputs: example tensors for the flat calling convention.
+        names: one per input.
+        resident: bytes that a rank holds beside them while the Program runs.
 
     Raises:
         TraceError: it can't be staged out.
@@ -115,13 +121,23 @@ def stage_gradients(
         ("torch.func.grad", gradient_fn(model_fn, cfg, signature, axes, zero.grad)),
         ("torch.autograd.grad", gradient_fn(model_fn, cfg, signature, axes, zero.autograd)),
     ]
-    program = stage_out("gradients", front_ends, inputs, names)
+    program = replace(
+        stage_out("gradients", front_ends, inputs, names),
+        times=cfg.accum_steps,
+        resident=resident,
+    )
     return optimise(
         program,
         reshard_after_forward=cfg.reshard_after_forward,
         bucket_bytes=int(cfg.bucket_mb * 2**20),
         prefetch=cfg.prefetch,
+        slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
     )
+
+
+# How much of the peak fewer and larger collectives may cost. Who shards parameters is short of
+# memory; who doesn't holds them all in any case.
+_SLACK_SHARDED, _SLACK = 0.1, 0.25
 
 
 def _loss_fn(model_fn: ModelFn, cfg: Config, signature: Signature) -> LossFn:

@@ -1,6 +1,7 @@
 """One step, staged out for one shape of batch: its Programs, compiled, and how they are run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.gradients import ModelFn, Signature, reduces_once, stage_gradients
+from fzero.layout import LeafLayout
 from fzero.loss_scale import LossScaleState
 from fzero.plan import Held, Plan
 from fzero.program import Program
@@ -48,7 +50,16 @@ class Staged:
         names += [f"batch.{name}" for name in tree.names(tree.unflatten(batch_spec, batch))]
         names += ["loss_scale"] * bool(held.scale)
         inputs = [*trained, *frozen, *held.state, *batch, *held.scale[:1]]
-        gradients = stage_gradients(model_fn, cfg, self.signature, plan.axes, inputs, names)
+        fed = sum(x.nbytes for x in batch)
+        beside = held.nbytes() + (cfg.accum_steps - 1) * fed
+        if cfg.accum_steps > 1:  # the sum so far
+            beside += sum(
+                _gradient_bytes(x, leaf, plan)
+                for x, leaf in zip(trained, plan.trained, strict=True)
+            )
+        gradients = stage_gradients(
+            model_fn, cfg, self.signature, plan.axes, inputs, names, resident=beside
+        )
         self.seeded = "key" in gradients.inputs
         self.run_gradients = compile(gradients)
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
@@ -66,9 +77,17 @@ class Staged:
         self.program, self.run_update = gradients, None
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
-            update = self._stage_update(trained, held, grads, loss, state)
+            update = self._stage_update(
+                trained,
+                held,
+                grads,
+                loss,
+                state,
+                budget=gradients.peak_bytes(),
+                resident=cfg.accum_steps * fed + sum(x.nbytes for x in frozen),
+            )
             self.run_update = compile(update)
-            self.program = self._joined(gradients, update, held, batch, frozen)
+            self.program = gradients.then(update)
         self.collectives = "\n".join(
             f"{row.kind} {row.phase} {row.bytes} bytes: {', '.join(row.leaves)}"
             for row in self.program.collectives()
@@ -131,6 +150,9 @@ class Staged:
         grads: Sequence[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
+        *,
+        resident: int,
+        budget: int,
     ) -> Program:
         groups = [trained, held.masters, held.inner, grads, [loss], state, held.scale]
         cuts = [sum(map(len, groups[:i])) for i in range(len(groups) + 1)]
@@ -154,34 +176,16 @@ class Staged:
         program = stage_out("update", [("make_fx", flat_fn)], sum(map(list, groups), []), names)
         cfg = self.plan.cfg
         return share_collectives(
-            program, bucket_bytes=int(cfg.bucket_mb * 2**20), prefetch=cfg.prefetch
+            replace(program, resident=resident),
+            bucket_bytes=int(cfg.bucket_mb * 2**20),
+            prefetch=cfg.prefetch,
+            budget=budget,
         )
 
     def _updated(self, results: Sequence[Tensor], states: int) -> Updated:
         loss, norm, nonfinite, *rest = results
         scale = LossScaleState(*rest[states:]) if len(rest) > states else None
         return Updated(loss, norm, nonfinite, tuple(rest[:states]), scale)
-
-    def _joined(
-        self,
-        gradients: Program,
-        update: Program,
-        held: Held,
-        batch: Sequence[Tensor],
-        frozen: Sequence[Tensor],
-    ) -> Program:
-        """The two Programs as one step, each knowing what lives beside it."""
-        count = self.plan.cfg.accum_steps
-        fed = sum(x.nbytes for x in batch)
-        state = sum(x.nbytes for x in held.state)
-        beside = held.nbytes() + (count - 1) * fed
-        if count > 1:
-            outputs = output_node(gradients.graph).args[0]
-            results = [x for n in outputs for x in tensors_of(n)]  # pyright: ignore
-            beside += sum(x.nbytes for x in results[: len(self.plan.trained)])
-        still = sum(x.nbytes for x in frozen) + count * fed + state
-        first = Program(**{**vars(gradients), "times": count, "resident": beside})
-        return first.then(Program(**{**vars(update), "resident": still}))
 
 
 def _shared_outputs(program: Program) -> list[bool]:
@@ -201,6 +205,14 @@ def _shared_outputs(program: Program) -> list[bool]:
         shared.append(place in seen or place[0] in held or not dense)
         seen.add(place)
     return shared
+
+
+def _gradient_bytes(x: Tensor, leaf: LeafLayout, plan: Plan) -> int:
+    """Bytes of this rank's gradient of a leaf that lives as `x` between steps."""
+    cfg = plan.cfg
+    dtype = x.dtype if reduces_once(cfg) or cfg.stage == 3 else leaf.reduce or x.dtype
+    numel = plan.part(x, leaf).numel() if cfg.stage == 2 else x.numel()
+    return numel * dtype.itemsize
 
 
 def _names(held: Held) -> list[str]:

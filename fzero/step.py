@@ -111,7 +111,9 @@ class TrainStep:
             full, _ = divide(tree.leaves(high), sharding.layout)
             pairs = zip(full, plan.trained, strict=True)
             targets = [plan.part(x, leaf).clone() for x, leaf in pairs]
-        inner = self.opt.init((plan.foreign_tree if self.opt.foreign else plan.trained_tree)(targets))
+        inner = self.opt.init(
+            (plan.foreign_tree if self.opt.foreign else plan.trained_tree)(targets)
+        )
         opt_state = OptState(
             step=torch.zeros((), dtype=torch.int64),
             inner=plan.wrap_inner(inner),
@@ -169,9 +171,7 @@ class TrainStep:
         micro = micro_batches(batch, self.cfg.accum_steps)
         return self._stage(plan, leaves, held, micro[0]).program
 
-    def _unpack(
-        self, params: PyTree, opt_state: OptState
-    ) -> tuple[Plan, list[Tensor], Held]:
+    def _unpack(self, params: PyTree, opt_state: OptState) -> tuple[Plan, list[Tensor], Held]:
         """The plan for this tree, its local leaves, and the local leaves of the state."""
         leaves, spec = tree.flatten(params)
         if self._plan is None:  # a state from elsewhere: a checkpoint, another step function
@@ -313,14 +313,17 @@ def _checksum(x: Tensor) -> str:
     wide = torch.float64 if not x.is_complex() else torch.complex128
     flat = x.detach().reshape(-1)
     total = flat.sum(dtype=wide).item()
-    square = torch.linalg.vector_norm(flat.to(wide) if not x.is_floating_point() else flat,
-                                      dtype=torch.float64).item() if flat.numel() else 0.0
+    square = (
+        torch.linalg.vector_norm(
+            flat.to(wide) if not x.is_floating_point() else flat, dtype=torch.float64
+        ).item()
+        if flat.numel()
+        else 0.0
+    )
     return f"sum {total!r}, norm {square!r}"
 
 
-def _refuse_nonfinite(
-    loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int
-) -> None:
+def _refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:
     """Raise on every rank if any rank's loss or gradient is NaN or infinite. Reads it: it waits."""
     bad = [
         leaf.name

@@ -1,6 +1,6 @@
 """What a step does once the gradients are there, in place: norm, clip, update, and gather.
 
-    grads ─▶ reduce (if not yet) ─▶ norm, finite? ─▶ clip ─▶ optimizer on shards ─▶ full params again
+grads ─▶ reduce (if not yet) ─▶ norm, finite? ─▶ clip ─▶ optimizer on shards ─▶ full params again
 """
 
 from collections.abc import Callable, Sequence
@@ -159,7 +159,9 @@ class Update:
         by_name = {leaf.name: leaf for leaf in self.layout}  # a masked tree has some of them
         layout = [by_name[name] for name in tree.names(values)]
         split = self.cfg.stage > 0
-        parts = [x for x, leaf in zip(leaves, layout, strict=True) if split and leaf.dim is not None]
+        parts = [
+            x for x, leaf in zip(leaves, layout, strict=True) if split and leaf.dim is not None
+        ]
         whole = [x for x, leaf in zip(leaves, layout, strict=True) if not split or leaf.dim is None]
         squares = all_reduce(
             tree_global_norm(parts).double().square(), self.axes.shard, "global_norm"

@@ -10,7 +10,12 @@ from fzero.program.passes.seed import insert_seeds, number_sites
 
 
 def optimise(
-    program: Program, *, reshard_after_forward: bool, bucket_bytes: int, prefetch: int
+    program: Program,
+    *,
+    reshard_after_forward: bool,
+    bucket_bytes: int,
+    prefetch: int,
+    slack: float = 0.1,
 ) -> Program:
     """Make the Program of a gradient function fit to run.
 
@@ -18,6 +23,7 @@ def optimise(
         reshard_after_forward: gather leaves again in backward instead of keeping them.
         bucket_bytes: most bytes of full leaves that share a collective.
         prefetch: how many buckets ahead a gather is launched.
+        slack: share of the lowest peak that larger buckets may cost.
     """
     program = functionalise(program)  # first: the others take values for granted
     program = number_sites(program)  # before nodes are copied: a copy draws the same numbers
@@ -26,12 +32,14 @@ def optimise(
         program = regather(program)
     program = sink_gathers(program)
     program = hoist_reductions(program)
-    program = share_collectives(program, bucket_bytes=bucket_bytes, prefetch=prefetch)
+    program = share_collectives(program, bucket_bytes=bucket_bytes, prefetch=prefetch, slack=slack)
     return insert_seeds(program)
 
 
-def share_collectives(program: Program, *, bucket_bytes: int, prefetch: int) -> Program:
+def share_collectives(
+    program: Program, *, bucket_bytes: int, prefetch: int, slack: float = 0.1, budget: int = 0
+) -> Program:
     """`bucket`, where there is anything to share."""
     if not any(is_gather(node) or is_reduction(node) for node in program.graph.nodes):
         return program
-    return bucket(program, limit=bucket_bytes, prefetch=prefetch)
+    return bucket(program, limit=bucket_bytes, prefetch=prefetch, slack=slack, budget=budget)

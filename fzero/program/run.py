@@ -48,7 +48,7 @@ def generate(program: Program) -> tuple[str, dict[str, Any]]:
         """A global that holds `value`."""
         key = id(value)
         if key not in bound:
-            bound[key] = f"{hint}_{len(bound)}"
+            bound[key] = f"_{hint}_{len(bound)}"  # no node's name starts so
             scope[bound[key]] = value
         return bound[key]
 

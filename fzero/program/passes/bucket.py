@@ -21,7 +21,16 @@ from fzero.program.buckets import (
     unpack_full,
     unpack_shards,
 )
-from fzero.program.ir import BACKWARD, FORWARD, UPDATE, Program, copy_graph, is_op, phases, tensors_of
+from fzero.program.ir import (
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    Program,
+    copy_graph,
+    is_op,
+    phases,
+    tensors_of,
+)
 from fzero.program.memory import peak_bytes
 from fzero.program.passes.rewrite import call, is_cheap, is_gather, is_reduction, legalise
 
@@ -29,26 +38,37 @@ _PACK = {GATHER: pack_shards, REDUCE_SCATTER: pack_full, ALL_REDUCE: pack_flat}
 _UNPACK = {GATHER: unpack_full, REDUCE_SCATTER: unpack_shards, ALL_REDUCE: unpack_flat}
 
 
-def bucket(program: Program, *, limit: int, prefetch: int = 1) -> Program:
-    """Let consecutive collectives share one, as far as that costs no memory.
+def bucket(
+    program: Program, *, limit: int, prefetch: int = 1, slack: float = 0.1, budget: int = 0
+) -> Program:
+    """Let consecutive collectives share one, as far as memory allows.
 
     The size of a bucket is found by simulation: the largest that is at most `limit` and whose
-    Program holds hardly more at its peak than with the smallest buckets.
+    Program stays, at its peak, within `slack` of what the smallest buckets need. Buckets of
+    different sizes are tried, since peak memory is no simple function of the size.
 
     Args:
         limit: most bytes of full leaves in a bucket; a leaf larger than that travels alone.
         prefetch: how many buckets ahead a gather is launched.
+        slack: share of the lowest peak that fewer collectives may cost.
+        budget: bytes that the rest of the step needs in any case: up to there memory is free.
     """
-    sizes = sorted({limit >> shift for shift in range(8)}, reverse=True)
-    candidates = [
-        schedule(_with_buckets(program, size), prefetch=prefetch) for size in sizes if size
-    ]
+    total = sum(
+        tensors_of(n)[0].nbytes for n in program.graph.nodes if is_gather(n) or is_reduction(n)
+    )
+    sizes, size = [], float(min(limit, max(total, 1)))
+    while size >= 2**16 and len(sizes) < _TRIES:
+        sizes.append(int(size))
+        size /= 1.6
+    candidates = []
+    for size in sizes or [limit]:
+        candidates.append(schedule(_with_buckets(program, int(size)), prefetch=prefetch))
     peaks = [peak_bytes(candidate) for candidate in candidates]
-    allowed = min(peaks) * (1 + _TOLERANCE)
+    allowed = max(min(peaks) * (1 + slack), budget)
     return next(c for c, peak in zip(candidates, peaks, strict=True) if peak <= allowed)
 
 
-_TOLERANCE = 0.02
+_TRIES = 10
 
 
 def _with_buckets(program: Program, size: int) -> Program:

@@ -61,5 +61,3 @@ def _keeps(node: fx.Node) -> bool:
         return True
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-
-

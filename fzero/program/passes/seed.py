@@ -110,5 +110,3 @@ def _nodes_after(boundary: fx.Node | None) -> set[fx.Node]:
         node = node.next
         found.add(node)
     return found
-
-
