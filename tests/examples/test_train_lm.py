@@ -2,41 +2,57 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_lm.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 TINY = ["--size", "tiny", "--steps", "3", "--batch", "2"]
+
+
+class Run(NamedTuple):
+    out: Path
+    printed: str
+    rows: list[dict[str, float]]
 
 
 def run(launcher: list[str], out: Path, *flags: str) -> tuple[str, list[dict[str, float]]]:
     """What the example printed, and its rows of metrics."""
     command = [sys.executable, *launcher, str(EXAMPLE), "--out", str(out), *TINY, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, installed or not
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return done.stdout, rows
 
 
-@pytest.mark.parametrize(
-    ("launcher", "flags"),
-    [([], ["--stage", "3"]), (TORCHRUN, ["--stage", "3", "--accum", "2"])],
-    ids=["python", "torchrun"],
-)
-def test_runs_and_writes_what_it_promises(
-    tmp_path: Path, launcher: list[str], flags: list[str]
-) -> None:
-    printed, rows = run(launcher, tmp_path, *flags)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("alone")
+    return Run(out, *run([], out))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("two_ranks")
+    return Run(out, *run(TORCHRUN, out, "--stage", "3", "--accum", "2"))
+
+
+@pytest.mark.parametrize("which", ["alone", "two_ranks"])
+def test_writes_what_it_promises(which: str, request: pytest.FixtureRequest) -> None:
+    out, printed, rows = request.getfixturevalue(which)
 
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(math.isfinite(row["loss"]) and row["tokens_per_s"] > 0 for row in rows)
     assert math.isfinite(rows[-1]["valid_bits_per_byte"])
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     # Rank 0 alone speaks: one summary, one sample.
     (ours, bigram), *others = re.findall(
         r"validation: ([\d.]+) bits per byte; byte bigram: ([\d.]+)", printed
@@ -47,9 +63,15 @@ def test_runs_and_writes_what_it_promises(
     assert printed.count("sample:\ndef ") == 1
 
 
-def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
-    first, second = (run([], tmp_path / name)[1] for name in ("first", "second"))
-    assert [row["loss"] for row in first] == [row["loss"] for row in second]
+def test_the_same_seed_gives_the_same_losses(alone: Run, tmp_path: Path) -> None:
+    again = run([], tmp_path)[1]
+    assert [row["loss"] for row in again] == [row["loss"] for row in alone.rows]
+
+
+def test_the_first_losses_are_those_of_an_untrained_model(alone: Run, two_ranks: Run) -> None:
+    uniform = math.log(256)
+    for rows in (alone.rows, two_ranks.rows):
+        assert rows[0]["loss"] == pytest.approx(uniform, abs=0.5)
 
 
 def test_is_short_enough_to_read() -> None:
