@@ -143,7 +143,7 @@ if rank == 0:
         text = torch.cat((text, torch.multinomial((logits / 0.7).softmax(-1), 1)[None]), dim=1)
     print("sample:\n" + bytes(text[0].tolist()).decode(errors="replace"))
     plt.plot([row["loss"] / math.log(2) for row in rows], label="training")
-    plt.plot(validation.keys(), validation.values(), "o-", label="validation")
+    plt.plot(list(validation), list(validation.values()), "o-", label="validation")
     plt.axhline(bigram_bits, color="gray", linestyle="--", label="byte bigram, validation")
     plt.gca().set(xlabel="step", ylabel="bits per byte")
     plt.legend()
