@@ -24,7 +24,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.errors import FzeroError, TraceError
+from fzero.program.interop import transformers_is_tracing
 from fzero.program.ir import Program, output_node, placeholders
+from fzero.takeover import checkpoints_taken_over
 
 FrontEnd = tuple[str, Callable[..., Any]]
 
@@ -68,7 +70,7 @@ def stage_out(
 def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [_fake(x, mode) for x in inputs]
-    with _same_host_randomness(), torch.enable_grad():
+    with _same_host_randomness(), transformers_is_tracing(), torch.enable_grad():
         return make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
 
 
