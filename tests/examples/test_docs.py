@@ -1,5 +1,6 @@
 """What the README and the documentation show runs as it stands."""
 
+import os
 import re
 import subprocess
 import sys
@@ -18,13 +19,18 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_python_blocks_run(page: str) -> None:
-    # In a process of its own, as a reader would: one page, one script.
-    script = "\n".join(blocks(page, "python"))
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+@pytest.mark.parametrize(
+    ("page", "ranks"),
+    [*((page, 1) for page in PAGES if blocks(page, "python")), ("README.md", 2)],
+)
+def test_python_blocks_run(page: str, ranks: int, tmp_path: Path) -> None:
+    # As a reader would: one page, one script, alone and under torchrun.
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks(page, "python")))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), str(script)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
