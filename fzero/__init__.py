@@ -20,6 +20,7 @@ from fzero.functional import functionalize
 from fzero.loss_scale import LossScale
 from fzero.precision import Precision
 from fzero.program import Program
+from fzero.remat import remat
 from fzero.sharding import shard, unshard
 from fzero.state import OptState
 from fzero.step import TrainStep, make_train_step
@@ -41,6 +42,7 @@ __all__ = [
     "functionalize",
     "make_train_step",
     "optim",
+    "remat",
     "shard",
     "unshard",
 ]

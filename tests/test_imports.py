@@ -16,6 +16,8 @@ LAYERS = {
     "dtensor": 1,
     "layout": 1,
     "mesh": 1,
+    "remat": 1,
+    "takeover": 1,
     "config": 2,
     "config_deepspeed": 2,
     "functional": 2,

@@ -70,7 +70,12 @@ def stage_out(
 def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [_fake(x, mode) for x in inputs]
-    with _same_host_randomness(), transformers_is_tracing(), torch.enable_grad():
+    with (
+        _same_host_randomness(),
+        transformers_is_tracing(),
+        checkpoints_taken_over(),
+        torch.enable_grad(),
+    ):
         return make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
 
 

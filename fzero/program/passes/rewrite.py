@@ -52,10 +52,11 @@ def leaf_of(node: fx.Node) -> str:
 
 
 def infer(node: fx.Node) -> fx.Node:
-    """Give a new node its fake value by running it on the fake values of its operands."""
+    """Give a new node, or a copy, its fake value by running it on those of its operands."""
     assert callable(node.target)
     values = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    mode = fake_mode(n.meta["val"] for n in node.all_input_nodes)
+    # a copy of a node without operands (zeros, empty, ...) still has the original's value
+    mode = fake_mode([*(n.meta["val"] for n in node.all_input_nodes), node.meta.get("val")])
     with torch.no_grad(), mode:
         node.meta["val"] = node.target(*values[0], **values[1])  # pyright: ignore
     return node

@@ -1,0 +1,88 @@
+"""Rematerialisation: what a region computed is computed again where backward needs it."""
+
+import operator
+
+from torch import fx
+from torch._ops import OpOverload
+
+from fzero.program.ir import BACKWARD, FORWARD, Program, copy_graph, order_of, phases
+from fzero.program.passes.rewrite import infer
+from fzero.remat import Path, regions_of
+
+
+def rematerialise(program: Program) -> Program:
+    """Replace what backward reads of a region's inside by copies of the nodes that compute it.
+
+    Copies stand just before their first use, so of several regions one is alive at a time. What is
+    used outside of its region, and what the region's policy saves, is kept. The copy of a random
+    operator has its site, and so draws the same numbers. Regions inside of a region are regions
+    again in its copy: they are done level by level, from the outermost.
+
+    The graph must be functional, and random operators numbered.
+    """
+    graph = copy_graph(program.graph)
+    phase = phases(graph)
+    paths = {n: path for n in graph.nodes if phase[n] == FORWARD and (path := regions_of(n))}
+    gradients = {n for n in graph.nodes if phase[n] == BACKWARD and n.op != "output"}
+    if not paths or not gradients:
+        return program
+    regions = len({path[: i + 1] for path in map(_names, paths.values()) for i in range(len(path))})
+    while paths:
+        paths = _level(graph, paths, gradients)
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op != "get_attr" and not _is_pure(n))
+    copies = sum(n.meta.get(_AGAIN, False) for n in graph.nodes)
+    line = f"remat: {regions} regions, {copies} nodes computed again in backward"
+    return program.logged(graph, line)
+
+
+_AGAIN = "computed_again"
+
+
+def _level(
+    graph: fx.Graph, paths: dict[fx.Node, Path], gradients: set[fx.Node]
+) -> dict[fx.Node, Path]:
+    """Do the outermost regions of `paths`; returns the paths inside of them, of copies too."""
+    order = order_of(graph)
+    inside = {n for n in paths if _is_pure(n) and not paths[n][0].saved}
+    inside -= {n for n in inside if _escapes(n, paths, gradients)}
+    inner = {n: path[1:] for n, path in paths.items() if path[1:] and not path[0].saved}
+    again: dict[fx.Node, fx.Node] = {}
+    for place in [n for n in graph.nodes if n in gradients]:
+        missing: set[fx.Node] = set()
+        todo = [x for x in place.all_input_nodes if x in inside]
+        while todo:
+            node = todo.pop()
+            if node not in missing and node not in again:
+                missing.add(node)
+                todo += [x for x in node.all_input_nodes if x in inside]
+        for node in sorted(missing, key=order.__getitem__):
+            with graph.inserting_before(place):
+                new = graph.node_copy(node, lambda x: again.get(x, x))
+            new.meta[_AGAIN] = True
+            again[node] = infer(new)
+            if node in inner:  # regions of their own: their values die before the originals' do
+                inner[new] = tuple(r._replace(name=f"{r.name}'") for r in inner[node])
+        for operand in place.all_input_nodes:
+            if operand in again:
+                place.replace_input_with(operand, again[operand])
+    return inner
+
+
+def _escapes(node: fx.Node, paths: dict[fx.Node, Path], gradients: set[fx.Node]) -> bool:
+    """Whether anything but backward reads a node outside of its region."""
+    name = paths[node][0].name
+    return any(
+        user not in gradients and (user not in paths or paths[user][0].name != name)
+        for user in node.users
+    )
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node may be computed twice, or not at all."""
+    if node.target is operator.getitem:
+        return True
+    return isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    return tuple(region.name for region in path)

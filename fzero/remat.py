@@ -1,0 +1,188 @@
+"""Activation checkpointing: compute a function's intermediate values again in backward.
+
+[Note: regions] While a function is staged out nothing has to be recomputed yet. `remat` only marks
+the nodes that its function records as a *region*; the pass `fzero.program.passes.remat` copies what
+backward needs of a region to where it needs it. A node's mark is the path of regions around it,
+outermost first, kept in `meta["custom"]`, which survives a second recording of the graph.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from fzero.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Op = OpOverload | OpOverloadPacket
+Policy = Callable[[OpOverload], Any] | Collection[Op] | Op
+# (operator, args, kwargs, result) -> whether the result is kept
+Saves = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], bool]
+
+
+def remat(fn: Callable[P, R], policy: Policy | None = None) -> Callable[P, R]:
+    """`fn`, whose intermediate values are not kept for backward but computed again there.
+
+    Gradients are those of `fn`, bit for bit: a recomputation draws the random numbers that the
+    first one drew. Inputs and outputs of `fn` are kept, so that of a stack of rematerialised blocks
+    only one is alive at a time. Calls may nest.
+
+    In a train step the Program recomputes. Outside, under plain autograd,
+    `torch.utils.checkpoint` does. Under an eager `torch.func` transform `fn` runs as it is: tensors
+    that it closes over, such as a module's parameters, can't be told from constants there, and
+    `torch.func` keeps all of a derivative's values alive in any case.
+
+    Args:
+        fn: a function or module of any arguments; it may close over tensors that need gradients.
+        policy: what is kept nevertheless: operators (`[torch.ops.aten.mm]`), or a function from an
+            `OpOverload` to a bool or `torch.utils.checkpoint.CheckpointPolicy`. None keeps nothing.
+
+    Returns:
+        A function with the arguments and results of `fn`.
+
+    Raises:
+        ConfigError: `fn` is no function, or `policy` none of the above.
+
+    Examples:
+        >>> def block(w, x):
+        ...     return torch.tanh(x @ w)
+        >>> w, x = torch.eye(2, requires_grad=True), torch.ones(1, 2)
+        >>> remat(block)(w, x).sum().backward()
+        >>> again = remat(block, policy=[torch.ops.aten.mm])(w, x)
+        >>> bool((torch.autograd.grad(again.sum(), w)[0] == w.grad).all())
+        True
+
+    References: Chen, Xu, Zhang, Guestrin, Training Deep Nets with Sublinear Memory Cost,
+    arXiv:1604.06174. The name and the meaning are `jax.checkpoint`'s.
+    """
+    if not callable(fn):
+        raise ConfigError(
+            f"remat got a {type(fn).__name__}, and takes a function or a module: "
+            "remat(block)(x), not remat(block(x))."
+        )
+    saves = None if policy is None else _saves(policy)
+
+    @functools.wraps(fn, updated=())  # a module's attributes are not the wrapper's
+    def rematerialised(*args: P.args, **kwargs: P.kwargs) -> R:
+        if is_recording():
+            with region(saves):
+                return fn(*args, **kwargs)
+        if in_transform():
+            return fn(*args, **kwargs)
+        call = functools.partial(fn, **kwargs)  # checkpoint has keywords of its own
+        context_fn = noop_context_fn if saves is None else functools.partial(_contexts, saves)
+        return checkpoint(call, *args, use_reentrant=False, context_fn=context_fn)  # pyright: ignore
+
+    return rematerialised
+
+
+def is_recording() -> bool:
+    """Whether operators of this thread are being recorded into a graph."""
+    return get_proxy_mode() is not None
+
+
+def in_transform() -> bool:
+    """Whether a `torch.func` transform is active, which refuses `torch.utils.checkpoint`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# ---------------------------------------------------------------------------------- regions
+class Region(NamedTuple):
+    """A region that a node was recorded in.
+
+    Args:
+        name: the same for all its nodes.
+        saved: whether the region's policy keeps this node's value.
+    """
+
+    name: str
+    saved: bool = False
+
+
+Path = tuple[Region, ...]
+
+
+@contextlib.contextmanager
+def region(saves: Saves | None = None) -> Iterator[None]:
+    """Mark what is recorded meanwhile as one region; see [Note: regions]."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    nodes = mode.tracer.graph.nodes
+    before: fx.Node | None = next(iter(reversed(nodes)), None)
+    yield
+    name = "" if before is None else before.name  # where a region starts is its own
+    node = next(iter(nodes), None) if before is None else before.next
+    while node is not None and node.op != "root":
+        saved = saves is not None and _is_saved(node, saves)
+        path = (Region(name, saved), *regions_of(node))
+        node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: path}
+        node = node.next
+
+
+def regions_of(node: fx.Node) -> Path:
+    """The regions that a node was recorded in, outermost first."""
+    return node.meta.get("custom", {}).get(_MARK, ())
+
+
+_MARK = "fzero.remat"
+
+
+def _is_saved(node: fx.Node, saves: Saves) -> bool:
+    if not isinstance(node.target, OpOverload):  # a part of a result goes with the whole
+        return any(_is_saved(x, saves) for x in node.all_input_nodes if x.op == "call_function")
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return saves(node.target, args, kwargs, node.meta.get("val"))  # pyright: ignore
+
+
+# --------------------------------------------------------------------------------- policies
+def _saves(policy: Policy) -> Saves:
+    if isinstance(policy, Op):
+        policy = [policy]
+    if callable(policy):
+        return lambda op, args, kwargs, out: verdict(policy(op))
+    if not isinstance(policy, Collection) or not all(isinstance(op, Op) for op in policy):
+        raise ConfigError(
+            f"remat got policy={policy!r}; it must be a function from an OpOverload to a bool, or "
+            "the operators whose results are kept, such as [torch.ops.aten.mm]."
+        )
+    kept = set(policy)
+    return lambda op, args, kwargs, out: op in kept or op.overloadpacket in kept
+
+
+def verdict(answer: Any) -> bool:
+    """Whether a policy's answer for one operator means that its result is kept.
+
+    What a policy would offload to the host is kept where it is.
+    """
+    if isinstance(answer, CheckpointPolicy):
+        return "RECOMPUTE" not in answer.name
+    if isinstance(answer, bool):
+        return answer
+    raise ConfigError(
+        f"a remat policy answered {answer!r}; it must return a bool (True: keep the result) or a "
+        "torch.utils.checkpoint.CheckpointPolicy."
+    )
+
+
+def _contexts(saves: Saves) -> Any:
+    """`saves` as `torch.utils.checkpoint` takes it."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = isinstance(op, OpOverload) and saves(op, args, kwargs, None)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
