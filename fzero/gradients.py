@@ -118,7 +118,7 @@ def stage_gradients(
         TraceError: it can't be staged out.
     """
     front_ends = [
-        ("torch.func.grad", gradient_fn(model_fn, cfg, signature, axes, zero.grad)),
+        ("torch.func.vjp", gradient_fn(model_fn, cfg, signature, axes, zero.vjp)),
         ("torch.autograd.grad", gradient_fn(model_fn, cfg, signature, axes, zero.autograd)),
     ]
     program = replace(

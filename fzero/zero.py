@@ -52,6 +52,30 @@ def grad(loss_fn: LossFn) -> GradFn:
     return torch.func.grad_and_value(loss_fn, has_aux=True)
 
 
+def vjp(loss_fn: LossFn) -> GradFn:
+    """The same operator with a backward that is outside of grad mode, as `loss.backward()` is.
+
+    `torch.func.grad` prepares for a second derivative. Then eager mode keeps memory for it, and
+    operators that choose by grad mode (silu, group_norm, ...) take a backward of many small steps
+    that rounds differently. Its results have no derivative; a derivative inside the loss is fine.
+
+    >>> grads, (loss, aux) = vjp(lambda p: ((p[0] ** 2).sum(), ()))((torch.tensor([3.0]),))
+    >>> grads, loss
+    ((tensor([6.]),), tensor(9.))
+    """
+
+    def fn(trained: Leaves, *args: Any) -> tuple[Leaves, tuple[Tensor, Any]]:
+        def loss_of(trained: Leaves) -> tuple[Tensor, Any]:
+            return loss_fn(trained, *args)
+
+        loss, pull, aux = torch.func.vjp(loss_of, trained, has_aux=True)  # pyright: ignore
+        with torch.no_grad():
+            (grads,) = pull(torch.ones_like(loss), retain_graph=False)
+        return grads, (loss, aux)
+
+    return fn
+
+
 def autograd(loss_fn: LossFn) -> GradFn:
     """The same operator through `torch.autograd.grad`, for functions that `torch.func` refuses.
 

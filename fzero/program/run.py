@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fzero.program.ir import Program
+from fzero.program.ir import Program, is_op
 from fzero.program.passes.seed import SITE, generator_of
 
 Executable = Callable[..., list[Any]]
@@ -90,11 +90,25 @@ def _statement(node: fx.Node, show: Callable[[Any], str], bind: Callable[[Any, s
         return f"{node.name} = {show(node.args[0])}[{node.args[1]}]"
     # the overload's C++ function itself: one Python frame less a call
     function = target._op if isinstance(target, torch._ops.OpOverload) else target
+    if is_op(node, *_IN_GRAD_MODE):
+        function = _in_grad_mode(function)
     name = bind(function, getattr(target, "__name__", "op").replace(".", "_").replace("<", "_"))
     arguments = [show(x) for x in node.args]
     arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
     call = f"{name}({', '.join(arguments)})"
     return f"{node.name} = {call}" if node.users else call
+
+
+# Without grad mode, which Programs run outside of, it does not keep what its backward reads.
+_IN_GRAD_MODE = ("aten::mkldnn_rnn_layer",)
+
+
+def _in_grad_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> list[Tensor]:
+        with torch.enable_grad():
+            return [x.detach() for x in function(*args)]
+
+    return run
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
