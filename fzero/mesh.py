@@ -121,6 +121,12 @@ def is_simulated(mesh: Mesh) -> bool:
     return mesh.world_size > 1 and dist.get_backend() == "fake"
 
 
+def is_gloo(group: str) -> bool:
+    """Whether the process group of this name moves its data with gloo."""
+    # Private. `dist.get_backend` takes a group, and only this finds the group of a name.
+    return dist.get_backend(dist.distributed_c10d._resolve_process_group(group)) == "gloo"
+
+
 def _check(mesh: DeviceMesh, device_type: str) -> None:
     names = mesh.mesh_dim_names
     found = f"mesh has {mesh.ndim} axes {names or tuple(mesh.shape)}"

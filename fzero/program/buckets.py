@@ -23,7 +23,19 @@ GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce
 
 @dataclass(frozen=True)
 class Bucket:
-    """Leaves of one dtype that share one collective over one axis."""
+    """Leaves of one dtype that share one collective over one axis.
+
+    Args:
+        kind: GATHER, REDUCE_SCATTER or ALL_REDUCE.
+        leaves: in the order of the buffer.
+        dtype: of all of them.
+        world: ranks on the axis.
+        group: name of its process group.
+        rank: this rank's place on it.
+        exchanged: carried by an all-to-all, which has the same result. Gloo's own reduce-scatter is
+            an all-reduce whose rest is thrown away, and its all-gather takes twice the processor
+            time of its all-to-all.
+    """
 
     kind: str
     leaves: tuple[LeafLayout, ...]
@@ -31,6 +43,7 @@ class Bucket:
     world: int
     group: str
     rank: int = 0
+    exchanged: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -57,13 +70,14 @@ class Bucket:
 
 def pack_shards(shards: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """This rank's part of the buffer, in a dtype that travels."""
-    if bucket.is_plain:
+    copies = bucket.world if bucket.exchanged else 1  # an all-to-all has a part for every rank
+    if bucket.is_plain and copies == 1:
         return as_wire(shards[0])
     parts = []
     for shard, leaf in zip(shards, bucket.leaves, strict=True):
         assert leaf.dim is not None
         parts.append(pad_rows(shard.movedim(leaf.dim, 0), leaf.padded_rows).reshape(-1))
-    return as_wire(torch.cat(parts))
+    return as_wire(torch.cat(parts * copies))
 
 
 def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
@@ -85,10 +99,25 @@ def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     return full
 
 
+def unpack_into(buffer: Tensor, bucket: Bucket, targets: Sequence[Tensor]) -> None:
+    """Write the gathered leaves over `targets`, with no copy in between where memory allows it."""
+    buffer = buffer.view(bucket.dtype)
+    even = all(
+        leaf.dim == 0 and leaf.shape[0] % bucket.world == 0 and target.is_contiguous()
+        for leaf, target in zip(bucket.leaves, targets, strict=True)
+    )
+    if even and all(target.dtype == bucket.dtype for target in targets):
+        rows = [target.view(bucket.world, -1) for target in targets]
+        sizes = [x.shape[1] for x in rows]
+        torch.split_with_sizes_copy(buffer.view(bucket.world, -1), sizes, dim=1, out=rows)
+    else:
+        torch._foreach_copy_(list(targets), unpack_full(buffer, bucket))
+
+
 def pack_full(grads: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """The buffer to reduce and scatter, from full gradients."""
     if bucket.is_plain:
-        return grads[0].contiguous()
+        return grads[0].contiguous().view(-1)
     fronts = [
         grad.movedim(leaf.dim, 0) if leaf.dim else grad
         for grad, leaf in zip(grads, bucket.leaves, strict=True)
@@ -98,6 +127,8 @@ def pack_full(grads: Sequence[Tensor], bucket: Bucket) -> Tensor:
 
 def unpack_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     """This rank's gradient shards, as views of the reduced buffer."""
+    if bucket.exchanged:  # every rank's part of what is ours, still to be summed
+        buffer = buffer.view(bucket.world, -1).sum(0)
     buffer = buffer.view(-1)
     sizes = [math.prod(leaf.padded_shape) for leaf in bucket.leaves]
     shards = []

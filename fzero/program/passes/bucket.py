@@ -2,13 +2,14 @@
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from fzero.layout import LeafLayout
+from fzero.mesh import is_gloo
 from fzero.program.buckets import (
     ALL_REDUCE,
     GATHER,
@@ -19,6 +20,7 @@ from fzero.program.buckets import (
     pack_shards,
     unpack_flat,
     unpack_full,
+    unpack_into,
     unpack_shards,
 )
 from fzero.program.ir import (
@@ -60,15 +62,18 @@ def bucket(
     while size >= 2**16 and len(sizes) < _TRIES:
         sizes.append(int(size))
         size /= 1.6
-    candidates = []
-    for size in sizes or [limit]:
-        candidates.append(schedule(_with_buckets(program, int(size)), prefetch=prefetch))
+    candidates = [bucket_at(program, size, prefetch=prefetch) for size in sizes or [limit]]
     peaks = [peak_bytes(candidate) for candidate in candidates]
     allowed = max(min(peaks) * (1 + slack), budget)
     return next(c for c, peak in zip(candidates, peaks, strict=True) if peak <= allowed)
 
 
 _TRIES = 10
+
+
+def bucket_at(program: Program, size: int, *, prefetch: int = 1) -> Program:
+    """`bucket` with a size that is settled: at most `size` bytes of full leaves in each."""
+    return replace(schedule(_with_buckets(program, size), prefetch=prefetch), bucket_bytes=size)
 
 
 def _with_buckets(program: Program, size: int) -> Program:
@@ -142,7 +147,8 @@ def _lower(graph: fx.Graph, group: _Group) -> None:
     specs = [_spec(node) for node in group.nodes]
     one = specs[0]
     leaves = tuple(leaf for spec in specs for leaf in spec.leaves)
-    whole = Bucket(one.kind, leaves, one.dtype, one.world, one.group, one.rank)
+    exchanged = one.kind != ALL_REDUCE and is_gloo(one.group)
+    whole = replace(one, leaves=leaves, exchanged=exchanged)
     # a gather is wanted at its first use, a reduction is ready with its last gradient; in an
     # update, which works in place, what is read must have been written
     gather = one.kind == GATHER and group.key[-1] != UPDATE
@@ -151,8 +157,12 @@ def _lower(graph: fx.Graph, group: _Group) -> None:
     with graph.inserting_before(place):
         send = call(graph, _PACK[one.kind], operands, whole, name=f"pack_{one.kind}")
         c10d = torch.ops._c10d_functional
-        if one.kind == GATHER:
-            args: tuple[Any, ...] = (send, whole.world, whole.group)
+        if whole.exchanged:
+            parts = [tensors_of(send)[0].numel() // whole.world] * whole.world
+            args: tuple[Any, ...] = (send, parts, parts, whole.group)
+            target = c10d.all_to_all_single.default
+        elif one.kind == GATHER:
+            args = (send, whole.world, whole.group)
             target = c10d.all_gather_into_tensor.default
         elif one.kind == REDUCE_SCATTER:
             args = (send, "sum", whole.world, whole.group)
@@ -163,11 +173,35 @@ def _lower(graph: fx.Graph, group: _Group) -> None:
         launch.meta["bucket"] = whole
         launch.meta["phase"] = group.key[-1]
         wait = call(graph, c10d.wait_tensor.default, launch)
+        if targets := _written_over(group.nodes):
+            graph.call_function(unpack_into, (wait, whole, targets))
+            return
         unpacked = call(graph, _UNPACK[one.kind], wait, whole, name=f"unpack_{one.kind}")
         parts = [call(graph, operator.getitem, unpacked, i) for i in range(len(group.nodes))]
     for node, part in zip(group.nodes, parts, strict=True):
         node.replace_all_uses_with(part)
         graph.erase_node(node)
+
+
+def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:
+    """Where the gathered leaves go, if all that is done with them is to copy them there.
+
+    Takes them out of the copies, which are left with what else they have.
+    """
+    copies = [list(node.users) for node in gathers]
+    if not all(len(users) == 1 and is_op(users[0], "aten::_foreach_copy_") for users in copies):
+        return []
+    found = []
+    for node, (copy,) in zip(gathers, copies, strict=True):
+        targets, sources = map(list, copy.args[:2])  # pyright: ignore
+        place = sources.index(node)
+        found.append(targets.pop(place))
+        sources.pop(place)
+        copy.args = (targets, sources)
+        if not sources:
+            copy.graph.erase_node(copy)
+        copy.graph.erase_node(node)
+    return found
 
 
 def schedule(program: Program, *, prefetch: int = 1) -> Program:
