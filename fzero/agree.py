@@ -8,7 +8,7 @@ rank stages a new Program, the others may be running the old one.
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -53,28 +53,42 @@ def agree(
     if mesh.world_size == 1 or is_simulated(mesh):
         return
     text = json.dumps(list(items)).encode()
-    store = default_store()
-    counters = {rank: f"{_place(mesh)}/agree/{what}/{rank}" for rank in mesh.ranks}
-    turn = store.add(counters[_here(mesh)], 1)
-    try:
+
+    def texts() -> list[bytes]:
         if len(set(_all_gather_bytes(_digest(text), mesh, timeout))) == 1:
-            return
+            return []
         lengths = _all_gather_bytes(len(text).to_bytes(8, "big"), mesh, timeout)
         length = [int.from_bytes(n, "big") for n in lengths]
         padded = _all_gather_bytes(text.ljust(max(length), b"\0"), mesh, timeout)
-    except RuntimeError as error:
-        late = [rank for rank in mesh.ranks if store.add(counters[rank], 0) < turn]
-        raise RankMismatchError(
-            f"rank {_here(mesh)} compared {what} with the other ranks of its mesh, and "
-            f"{_ranks(late) if late else 'another rank'} did not come within {timeout:g} s. Every "
-            "rank must reach this point: look for a rank that raised, that left its loop early, or "
-            f"that took another branch. The collective said: {error}"
-        ) from error
-    told = [
-        [(path, value) for path, value in json.loads(t[:n])]
-        for t, n in zip(padded, length, strict=True)
-    ]
-    raise RankMismatchError(f"{_first_difference(what, told, mesh.ranks)} {hint}")
+        return [t[:n] for t, n in zip(padded, length, strict=True)]
+
+    if different := _exchange(what, mesh, timeout, texts):
+        told = [[(path, value) for path, value in json.loads(t)] for t in different]
+        raise RankMismatchError(f"{_first_difference(what, told, mesh.ranks)} {hint}")
+
+
+def smallest(what: str, values: Sequence[int], mesh: Mesh, timeout: float = 60.0) -> list[int]:
+    """The smallest of every rank's values, place by place: a choice that suits all ranks.
+
+    Args:
+        what: what the values are, as the message names it.
+        values: one or more, from 0 to below 2**63; as many on every rank.
+        mesh: the ranks that choose.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        RankMismatchError: some rank never came.
+
+    >>> from fzero.mesh import resolve_mesh
+    >>> smallest("bucket sizes", [3, 5], resolve_mesh(None, "cpu"))
+    [3, 5]
+    """
+    if mesh.world_size == 1 or is_simulated(mesh):
+        return list(values)
+    sent = b"".join(value.to_bytes(8, "big") for value in values)
+    by_rank = _exchange(what, mesh, timeout, lambda: _all_gather_bytes(sent, mesh, timeout))
+    rows = [[int.from_bytes(b[i : i + 8], "big") for i in range(0, len(b), 8)] for b in by_rank]
+    return list(map(min, zip(*rows, strict=True)))
 
 
 def rendezvous(key: str, text: str, mesh: Mesh, timeout: float = 20.0) -> None:
@@ -124,6 +138,25 @@ def rendezvous(key: str, text: str, mesh: Mesh, timeout: float = 20.0) -> None:
             f"{_first_difference(key, told, mesh.ranks)} Their collectives would not match. Give "
             "every rank a batch of the same structure, shapes and dtypes in the same call."
         )
+
+
+def _exchange(
+    what: str, mesh: Mesh, timeout: float, talk: Callable[[], list[bytes]]
+) -> list[bytes]:
+    """What `talk` returns; a RankMismatchError that names who is missing if it times out."""
+    store = default_store()
+    counters = {rank: f"{_place(mesh)}/agree/{what}/{rank}" for rank in mesh.ranks}
+    turn = store.add(counters[_here(mesh)], 1)
+    try:
+        return talk()
+    except RuntimeError as error:
+        late = [rank for rank in mesh.ranks if store.add(counters[rank], 0) < turn]
+        raise RankMismatchError(
+            f"rank {_here(mesh)} compared {what} with the other ranks of its mesh, and "
+            f"{_ranks(late) if late else 'another rank'} did not come within {timeout:g} s. Every "
+            "rank must reach this point: look for a rank that raised, that left its loop early, or "
+            f"that took another branch. The collective said: {error}"
+        ) from error
 
 
 def _first_difference(what: str, told: Sequence[Items], ranks: Sequence[int]) -> str:

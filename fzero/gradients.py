@@ -106,6 +106,7 @@ def stage_gradients(
     inputs: Sequence[Tensor],
     names: Sequence[str],
     resident: int,
+    bucket_bytes: int | None = None,
 ) -> Program:
     """The gradient function as a Program that is fit to run.
 
@@ -113,6 +114,7 @@ def stage_gradients(
         inputs: example tensors for the flat calling convention.
         names: one per input.
         resident: bytes that a rank holds beside them while the Program runs.
+        bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
 
     Raises:
         TraceError: it can't be staged out.
@@ -129,7 +131,8 @@ def stage_gradients(
     return optimise(
         program,
         reshard_after_forward=cfg.reshard_after_forward,
-        bucket_bytes=int(cfg.bucket_mb * 2**20),
+        bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
+        exact=bucket_bytes is not None,
         prefetch=cfg.prefetch,
         slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
     )

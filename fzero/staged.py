@@ -11,6 +11,7 @@ from fzero import tree
 from fzero.gradients import ModelFn, Signature, reduces_once, stage_gradients
 from fzero.layout import LeafLayout
 from fzero.loss_scale import LossScaleState
+from fzero.mesh import Mesh
 from fzero.plan import Held, Plan
 from fzero.program import Program
 from fzero.program.ir import output_node, tensors_of
@@ -38,6 +39,7 @@ class Staged:
         held: Held,
         batch: Sequence[Tensor],
         batch_spec: tree.Spec,
+        bucket_bytes: tuple[int, int] | None = None,
     ) -> None:
         self.plan = plan
         cfg, layout = plan.cfg, plan.sharding.layout
@@ -57,8 +59,9 @@ class Staged:
                 _gradient_bytes(x, leaf, plan)
                 for x, leaf in zip(trained, plan.trained, strict=True)
             )
+        settled = bucket_bytes or (None, None)
         gradients = stage_gradients(
-            model_fn, cfg, self.signature, plan.axes, inputs, names, resident=beside
+            model_fn, cfg, self.signature, plan.axes, inputs, names, beside, settled[0]
         )
         self.seeded = "key" in gradients.inputs
         self.run_gradients = compile(gradients)
@@ -85,13 +88,13 @@ class Staged:
                 state,
                 budget=gradients.peak_bytes(),
                 resident=cfg.accum_steps * fed + sum(x.nbytes for x in frozen),
+                bucket_bytes=settled[1],
             )
             self.run_update = compile(update)
             self.program = gradients.then(update)
-        self.collectives = "\n".join(
-            f"{row.kind} {row.phase} {row.bytes} bytes: {', '.join(row.leaves)}"
-            for row in self.program.collectives()
-        )
+        sizes = [part.bucket_bytes for part in self.program.parts()]
+        self.bucket_bytes = (sizes[0], sum(sizes[1:]))
+        self.collectives = _collectives(self.program, plan.mesh)
 
     def gradients(
         self,
@@ -153,6 +156,7 @@ class Staged:
         *,
         resident: int,
         budget: int,
+        bucket_bytes: int | None,
     ) -> Program:
         groups = [trained, held.masters, held.inner, grads, [loss], state, held.scale]
         cuts = [sum(map(len, groups[:i])) for i in range(len(groups) + 1)]
@@ -177,9 +181,10 @@ class Staged:
         cfg = self.plan.cfg
         return share_collectives(
             replace(program, resident=resident),
-            bucket_bytes=int(cfg.bucket_mb * 2**20),
+            bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
             prefetch=cfg.prefetch,
             budget=budget,
+            exact=bucket_bytes is not None,
         )
 
     def _updated(self, results: Sequence[Tensor], states: int) -> Updated:
@@ -205,6 +210,19 @@ def _shared_outputs(program: Program) -> list[bool]:
         shared.append(place in seen or place[0] in held or not dense)
         seen.add(place)
     return shared
+
+
+def _collectives(program: Program, mesh: Mesh) -> str:
+    """The collectives that all ranks must launch alike, one a line.
+
+    Those over the replicate axis carry shards, which may be uneven, and say nothing new: their
+    leaves are those of the reductions over the shard axis.
+    """
+    return "\n".join(
+        f"{row.kind} {row.phase} {row.bytes} bytes: {', '.join(row.leaves)}"
+        for row in program.collectives()
+        if row.group != mesh.replicate_group or mesh.shard_size == 1
+    )
 
 
 def _gradient_bytes(x: Tensor, leaf: LeafLayout, plan: Plan) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero import loss_scale, tree
-from fzero.agree import agree, rendezvous
+from fzero.agree import agree, rendezvous, smallest
 from fzero.collectives import all_reduce
 from fzero.config import Config
 from fzero.errors import ConfigError, FzeroError, ShardError
@@ -71,8 +71,9 @@ class TrainStep:
         self.model_fn = model_fn
         self.opt = opt
         self.cfg = cfg
-        self._plan: _Plan | None = None
-        self._staged: dict[Any, _Staged] = {}
+        self._plan: Plan | None = None
+        self._staged: dict[Any, Staged] = {}
+        self._bucket_bytes: tuple[int, int] | None = None
         self._calls = 0
         self._last_collectives: str | None = None
 
@@ -104,7 +105,7 @@ class TrainStep:
         high = masters(params, cfg.dtypes) if cfg.stage < 3 else None
         low = params if cfg.stage == 3 else cast(params, cfg.dtypes.param)
         sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)
-        self._plan = plan = Plan(cfg, self.opt, mesh, sharding)
+        plan = self._use(Plan(cfg, self.opt, mesh, sharding))
         shards = sharding.split(tree.leaves(low))
         targets = plan.targets(divide(shards, sharding.layout)[0])
         if high is not None:
@@ -147,7 +148,7 @@ class TrainStep:
         """
         plan, leaves, held = self._unpack(params, opt_state)
         micro = micro_batches(batch, self.cfg.accum_steps)
-        staged = self._stage(plan, leaves, held, micro[0])
+        staged = self._agreed(self._stage(plan, leaves, held, micro[0]), leaves, held, micro[0])
         trained, frozen = divide(leaves, plan.sharding.layout)
         step = int(opt_state.step)
         grads, loss, state, aux = staged.gradients(trained, frozen, held, micro, step)
@@ -171,6 +172,14 @@ class TrainStep:
         micro = micro_batches(batch, self.cfg.accum_steps)
         return self._stage(plan, leaves, held, micro[0]).program
 
+    def _use(self, plan: Plan) -> Plan:
+        """Go on with `plan`; Programs for other parameters are of no use then."""
+        old = self._plan
+        if old is None or (old.sharding, old.mesh) != (plan.sharding, plan.mesh):
+            self._staged, self._bucket_bytes, self._last_collectives = {}, None, None
+        self._plan = plan
+        return plan
+
     def _unpack(self, params: PyTree, opt_state: OptState) -> tuple[Plan, list[Tensor], Held]:
         """The plan for this tree, its local leaves, and the local leaves of the state."""
         leaves, spec = tree.flatten(params)
@@ -180,7 +189,8 @@ class TrainStep:
             mesh = resolve_mesh(self.cfg.mesh, device_type)
             _agree_on_start(self.cfg, params, opt_state.model_state, mesh, values=False)
             sharding = plan_sharding(params, self.cfg, mesh, sharded=self.cfg.stage == 3)
-            self._plan = Plan(self.cfg, self.opt, mesh, sharding)
+            self._use(Plan(self.cfg, self.opt, mesh, sharding))
+        assert self._plan is not None
         self._plan.check(leaves, spec)
         if not isinstance(opt_state, OptState):
             raise ShardError(
@@ -228,16 +238,32 @@ class TrainStep:
     def _stage(self, plan: Plan, leaves: list[Tensor], held: Held, micro: PyTree) -> Staged:
         """The compiled Programs for these shapes; staged out the first time."""
         batch, spec = tree.flatten(micro)
-        key = (spec, *[(x.shape, x.stride(), x.dtype, x.device) for x in batch])
+        key = ((held.state_spec, spec), *[(x.shape, x.stride(), x.dtype, x.device) for x in batch])
         staged = self._staged.get(key)
-        self._calls += 1
         if staged is None:
             if len(self._staged) == MAX_SIGNATURES:
                 _warn_of_signatures(list(self._staged), key)
-            staged = Staged(self.model_fn, plan, leaves, held, batch, spec)
+            sizes = self._bucket_bytes
+            staged = Staged(self.model_fn, plan, leaves, held, batch, spec, sizes)
             self._staged[key] = staged
+        return staged
+
+    def _agreed(self, staged: Staged, leaves: list[Tensor], held: Held, micro: PyTree) -> Staged:
+        """`staged` with the buckets, and so the collectives, that all ranks have.
+
+        The best size of a bucket depends on what differs between ranks: the rows of an uneven
+        shard, the shapes of a batch. The first call settles it for all that follow.
+        """
+        self._calls += 1
+        mesh = staged.plan.mesh
+        if self._bucket_bytes is None:
+            first, second = smallest("the size of buckets", staged.bucket_bytes, mesh)
+            self._bucket_bytes = (first, second)
+        if staged.bucket_bytes != self._bucket_bytes:
+            self._staged = {k: v for k, v in self._staged.items() if v is not staged}
+            staged = self._stage(staged.plan, leaves, held, micro)
         if staged.collectives != self._last_collectives:
-            self._agree_on_collectives(plan.mesh, staged.collectives)
+            self._agree_on_collectives(mesh, staged.collectives)
         return staged
 
     def _agree_on_collectives(self, mesh: Mesh, collectives: str) -> None:
@@ -344,19 +370,23 @@ def _refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: i
 
 
 def _warn_of_signatures(old: list[Any], new: Any) -> None:
-    last = old[-1]
-    changed = [
-        f"leaf {i}: {_describe(a)} -> {_describe(b)}"
-        for i, (a, b) in enumerate(zip(last[1:], new[1:], strict=False))
-        if a != b
-    ] or ["the structure of the batch"]
+    (_, spec), *leaves = new
+    paths = tree.paths(tree.unflatten(spec, leaves))
+    before, *last = old[-1]
+    changed = ["its structure"]
+    if before == new[0]:
+        rows = zip(paths, last, leaves, strict=True)
+        changed = [f"batch{p} from {_describe(a)} to {_describe(b)}" for p, a, b in rows if a != b]
     warnings.warn(
         f"this step function has been staged out for {len(old)} kinds of batch, and now comes "
-        f"another ({'; '.join(changed[:3])}). Each costs a recording and its memory. Pad batches to "
-        "a few shapes, or drop the last incomplete one.",
+        f"another; since the last one changed {', '.join(changed[:3])}. Each costs a recording and "
+        "its memory. Pad batches to a few shapes, or drop the last incomplete one.",
         stacklevel=4,
     )
 
 
 def _describe(leaf: tuple[Any, ...]) -> str:
-    return f"{str(leaf[2]).removeprefix('torch.')} {tuple(leaf[0])}"
+    shape, stride, dtype, device = leaf
+    text = f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
+    dense = torch.empty(shape, device="meta").stride()
+    return text if stride == dense else f"{text} with strides {stride}"

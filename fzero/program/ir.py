@@ -27,6 +27,7 @@ class Program:
         log: one line per front end and pass: what it did.
         times: how often a step runs it (micro-batches).
         resident: bytes of a step's state that live beside this graph and aren't among its inputs.
+        bucket_bytes: most bytes of full leaves that share a collective; 0 if there are none.
         next: what the step runs after it.
     """
 
@@ -38,6 +39,7 @@ class Program:
     log: tuple[str, ...] = ()
     times: int = 1
     resident: int = 0
+    bucket_bytes: int = 0
     next: "Program | None" = None
 
     def parts(self) -> Iterator["Program"]:

@@ -20,6 +20,7 @@ class Collective(NamedTuple):
         phase: "forward", "backward" or "update".
         wire_bytes: bytes that each rank sends, bandwidth-optimally.
         times: how often a step runs it.
+        group: name of the process group it runs over.
     """
 
     kind: str
@@ -28,6 +29,7 @@ class Collective(NamedTuple):
     phase: str
     wire_bytes: int
     times: int = 1
+    group: str = ""
 
 
 def collectives(program: Program) -> list[Collective]:
@@ -38,9 +40,10 @@ def collectives(program: Program) -> list[Collective]:
             if bucket := node.meta.get("bucket"):
                 names = tuple(leaf.name for leaf in bucket.leaves)
                 sizes = bucket.nbytes, bucket.wire_bytes
+                phase = node.meta["phase"]
                 rows.append(
                     Collective(
-                        bucket.kind, names, sizes[0], node.meta["phase"], sizes[1], part.times
+                        bucket.kind, names, sizes[0], phase, sizes[1], part.times, bucket.group
                     )
                 )
     return rows
