@@ -5,6 +5,7 @@ from fzero.program.passes.bucket import bucket, bucket_at
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
+from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_gather, is_reduction
 from fzero.program.passes.seed import insert_seeds, number_sites
 
@@ -30,6 +31,7 @@ def optimise(
     program = functionalise(program)  # first: the others take values for granted
     program = number_sites(program)  # before nodes are copied: a copy draws the same numbers
     program = clean(program)
+    program = rematerialise(program)  # before regather: what is computed again reads new gathers
     if reshard_after_forward:
         program = regather(program)
     program = sink_gathers(program)
