@@ -22,6 +22,7 @@ from fzero.precision import Precision
 from fzero.program import Program
 from fzero.remat import remat
 from fzero.sharding import shard, unshard
+from fzero.stage import stage
 from fzero.state import OptState
 from fzero.step import TrainStep, make_train_step
 
@@ -44,6 +45,7 @@ __all__ = [
     "optim",
     "remat",
     "shard",
+    "stage",
     "unshard",
 ]
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ A flat calling convention joins the halves. In: trained leaves, frozen leaves, m
 micro-batch, the loss scale if there is one. Out: gradients, loss, new model state, aux.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from fzero.program import Program
 from fzero.program.pipeline import optimise
 from fzero.program.trace import stage_out
 from fzero.tree import PyTree
-from fzero.zero import Axes, GradFn, LossFn, Leaves
+from fzero.zero import Axes, GradFn, Leaves, LossFn
 
 ModelFn = Callable[..., Any]
 
@@ -50,7 +51,7 @@ class Signature:
         sizes = [trained, len(self.layout) - trained]
         sizes += [self.state.num_leaves if self.state else 0, self.batch.num_leaves]
         cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        parts = [tuple(flat[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = [tuple(flat[a:b]) for a, b in itertools.pairwise(cuts)]
         return (*parts, tuple(flat[cuts[-1] :]))
 
     def results(self, flat: Sequence[Any]) -> tuple[list[Any], Any, list[Any], PyTree]:
@@ -75,7 +76,7 @@ def gradient_fn(
     def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
         trained, frozen, state, batch, scale = signature.parts(flat)
         factor = scale[0] * share if signature.scaled else share
-        loss_fn = zero.scaled(_loss_fn(model_fn, cfg, signature), factor)
+        loss_fn = zero.scaled(flat_loss_fn(model_fn, cfg, signature), factor)
         grads_of = transform(cfg, loss_fn, signature.layout, axes, grad)
         grads, (_, (loss, aux)) = grads_of(trained, frozen, state, batch)
         # the fused optimizer kernels read memory in order, whatever the strides
@@ -143,7 +144,7 @@ def stage_gradients(
 _SLACK_SHARDED, _SLACK = 0.1, 0.25
 
 
-def _loss_fn(model_fn: ModelFn, cfg: Config, signature: Signature) -> LossFn:
+def flat_loss_fn(model_fn: ModelFn, cfg: Config, signature: Signature) -> LossFn:
     """The user's function on flat leaves, its result checked and its aux flattened."""
 
     def loss_fn(leaves: Leaves, state: Leaves, batch: Leaves) -> tuple[Tensor, Leaves]:

@@ -1,5 +1,6 @@
 """One step, staged out for one shape of batch: its Programs, compiled, and how they are run."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from fzero.program import Program
 from fzero.program.ir import output_node, tensors_of
 from fzero.program.passes.seed import mix
 from fzero.program.pipeline import share_collectives
-from fzero.program.run import compile
+from fzero.program.run import Executable, compile
 from fzero.program.trace import stage_out
 from fzero.tree import PyTree
 from fzero.update import Update, Updated
@@ -67,20 +68,11 @@ class Staged:
         self.run_gradients = compile(gradients)
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
         self.shared = _shared_outputs(gradients)[: len(plan.trained)]
-        self.step_update = Update(
-            plan.opt,
-            cfg,
-            layout,
-            plan.axes,
-            reduced=not reduces_once(cfg),
-            treedef=plan.foreign_tree if plan.opt.foreign else plan.trained_tree,
-            inner_spec=held.inner_spec,
-            bucket_bytes=int(cfg.bucket_mb * 2**20),
-        )
-        self.program, self.run_update = gradients, None
+        self.update_half = UpdateHalf(plan, held, reduced=not reduces_once(cfg))
+        self.program = gradients
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
-            update = self._stage_update(
+            update = self.update_half.stage_out(
                 trained,
                 held,
                 grads,
@@ -90,7 +82,6 @@ class Staged:
                 resident=cfg.accum_steps * fed + sum(x.nbytes for x in frozen),
                 bucket_bytes=settled[1],
             )
-            self.run_update = compile(update)
             self.program = gradients.then(update)
         sizes = [part.bucket_bytes for part in self.program.parts()]
         self.bucket_bytes = (sizes[0], sum(sizes[1:]))
@@ -136,17 +127,53 @@ class Staged:
         state: Sequence[Tensor],
     ) -> Updated:
         """Overwrite `trained` and what `held` has of masters and optimizer state."""
+        return self.update_half(trained, held, grads, loss, state)
+
+
+class UpdateHalf:
+    """The update of a plan; once staged out, its Program runs, and `Update` itself before.
+
+    Args:
+        plan: of the step.
+        held: shows the structure of the optimizer's state.
+        reduced: whether gradients come summed over the ranks.
+    """
+
+    def __init__(self, plan: Plan, held: Held, *, reduced: bool) -> None:
+        self.plan = plan
+        self.step_update = Update(
+            plan.opt,
+            plan.cfg,
+            plan.sharding.layout,
+            plan.axes,
+            reduced=reduced,
+            treedef=plan.foreign_tree if plan.opt.foreign else plan.trained_tree,
+            inner_spec=held.inner_spec,
+            bucket_bytes=int(plan.cfg.bucket_mb * 2**20),
+        )
+        self.program: Program | None = None
+        self.run: Executable | None = None
+
+    def __call__(
+        self,
+        trained: Sequence[Tensor],
+        held: Held,
+        grads: list[Tensor],
+        loss: Tensor,
+        state: Sequence[Tensor],
+    ) -> Updated:
+        """Overwrite `trained` and what `held` has of masters and optimizer state."""
         scale = LossScaleState(*held.scale) if held.scale else None
-        if self.run_update is None:
+        if self.run is None:
             with torch.no_grad():
                 return self.step_update(
                     trained, held.masters, held.inner, grads, loss, state, scale
                 )
         flat = [*trained, *held.masters, *held.inner, *grads, loss, *state, *held.scale]
         grads.clear()
-        return self._updated(self.run_update(*flat), len(state))
+        return _updated(self.run(*flat), len(state))
 
-    def _stage_update(
+    def stage_out(
         self,
         trained: Sequence[Tensor],
         held: Held,
@@ -154,15 +181,23 @@ class Staged:
         loss: Tensor,
         state: Sequence[Tensor],
         *,
-        resident: int,
-        budget: int,
-        bucket_bytes: int | None,
+        resident: int = 0,
+        budget: int = 0,
+        bucket_bytes: int | None = None,
     ) -> Program:
+        """Stage it out for tensors like these, and run the Program from now on.
+
+        Args:
+            trained, held, grads, loss, state: as `__call__` will get them.
+            resident: bytes that a rank holds besides.
+            budget: bytes that the rest of the step needs in any case.
+            bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
+        """
         groups = [trained, held.masters, held.inner, grads, [loss], state, held.scale]
         cuts = [sum(map(len, groups[:i])) for i in range(len(groups) + 1)]
 
         def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
-            a, b, c, d, (e,), f, g = (flat[i:j] for i, j in zip(cuts, cuts[1:], strict=False))
+            a, b, c, d, (e,), f, g = (flat[i:j] for i, j in itertools.pairwise(cuts))
             with torch.no_grad():
                 new = self.step_update(a, b, c, d, e, f, LossScaleState(*g) if g else None)
             return (*new[:3], *new.model_state, *(new.loss_scale or ()))
@@ -177,20 +212,24 @@ class Staged:
             *[f"model_state.{i}" for i in range(len(state))],
             *[f"loss_scale.{i}" for i in range(len(held.scale))],
         ]
-        program = stage_out("update", [("make_fx", flat_fn)], sum(map(list, groups), []), names)
+        inputs = [x for group in groups for x in group]
+        program = stage_out("update", [("make_fx", flat_fn)], inputs, names)
         cfg = self.plan.cfg
-        return share_collectives(
+        self.program = share_collectives(
             replace(program, resident=resident),
             bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
             prefetch=cfg.prefetch,
             budget=budget,
             exact=bucket_bytes is not None,
         )
+        self.run = compile(self.program)
+        return self.program
 
-    def _updated(self, results: Sequence[Tensor], states: int) -> Updated:
-        loss, norm, nonfinite, *rest = results
-        scale = LossScaleState(*rest[states:]) if len(rest) > states else None
-        return Updated(loss, norm, nonfinite, tuple(rest[:states]), scale)
+
+def _updated(results: Sequence[Tensor], states: int) -> Updated:
+    loss, norm, nonfinite, *rest = results
+    scale = LossScaleState(*rest[states:]) if len(rest) > states else None
+    return Updated(loss, norm, nonfinite, tuple(rest[:states]), scale)
 
 
 def _shared_outputs(program: Program) -> list[bool]:

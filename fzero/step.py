@@ -11,6 +11,7 @@ from fzero import loss_scale, tree
 from fzero.agree import agree, rendezvous, smallest
 from fzero.collectives import all_reduce
 from fzero.config import Config
+from fzero.eager import Eager
 from fzero.errors import ConfigError, FzeroError, ShardError
 from fzero.gradients import ModelFn
 from fzero.mesh import Mesh, default_store, is_simulated, resolve_mesh
@@ -72,7 +73,7 @@ class TrainStep:
         self.opt = opt
         self.cfg = cfg
         self._plan: Plan | None = None
-        self._staged: dict[Any, Staged] = {}
+        self._staged: dict[Any, Staged | Eager] = {}
         self._bucket_bytes: tuple[int, int] | None = None
         self._calls = 0
         self._last_collectives: str | None = None
@@ -235,8 +236,12 @@ class TrainStep:
         new = OptState(opt_state.step + 1, inner, master, updated.loss_scale, state, metrics)
         return params, new
 
-    def _stage(self, plan: Plan, leaves: list[Tensor], held: Held, micro: PyTree) -> Staged:
-        """The compiled Programs for these shapes; staged out the first time."""
+    def _stage(self, plan: Plan, leaves: list[Tensor], held: Held, micro: PyTree) -> Staged | Eager:
+        """What runs a step of these shapes; staged out the first time."""
+        if self.cfg.executor == "eager":  # one for all shapes
+            if held.state_spec not in self._staged:
+                self._staged[held.state_spec] = Eager(self.model_fn, plan, held)
+            return self._staged[held.state_spec]
         batch, spec = tree.flatten(micro)
         key = ((held.state_spec, spec), *[(x.shape, x.stride(), x.dtype, x.device) for x in batch])
         staged = self._staged.get(key)
@@ -248,7 +253,9 @@ class TrainStep:
             self._staged[key] = staged
         return staged
 
-    def _agreed(self, staged: Staged, leaves: list[Tensor], held: Held, micro: PyTree) -> Staged:
+    def _agreed(
+        self, staged: Staged | Eager, leaves: list[Tensor], held: Held, micro: PyTree
+    ) -> Staged | Eager:
         """`staged` with the buckets, and so the collectives, that all ranks have.
 
         The best size of a bucket depends on what differs between ranks: the rows of an uneven
