@@ -34,7 +34,7 @@ from fzero.program.ir import (
     tensors_of,
 )
 from fzero.program.memory import peak_bytes
-from fzero.program.passes.rewrite import call, is_cheap, is_gather, is_reduction, legalise
+from fzero.program.passes.rewrite import call, is_cheap, is_gather, is_reduction, legalise, refresh
 
 _PACK = {GATHER: pack_shards, REDUCE_SCATTER: pack_full, ALL_REDUCE: pack_flat}
 _UNPACK = {GATHER: unpack_full, REDUCE_SCATTER: unpack_shards, ALL_REDUCE: unpack_flat}
@@ -181,6 +181,7 @@ def _lower(graph: fx.Graph, group: _Group) -> None:
     for node, part in zip(group.nodes, parts, strict=True):
         node.replace_all_uses_with(part)
         graph.erase_node(node)
+        refresh(part)
 
 
 def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:

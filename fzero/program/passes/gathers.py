@@ -7,7 +7,7 @@ every gradient at the end. Three passes move the collectives to where they belon
 from torch import fx
 
 from fzero.program.ir import BACKWARD, FORWARD, Program, copy_graph, order_of, phases
-from fzero.program.passes.rewrite import infer, is_cheap, is_gather, is_reduction
+from fzero.program.passes.rewrite import infer, is_cheap, is_gather, is_reduction, refresh
 
 
 def regather(program: Program) -> Program:
@@ -33,6 +33,8 @@ def regather(program: Program) -> Program:
             for operand in node.all_input_nodes:
                 if phase[operand] == FORWARD and _gathered(operand):
                     node.replace_input_with(operand, copy_of(operand, node))
+    for new in again.values():
+        refresh(new)
     graph.eliminate_dead_code()
     count = sum(is_gather(node) for node in again)
     return program.logged(graph, f"regather: {count} leaves gathered again in backward")

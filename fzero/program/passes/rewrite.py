@@ -54,6 +54,10 @@ def leaf_of(node: fx.Node) -> str:
 def infer(node: fx.Node) -> fx.Node:
     """Give a new node, or a copy, its fake value by running it on those of its operands."""
     assert callable(node.target)
+    if node.target is operator.getitem:  # most calls of all; needs no fake mode
+        source, index = node.args
+        node.meta["val"] = source.meta["val"][index]  # pyright: ignore
+        return node
     values = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     # a copy of a node without operands (zeros, empty, ...) still has the original's value
     mode = fake_mode([*(n.meta["val"] for n in node.all_input_nodes), node.meta.get("val")])
@@ -62,10 +66,20 @@ def infer(node: fx.Node) -> fx.Node:
     return node
 
 
+def refresh(node: fx.Node) -> None:
+    """Infer anew the views and casts of a node that took another's place.
+
+    Their fake values would go on sharing memory with the old one, which the walk over lifetimes
+    would then count twice.
+    """
+    for user in node.users:
+        if is_cheap(user):
+            refresh(infer(user))
+
+
 def fake_mode(values: Iterable[Any]) -> FakeTensorMode:
     """The mode that the fake tensors among `values` belong to."""
-    found = [x.fake_mode for x in tree_iter(list(values)) if isinstance(x, FakeTensor)]
-    return found[0]
+    return next(x.fake_mode for x in tree_iter(list(values)) if isinstance(x, FakeTensor))
 
 
 def call(
