@@ -6,7 +6,11 @@ Each function is linear, and its backward is its transpose:
     all_gather       reduce_scatter (sum)
     reduce_scatter   all_gather
     all_reduce       all_reduce
-    replicate        all_reduce         (identity forward: the same value is used by every rank)
+    replicate        sum                (identity forward: the same value is used by every rank)
+
+A *whole* value, which is one and the same on every rank, has one cotangent too: the transpose of
+summing the uses of a whole value is to replicate, not to sum once more. `all_reduce` takes and
+gives each rank's own values.
 
 They work eagerly, under `torch.func.grad`/`vjp`/`jvp`, nested (second order), and under `make_fx`.
 Every one is recorded as a single operator of the `fzero` namespace that carries the leaf's name, so
@@ -157,11 +161,31 @@ class _Replicate(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _AllReduce.apply(grad, ctx.axis, ctx.name), None, None
+        return _SumOfUses.apply(grad, ctx.axis, ctx.name), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         return tangent.view_as(tangent)
+
+
+class _SumOfUses(Function):
+    """The sum of each rank's own values as one whole value."""
+
+    @staticmethod
+    def forward(x: Tensor, axis: Axis, name: str) -> Tensor:
+        return torch.ops.fzero.all_reduce(x, axis.size, axis.group, name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.axis, ctx.name = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Replicate.apply(grad, ctx.axis, ctx.name), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return _SumOfUses.apply(tangent, ctx.axis, ctx.name)
 
 
 # ---------------------------------------------------------------------------------- operators
@@ -187,9 +211,7 @@ _WIRE_DTYPES = frozenset(
 )
 
 
-def _gather(
-    shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str
-) -> Tensor:
+def _gather(shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str) -> Tensor:
     rows = -(-shape[dim] // world)
     send = pad_rows(shard.movedim(dim, 0), rows).contiguous()
     c10d = torch.ops._c10d_functional
