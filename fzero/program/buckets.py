@@ -76,7 +76,8 @@ def pack_shards(shards: Sequence[Tensor], bucket: Bucket) -> Tensor:
     parts = []
     for shard, leaf in zip(shards, bucket.leaves, strict=True):
         assert leaf.dim is not None
-        parts.append(pad_rows(shard.movedim(leaf.dim, 0), leaf.padded_rows).reshape(-1))
+        front = shard.movedim(leaf.dim, 0) if leaf.dim else shard
+        parts.append(pad_rows(front, leaf.padded_rows).reshape(-1))
     return as_wire(torch.cat(parts * copies))
 
 
@@ -137,7 +138,7 @@ def unpack_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
         start, stop = leaf.bounds(bucket.rank)
         x = part.view(leaf.padded_shape)
         x = x if stop - start == leaf.padded_rows else x.narrow(0, 0, stop - start)
-        shards.append(x.movedim(0, leaf.dim))
+        shards.append(x.movedim(0, leaf.dim) if leaf.dim else x)
     return shards
 
 

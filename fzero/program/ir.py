@@ -100,6 +100,8 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 def tensors_of(node: fx.Node) -> list[Tensor]:
     """The (fake) tensors that a node holds."""
     value = node.meta.get("val")
+    if isinstance(value, Tensor):  # the passes ask often, and walking a tree is slow
+        return [value]
     return [x for x in tree_iter(value) if isinstance(x, Tensor)]
 
 
