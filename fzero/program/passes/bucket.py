@@ -175,6 +175,8 @@ def _lower(graph: fx.Graph, group: _Group) -> None:
         wait = call(graph, c10d.wait_tensor.default, launch)
         if targets := _written_over(group.nodes):
             graph.call_function(unpack_into, (wait, whole, targets))
+            for node in group.nodes:
+                graph.erase_node(node)
             return
         unpacked = call(graph, _UNPACK[one.kind], wait, whole, name=f"unpack_{one.kind}")
         parts = [call(graph, operator.getitem, unpacked, i) for i in range(len(group.nodes))]
@@ -201,7 +203,6 @@ def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:
         copy.args = (targets, sources)
         if not sources:
             copy.graph.erase_node(copy)
-        copy.graph.erase_node(node)
     return found
 
 
