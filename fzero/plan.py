@@ -1,5 +1,6 @@
 """What is known about a step before any batch: where every leaf lives, and how states look."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -110,6 +111,28 @@ class Plan:
         placements = self.mesh.placements(leaf.dim)
         spec = dtensor_spec(self.mesh.device_mesh, placements, leaf.shape, stride, x.dtype)
         return from_spec(x, spec)
+
+    @functools.cached_property
+    def inner_spec(self) -> tree.Spec | None:
+        """Structure of the optimizer's state; None for one that knows nothing of shards."""
+        if self.opt.foreign:
+            return None
+        rank = self.mesh.shard_rank
+        shapes = [
+            leaf.shard_shape(rank) if self.splits_state else leaf.shape for leaf in self.trained
+        ]
+        pairs = zip(shapes, self.trained, strict=True)
+        empty = [torch.empty(shape, dtype=leaf.dtype, device="meta") for shape, leaf in pairs]
+        return tree.flatten(self.opt.init(self.trained_tree(empty)))[1]
+
+    def check_inner(self, spec: tree.Spec) -> None:
+        """Raise a ShardError if the optimizer keeps a state of another structure than `spec`."""
+        if self.inner_spec not in (None, spec):
+            raise ShardError(
+                f"opt_state.inner is {spec}, and this step function's optimizer keeps "
+                f"{self.inner_spec}. Pass the state of the same optimizer, or start a new one with "
+                "step_fn.init."
+            )
 
     def check(self, leaves: Sequence[Any], spec: tree.Spec) -> None:
         """Raise a ShardError unless `leaves` are parameters as `init` returned them."""

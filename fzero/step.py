@@ -176,6 +176,8 @@ class TrainStep:
     def _use(self, plan: Plan) -> Plan:
         """Go on with `plan`; Programs for other parameters are of no use then."""
         old = self._plan
+        if old is plan:
+            return plan
         if old is None or (old.sharding, old.mesh) != (plan.sharding, plan.mesh):
             self._staged, self._bucket_bytes, self._last_collectives = {}, None, None
         self._plan = plan
@@ -184,21 +186,23 @@ class TrainStep:
     def _unpack(self, params: PyTree, opt_state: OptState) -> tuple[Plan, list[Tensor], Held]:
         """The plan for this tree, its local leaves, and the local leaves of the state."""
         leaves, spec = tree.flatten(params)
-        if self._plan is None:  # a state from elsewhere: a checkpoint, another step function
-            check_tensors("params", leaves, tree.paths(params))
-            device_type = leaves[0].device.type if leaves else "cpu"
-            mesh = resolve_mesh(self.cfg.mesh, device_type)
-            _agree_on_start(self.cfg, params, opt_state.model_state, mesh, values=False)
-            sharding = plan_sharding(params, self.cfg, mesh, sharded=self.cfg.stage == 3)
-            self._use(Plan(self.cfg, self.opt, mesh, sharding))
-        assert self._plan is not None
-        self._plan.check(leaves, spec)
         if not isinstance(opt_state, OptState):
             raise ShardError(
                 f"opt_state is a {type(opt_state).__name__}; pass the second value that "
                 "step_fn.init or the last call of step_fn returned."
             )
-        return self._plan, locals_of(leaves), Held.of(opt_state, dtensors=self.opt.foreign)
+        plan = self._plan
+        if plan is None:  # a state from elsewhere: a checkpoint, another step function
+            check_tensors("params", leaves, tree.paths(params))
+            device_type = leaves[0].device.type if leaves else "cpu"
+            mesh = resolve_mesh(self.cfg.mesh, device_type)
+            _agree_on_start(self.cfg, params, opt_state.model_state, mesh, values=False)
+            sharding = plan_sharding(params, self.cfg, mesh, sharded=self.cfg.stage == 3)
+            plan = Plan(self.cfg, self.opt, mesh, sharding)
+        plan.check(leaves, spec)
+        held = Held.of(opt_state, dtensors=self.opt.foreign)
+        plan.check_inner(held.inner_spec)
+        return self._use(plan), locals_of(leaves), held
 
     def _pack(
         self,

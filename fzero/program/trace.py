@@ -7,10 +7,12 @@ user's line and the ways on.
 """
 
 import contextlib
+import os
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,17 +171,20 @@ def _operation(error: Exception) -> str:
 
 def _user_frame(error: BaseException) -> str:
     """Where in the user's own code an exception came from."""
-    ours = ("/torch/", "/fzero/", "/optree/", "/contextlib.py", "<")
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [
-        f
-        for f in frames
-        if not any(part in f.filename for part in ours) and not f.filename.startswith("<")
-    ]
+    mine = [f for f in frames if not f.filename.startswith(_OURS)]
     if not mine:
         return ""
     frame = mine[-1]
     return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
+
+
+# By folder, not by name: a user's project may be called after any of them.
+_OURS = (
+    *(f"{Path(str(sys.modules[p].__file__)).parent}{os.sep}" for p in ("torch", "optree", "fzero")),
+    contextlib.__file__,
+    "<",
+)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,395 @@
+"""Every mistake is told before anything hangs or changes, and the same step function goes on."""
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fzero
+from fzero import Config, ConfigError, FzeroError, ShardError, TraceError, tree
+from fzero.step import TrainStep
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def _params() -> dict[str, Tensor]:
+    return {"b": torch.zeros(3), "w": torch.arange(12.0).reshape(4, 3) / 10}
+
+
+def _loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ params["w"] + params["b"]).square().mean()
+
+
+def _make(model_fn: Callable[..., Any] = _loss, **config: Any) -> TrainStep:
+    return fzero.make_train_step(model_fn, fzero.optim.sgd(0.1, momentum=0.9), Config(**config))
+
+
+X = torch.ones(8, 4)
+
+
+def _state(step_fn: TrainStep) -> tuple[Any, Any]:
+    return step_fn.init(_params())
+
+
+# ---- the batch
+def test_a_batch_that_accumulation_does_not_divide_is_named() -> None:
+    step_fn = _make(accum_steps=3)
+    state = _state(step_fn)
+    with pytest.raises(ShardError, match=r"batch has 8 rows.*accum_steps=3"):
+        step_fn(*state, X)
+    nested = _make(lambda p, b: _loss(p, b["x"][0]), accum_steps=3)
+    with pytest.raises(ShardError, match=r"batch\['x'\]\[0\] has 8 rows"):
+        nested(*_state(nested), {"x": [X]})
+
+
+@pytest.mark.parametrize("accum", [1, 4])
+@pytest.mark.parametrize("bad", [3, "text", np.ones(2)], ids=lambda x: type(x).__name__)
+def test_a_leaf_of_the_batch_that_is_no_tensor_is_named(bad: Any, accum: int) -> None:
+    step_fn = _make(lambda p, b: _loss(p, b["x"]), accum_steps=accum)
+    state = _state(step_fn)
+    kind = type(bad).__name__
+    with pytest.raises(ShardError, match=rf"batch\['n'\] is a {kind}.*must be a torch.Tensor"):
+        step_fn(*state, {"x": X, "n": bad})
+
+
+# ---- parameters and state
+def test_a_parameter_that_is_no_tensor_is_named() -> None:
+    with pytest.raises(ShardError, match=r"params\['lr'\] is a float"):
+        _make().init({**_params(), "lr": 0.1})
+    with pytest.raises(ShardError, match=r"model_state\['n'\] is a int"):
+        _make().init(_params(), {"n": 1})
+    with pytest.raises(ShardError, match=r"full\[1\] is a str"):
+        fzero.shard([torch.ones(1), "x"])
+
+
+@STAGES
+def test_parameters_of_another_structure_are_named(stage: int) -> None:
+    step_fn = _make(stage=stage)
+    params, opt_state = _state(step_fn)
+    with pytest.raises(ShardError, match=r"lacks params\['b'\]"):
+        step_fn({"w": params["w"]}, opt_state, X)
+    with pytest.raises(ShardError, match=r"has params\['extra'\] besides"):
+        step_fn({**params, "extra": params["b"]}, opt_state, X)
+    with pytest.raises(ShardError, match="another structure"):
+        step_fn(tuple(params.values()), opt_state, X)
+
+
+def test_full_parameters_at_stage_3_are_sent_through_init() -> None:
+    step_fn = _make(stage=3)
+    _, opt_state = _state(step_fn)
+    with pytest.raises(ShardError, match=r"params\['b'\] is a Tensor.*must be a DTensor.*init"):
+        step_fn(_params(), opt_state, X)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_shards_at_a_lower_stage_are_refused(stage: int) -> None:
+    step_fn = _make(stage=stage)
+    _, opt_state = _state(step_fn)
+    with pytest.raises(ShardError, match=r"params\['b'\] is a DTensor.*must be a plain tensor"):
+        step_fn(fzero.shard(_params()), opt_state, X)
+
+
+@STAGES
+def test_parameters_of_another_shape_or_dtype_are_named(stage: int) -> None:
+    step_fn = _make(stage=stage)
+    _, opt_state = _state(step_fn)
+    wide = {"b": torch.zeros(4), "w": torch.zeros(4, 4)}
+    double = tree.map(torch.Tensor.double, _params())
+    for other, found in ((wide, r"\(4,\)"), (double, "float64")):
+        params = fzero.shard(other) if stage == 3 else other
+        with pytest.raises(ShardError, match=rf"params\['b'\] is .*{found}"):
+            step_fn(params, opt_state, X)
+
+
+@STAGES
+def test_an_optimizer_state_of_another_kind_is_refused(stage: int) -> None:
+    step_fn = _make(stage=stage)
+    params, opt_state = _state(step_fn)
+    for wrong in ({}, None, opt_state.inner, tuple(opt_state)):
+        with pytest.raises(ShardError, match="opt_state is a"):
+            step_fn(params, wrong, X)
+        with pytest.raises(ShardError, match="opt_state is a"):  # with no plan to compare with
+            _make(stage=stage)(params, wrong, X)
+    adam = fzero.make_train_step(_loss, fzero.optim.adam(1e-3), Config(stage=stage))
+    with pytest.raises(ShardError, match=r"opt_state\.inner"):
+        step_fn(params, adam.init(_params())[1], X)
+    with pytest.raises(ShardError, match=r"opt_state\.inner"):
+        step_fn(params, opt_state._replace(inner=()), X)
+
+
+def test_an_undivided_mesh_is_refused() -> None:
+    mesh = DeviceMesh("cpu", [[[0]]], _init_backend=False, _rank=0)
+    with pytest.raises(ConfigError, match="undivided mesh"):
+        Config(mesh=mesh)
+
+
+def test_what_is_no_function_or_no_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_fn is a Linear|model_fn is a str"):
+        fzero.make_train_step("loss", fzero.optim.sgd(0.1))  # pyright: ignore
+    with pytest.raises(ConfigError):
+        fzero.make_train_step(_loss, torch.optim.SGD([torch.ones(1)], 0.1))
+
+
+# ---- the loss
+@pytest.mark.parametrize(
+    ("model_fn", "said"),
+    [
+        (lambda p, x: (x @ p["w"]).mean(0), r"shape \(3,\)"),
+        (lambda p, x: (x @ p["w"]).sum().long(), "int64"),
+        (lambda p, x: 3.0, "a float as its loss"),
+        (lambda p, x: None, "a NoneType as its loss"),
+        (lambda p, x: (_loss(p, x), x), r"a tuple of 2.*has_aux=True"),
+        (lambda p, x: {"loss": _loss(p, x)}, "a dict as its loss"),
+    ],
+)
+def test_a_result_that_is_no_loss_is_described(model_fn: Callable[..., Any], said: str) -> None:
+    step_fn = _make(model_fn)
+    state = _state(step_fn)
+    with pytest.raises(FzeroError, match=said):
+        step_fn(*state, X)
+
+
+def test_has_aux_without_aux_is_described() -> None:
+    step_fn = _make(has_aux=True)
+    state = _state(step_fn)
+    with pytest.raises(FzeroError, match=r"must return \(loss, aux\)"):
+        step_fn(*state, X)
+    step_fn = _make(lambda p, s, x: _loss(p, x))
+    state = step_fn.init(_params(), {"n": torch.zeros(())})
+    with pytest.raises(FzeroError, match=r"must return \(loss, new_model_state\)"):
+        step_fn(*state, X)
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        ({"m": torch.zeros(2)}, "structure"),
+        ({"n": torch.zeros(2)}, r"\(2,\)"),
+        ({"n": torch.zeros((), dtype=torch.int64)}, "int64"),
+    ],
+)
+def test_a_model_state_that_changes_its_form_is_refused(new: Any, said: str) -> None:
+    step_fn = _make(lambda p, s, x: (_loss(p, x), new))
+    state = step_fn.init(_params(), {"n": torch.zeros(())})
+    with pytest.raises(ShardError, match=said):
+        step_fn(*state, X)
+
+
+# ---- what can't be staged out
+def _reads_a_value(params: Any, x: Tensor) -> Tensor:
+    loss = _loss(params, x)
+    return loss * loss.item()  # mark: item
+
+
+def _branches(params: Any, x: Tensor) -> Tensor:
+    loss = _loss(params, x)
+    if loss > 1:  # mark: branch
+        loss = loss * 2
+    return loss
+
+
+def _masks(params: Any, x: Tensor) -> Tensor:
+    y = x @ params["w"]
+    return y[y > 0].mean()  # mark: mask
+
+
+def _leaves_torch(params: Any, x: Tensor) -> Tensor:
+    scale = np.abs(params["w"].detach().numpy()).max()  # mark: numpy
+    return _loss(params, x) * float(scale)
+
+
+class _Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y * int(y.sum().item())  # mark: module
+
+
+def _line(mark: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if line.endswith(f"# mark: {mark}"))
+
+
+@STAGES
+@pytest.mark.parametrize(
+    ("model_fn", "mark", "operation"),
+    [
+        (_reads_a_value, "item", r"\.item\(\)"),
+        (_branches, "branch", "an `if` on it"),
+        (_masks, "mask", "boolean index"),
+        (_leaves_torch, "numpy", "numpy"),
+    ],
+)
+def test_what_cannot_be_staged_out_is_shown_with_its_line(
+    stage: int, model_fn: Callable[..., Any], mark: str, operation: str
+) -> None:
+    step_fn = _make(model_fn, stage=stage)
+    state = _state(step_fn)
+    with pytest.raises(TraceError, match=operation) as caught:
+        step_fn(*state, X)
+    message = str(caught.value)
+    assert f"{__file__}:{_line(mark)}, in {model_fn.__name__}" in message
+    assert "torch.where" in message
+    assert "executor='eager'" in message
+
+
+def test_the_line_is_shown_inside_a_module_too() -> None:
+    apply, params = fzero.functionalize(_Reader())
+    step_fn = _make(lambda p, x: apply(p, x).mean())
+    state = step_fn.init(params)
+    with pytest.raises(TraceError, match=re.escape(f"{__file__}:{_line('module')}, in forward")):
+        step_fn(*state, X)
+
+
+def _draws_from_random(params: Any, x: Tensor) -> Tensor:
+    return _loss(params, x) * random.random()
+
+
+def _draws_from_numpy(params: Any, x: Tensor) -> Tensor:
+    return _loss(params, x) * float(np.random.rand())
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "library"), [(_draws_from_random, "random"), (_draws_from_numpy, "numpy.random")]
+)
+def test_host_randomness_is_refused_and_its_state_put_back(
+    model_fn: Callable[..., Any], library: str
+) -> None:
+    step_fn = _make(model_fn)
+    state = _state(step_fn)
+    before = random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore
+    with pytest.raises(TraceError, match=rf"`{library}`.*torch.rand"):
+        step_fn(*state, X)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # pyright: ignore
+
+
+def _has_a_bug(params: Any, x: Tensor) -> Tensor:
+    return (x @ params["w"].t()).mean()  # mark: bug
+
+
+def _lacks_a_key(params: Any, x: Tensor) -> Tensor:
+    return (x @ params["weight"]).mean()  # mark: key
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "mark", "said"),
+    [(_has_a_bug, "bug", "RuntimeError.*dim"), (_lacks_a_key, "key", "KeyError.*'weight'")],
+)
+def test_a_bug_of_the_model_function_is_shown_with_its_line(
+    model_fn: Callable[..., Any], mark: str, said: str
+) -> None:
+    step_fn = _make(model_fn)
+    state = _state(step_fn)
+    with pytest.raises(FzeroError, match=said) as caught:
+        step_fn(*state, X)
+    assert f"{__file__}:{_line(mark)}, in {model_fn.__name__}" in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+# ---- and then?
+def _fails_on_odd_batches(params: Any, x: Tensor) -> Tensor:
+    loss = _loss(params, x)
+    if x.shape[0] % 2:
+        raise ValueError("odd")
+    return loss
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@STAGES
+def test_after_an_error_the_same_call_gives_the_same_result(stage: int, donate: bool) -> None:
+    step_fn = _make(_fails_on_odd_batches, stage=stage, donate=donate, accum_steps=2)
+    plain = _make(_loss, stage=stage, donate=donate, accum_steps=2)
+    state, expected = _state(step_fn), _state(plain)
+    for wrong in (X[:6], X[:5], [X], {"x": 1}, X.long(), X[:, :3]):
+        with pytest.raises(FzeroError):
+            step_fn(*state, wrong)
+        state, expected = step_fn(*state, X), plain(*expected, X)
+        for a, b in zip(tree.leaves(state), tree.leaves(expected), strict=True):
+            assert torch.equal(_local(a), _local(b))
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, torch.distributed.tensor.DTensor) else x
+
+
+# ---- gradients that are not finite
+def _touchy(params: Any, x: Tensor) -> Tensor:
+    return _loss(params, x).sqrt() * x.amax().log()  # NaN where x is negative
+
+
+@STAGES
+@pytest.mark.parametrize("accum", [1, 2])
+def test_nonfinite_gradients_are_reported(stage: int, accum: int) -> None:
+    step_fn = _make(_touchy, stage=stage, accum_steps=accum)
+    state = _state(step_fn)
+    state = step_fn(*state, X)
+    assert not state[1].metrics["nonfinite"]
+    state = step_fn(*state, -X)
+    assert state[1].metrics["nonfinite"]
+    assert not state[1].metrics["skipped"]
+    assert torch.isnan(_local(state[0]["w"])).all()
+
+
+@STAGES
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_step_that_is_not_finite_is_skipped(stage: int, donate: bool) -> None:
+    step_fn = _make(_touchy, stage=stage, on_nonfinite="skip", donate=donate, clip_norm=1.0)
+    params, opt_state = step_fn(*_state(step_fn), X)
+    before = [_local(x).clone() for x in tree.leaves((params, opt_state.inner))]
+    params, opt_state = step_fn(params, opt_state, -X)
+    after = [_local(x) for x in tree.leaves((params, opt_state.inner))]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert opt_state.metrics["skipped"]
+    assert opt_state.metrics["nonfinite"]
+    assert opt_state.step == 2  # calls, so that the next masks are new
+    params, opt_state = step_fn(params, opt_state, X)
+    assert not opt_state.metrics["skipped"]
+    assert not torch.equal(_local(params["w"]), before[-1])
+
+
+@STAGES
+@pytest.mark.parametrize("accum", [1, 2])
+def test_a_step_that_is_not_finite_is_raised_and_changes_nothing(stage: int, accum: int) -> None:
+    step_fn = _make(_touchy, stage=stage, on_nonfinite="raise", accum_steps=accum)
+    state = step_fn(*_state(step_fn), X)
+    before = [_local(x).clone() for x in tree.leaves(state)]
+    with pytest.raises(FzeroError, match=r"step 1: NaN or infinity in w|step 1: NaN .* in b"):
+        step_fn(*state, -X)
+    assert all(torch.equal(a, _local(b)) for a, b in zip(before, tree.leaves(state), strict=True))
+    state = step_fn(*state, X)
+    assert state[1].step == 2
+
+
+def test_a_state_of_an_earlier_tree_does_not_stay() -> None:
+    """The same step function, initialised again for other parameters."""
+    step_fn = _make()
+    step_fn(*_state(step_fn), X)
+    state = step_fn.init({"w": torch.ones(4, 5), "b": torch.zeros(5)})
+    state = step_fn(*state, X)
+    assert state[0]["w"].shape == (4, 5)
+    state = step_fn(*_state(step_fn), X)
+    expected = _make()
+    again = expected(*_state(expected), X)
+    assert torch.equal(_local(state[0]["w"]), _local(again[0]["w"]))
+
+
+def test_a_project_may_be_called_after_ours(tmp_path: Path) -> None:
+    folder = tmp_path / "fzero" / "torch"
+    folder.mkdir(parents=True)
+    file = folder / "train.py"
+    file.write_text("def model_fn(params, x):\n    return params['w'].sum() * x.sum().item()\n")
+    scope: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    step_fn = _make(scope["model_fn"])
+    with pytest.raises(TraceError, match=re.escape(f"{file}:2, in model_fn")):
+        step_fn(*_state(step_fn), X)
