@@ -60,7 +60,8 @@ class Config:
             (`*` crosses dots), or a predicate.
         reshard_after_forward: free gathered parameters after forward and gather them again.
         bucket_mb: MiB of gathered bytes that share one collective.
-        prefetch: how many buckets ahead gathers are launched.
+        prefetch: how many buckets ahead gathers are launched. None: 1 where a transfer overlaps
+            with computation, 0 over gloo, where both take the same cores and it only costs memory.
         gather_together: globs over module names, each gathered as one (for modules that only some
             ranks run).
         executor: "traced" runs the Program, "eager" stages nothing out, "inductor" compiles the
@@ -93,7 +94,7 @@ class Config:
     frozen: Selection = ()
     reshard_after_forward: bool = True
     bucket_mb: float = 25
-    prefetch: int = 1
+    prefetch: int | None = None
     gather_together: str | Sequence[str] = ()
     executor: Literal["traced", "eager", "inductor"] = "traced"
     donate: bool = True
@@ -103,7 +104,8 @@ class Config:
     def __post_init__(self) -> None:
         self._check_int("stage", 0, 3, "0 (nothing sharded) to 3 (parameters sharded)")
         self._check_int("accum_steps", 1, None, ">= 1 (micro-batches per step)")
-        self._check_int("prefetch", 0, None, ">= 0 (buckets ahead; 0 gathers when needed)")
+        if self.prefetch is not None:
+            self._check_int("prefetch", 0, None, "None or >= 0 (buckets ahead; 0: when needed)")
         self._check_int("seed", 0, 2**63 - 1, ">= 0 and below 2**63")
         if self.clip_norm is not None:
             self._check_number("clip_norm", "None or a finite number > 0 (a global norm)")

@@ -15,7 +15,7 @@ def optimise(
     *,
     reshard_after_forward: bool,
     bucket_bytes: int,
-    prefetch: int,
+    prefetch: int | None,
     slack: float = 0.1,
     exact: bool = False,
 ) -> Program:
@@ -24,7 +24,7 @@ def optimise(
     Args:
         reshard_after_forward: gather leaves again in backward instead of keeping them.
         bucket_bytes: most bytes of full leaves that share a collective.
-        prefetch: how many buckets ahead a gather is launched.
+        prefetch: how many buckets ahead a gather is launched; None: as the backend warrants.
         slack: share of the lowest peak that larger buckets may cost.
         exact: take `bucket_bytes` as it is instead of looking for a better size below it.
     """
@@ -46,7 +46,7 @@ def share_collectives(
     program: Program,
     *,
     bucket_bytes: int,
-    prefetch: int,
+    prefetch: int | None,
     slack: float = 0.1,
     budget: int = 0,
     exact: bool = False,

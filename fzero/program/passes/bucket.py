@@ -41,7 +41,7 @@ _UNPACK = {GATHER: unpack_full, REDUCE_SCATTER: unpack_shards, ALL_REDUCE: unpac
 
 
 def bucket(
-    program: Program, *, limit: int, prefetch: int = 1, slack: float = 0.1, budget: int = 0
+    program: Program, *, limit: int, prefetch: int | None = None, slack: float = 0.1, budget: int = 0
 ) -> Program:
     """Let consecutive collectives share one, as far as memory allows.
 
@@ -51,7 +51,8 @@ def bucket(
 
     Args:
         limit: most bytes of full leaves in a bucket; a leaf larger than that travels alone.
-        prefetch: how many buckets ahead a gather is launched.
+        prefetch: how many buckets ahead a gather is launched. None: 1, but 0 over gloo, whose transfers
+            take the cores that compute.
         slack: share of the lowest peak that fewer collectives may cost.
         budget: bytes that the rest of the step needs in any case: up to there memory is free.
     """
@@ -71,7 +72,7 @@ def bucket(
 _TRIES = 10
 
 
-def bucket_at(program: Program, size: int, *, prefetch: int = 1) -> Program:
+def bucket_at(program: Program, size: int, *, prefetch: int | None = None) -> Program:
     """`bucket` with a size that is settled: at most `size` bytes of full leaves in each."""
     return replace(schedule(_with_buckets(program, size), prefetch=prefetch), bucket_bytes=size)
 
@@ -206,10 +207,12 @@ def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:
     return found
 
 
-def schedule(program: Program, *, prefetch: int = 1) -> Program:
+def schedule(program: Program, *, prefetch: int | None = None) -> Program:
     """Overlap: launch gathers `prefetch` buckets early, await a reduction when the next is ready."""
     graph = copy_graph(program.graph)
     launches = [node for node in graph.nodes if "bucket" in node.meta]
+    if prefetch is None:
+        prefetch = 0 if any(is_gloo(node.meta["bucket"].group) for node in launches) else 1
     for phase in (FORWARD, BACKWARD) if prefetch else ():
         gathers = [n for n in launches if _is(n, GATHER, phase)]
         for ahead, node in zip(gathers, gathers[prefetch:], strict=False):
