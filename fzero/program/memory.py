@@ -1,7 +1,8 @@
 """How many bytes a Program holds at each node: a walk over the lifetimes of storages.
 
 A storage lives from the node that makes it to the last node that reads any tensor on it, views
-included; inputs, and what is returned, live throughout.
+included; inputs, and what is returned, live throughout. What a collective sends lives until it has
+been awaited: a backend holds on to it, and the runner does too, so that every backend holds the same.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fzero.program.ir import Program, output_node, placeholders, tensors_of
+from fzero.program.ir import Program, is_op, output_node, placeholders, tensors_of
 
 
 def peak_bytes(program: Program) -> int:
@@ -39,25 +40,45 @@ Bytes = dict[int, int]  # storage -> bytes
 def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Bytes]]:
     """What each node allocates, and what can be freed after it."""
     held = set(_storages(n for n in graph.nodes if n.op in ("placeholder", "get_attr")))
+    same: dict[int, int] = {}  # waiting returns what it was given, and its fake value does not
     born: dict[fx.Node, Bytes] = {}
     size: Bytes = {}
     last: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        for operand in node.all_input_nodes:
-            for key in _storages([operand]):
-                last[key] = node
-        new = {k: n for k, n in _storages([node]).items() if k not in size and k not in held}
+        for key in _storages(reads(node)):
+            last[same.get(key, key)] = node
+        if _is_wait(node):
+            (launched,) = _storages(node.all_input_nodes)
+            same |= dict.fromkeys(_storages([node]), same.get(launched, launched))
+            continue
+        new = {
+            key: nbytes
+            for key, nbytes in _storages([node]).items()
+            if key not in size and key not in held and key not in same
+        }
         if new:
             born[node] = new
             size.update(new)
         for key in new:
             last[key] = node
-    kept = set(_storages(output_node(graph).all_input_nodes))
+    kept = {same.get(key, key) for key in _storages(output_node(graph).all_input_nodes)}
     dies: dict[fx.Node, Bytes] = {}
     for key, node in last.items():
         if key in size and key not in kept:
             dies.setdefault(node, {})[key] = size[key]
     return born, dies
+
+
+def reads(node: fx.Node) -> list[fx.Node]:
+    """What has to be alive while a node runs: its operands, and what it waits for sends."""
+    operands = node.all_input_nodes
+    if not _is_wait(node):
+        return operands
+    return [*operands, *(sent for launch in operands for sent in launch.all_input_nodes)]
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return is_op(node, "_c10d_functional::wait_tensor")
 
 
 def _storages(nodes: "Iterator[fx.Node] | list[fx.Node]") -> Bytes:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.program.ir import Program, is_op
+from fzero.program.memory import reads
 from fzero.program.passes.seed import SITE, generator_of
 
 Executable = Callable[..., list[Any]]
@@ -116,7 +117,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
     seen: set[fx.Node] = set()
     result: dict[fx.Node, list[str]] = {}
     for node in reversed(graph.nodes):
-        for operand in node.all_input_nodes:
+        for operand in reads(node):
             if operand not in seen:
                 seen.add(operand)
                 if node.op != "output":
