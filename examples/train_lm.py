@@ -26,7 +26,7 @@ cli = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpForma
 cli.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3")
 cli.add_argument("--precision", help="as in fzero.Config; float32 if not given")
 cli.add_argument("--accum", type=int, default=1, help="micro-batches per step")
-cli.add_argument("--steps", type=int, default=500)
+cli.add_argument("--steps", type=int, default=400)
 cli.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
 cli.add_argument("--batch", type=int, default=8, help="windows per rank and step")
 cli.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
@@ -116,7 +116,7 @@ step_fn = fzero.make_train_step(model_fn, opt, cfg)
 params, opt_state = step_fn.init(params)
 args.out.mkdir(parents=True, exist_ok=True)
 rows, validation = [], {}
-for step in (bar := tqdm(range(1, args.steps + 1), disable=rank > 0)):
+for step in (bar := tqdm(range(1, args.steps + 1), mininterval=1, disable=rank > 0)):
     start = time.perf_counter()
     params, opt_state = step_fn(params, opt_state, next_batch())
     row = {"step": step, "loss": opt_state.metrics["loss"].item()}
