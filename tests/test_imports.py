@@ -35,6 +35,7 @@ LAYERS = {
     "gradients": 5,
     "lazy": 5,
     "plan": 5,
+    "recording": 5,
     "simulate": 5,
     "stage": 5,
     "staged": 5,
