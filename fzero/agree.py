@@ -140,6 +140,35 @@ def rendezvous(key: str, text: str, mesh: Mesh, timeout: float = 20.0) -> None:
         )
 
 
+def check_meeting(key: str, mesh: Mesh, cause: BaseException) -> None:
+    """Raise if other ranks came to `key` and gave up: why a collective of this rank broke off.
+
+    Args:
+        key: of the `rendezvous` that this rank did not go to.
+        mesh: the ranks that would have met.
+        cause: what the collective raised.
+
+    Raises:
+        RankMismatchError: from `cause`.
+    """
+    if mesh.world_size == 1 or is_simulated(mesh):
+        return
+    store = default_store()
+    gave_up = f"{_place(mesh)}/rendezvous/{key}/gave up"
+    try:
+        if not store.check([gave_up]):
+            return
+        other = store.get(gave_up).decode()
+    except RuntimeError:  # the store went with the rank that held it
+        return
+    raise RankMismatchError(
+        f"rank {_here(mesh)} ran the step as it was before, and in the same call rank {other} had "
+        f"other collectives to run, waited at {key!r} for all ranks to have them, and gave up. "
+        "What changes the step on one rank must change it on all, in the same call: give every "
+        "rank batches of the same structure, and let no rank take another branch alone."
+    ) from cause
+
+
 def _exchange(
     what: str, mesh: Mesh, timeout: float, talk: Callable[[], list[bytes]]
 ) -> list[bytes]:

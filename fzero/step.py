@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fzero import loss_scale, tree
-from fzero.agree import agree, rendezvous, smallest
+from fzero.agree import agree, check_meeting, rendezvous, smallest
 from fzero.collectives import all_reduce
 from fzero.config import Config
 from fzero.eager import Eager
-from fzero.errors import ConfigError, FzeroError, ShardError
+from fzero.errors import ConfigError, FzeroError, RankMismatchError, ShardError
 from fzero.gradients import ModelFn
 from fzero.mesh import Mesh, default_store, is_simulated, resolve_mesh
 from fzero.optim import as_optimizer
@@ -75,7 +75,7 @@ class TrainStep:
         self._plan: Plan | None = None
         self._staged: dict[Any, Staged | Eager] = {}
         self._bucket_bytes: tuple[int, int] | None = None
-        self._calls = 0
+        self._number, self._calls = 0, 0
         self._last_collectives: str | None = None
 
     def init(
@@ -152,7 +152,11 @@ class TrainStep:
         staged = self._agreed(self._stage(plan, leaves, held, micro[0]), leaves, held, micro[0])
         trained, frozen = divide(leaves, plan.sharding.layout)
         step = int(opt_state.step)
-        grads, loss, state, aux = staged.gradients(trained, frozen, held, micro, step)
+        try:
+            grads, loss, state, aux = staged.gradients(trained, frozen, held, micro, step)
+        except RuntimeError as error:  # of a collective, if the ranks it waits for gave up
+            check_meeting(self._meeting, plan.mesh, error)
+            raise
         if self.cfg.nonfinite_policy == "raise":
             _refuse_nonfinite(loss, grads, plan, step)
         if not self.cfg.donate:
@@ -271,11 +275,23 @@ class TrainStep:
             first, second = smallest("the size of buckets", staged.bucket_bytes, mesh)
             self._bucket_bytes = (first, second)
         if staged.bucket_bytes != self._bucket_bytes:
-            self._staged = {k: v for k, v in self._staged.items() if v is not staged}
+            self._forget(staged)
             staged = self._stage(staged.plan, leaves, held, micro)
         if staged.collectives != self._last_collectives:
-            self._agree_on_collectives(mesh, staged.collectives)
+            try:
+                self._agree_on_collectives(mesh, staged.collectives)
+            except RankMismatchError:
+                self._forget(staged)  # the model function may do otherwise when called again
+                raise
         return staged
+
+    def _forget(self, staged: Staged | Eager) -> None:
+        self._staged = {k: v for k, v in self._staged.items() if v is not staged}
+
+    @property
+    def _meeting(self) -> str:
+        """Where ranks meet whose collectives change in this call."""
+        return f"step function {self._number}, call {self._calls}"
 
     def _agree_on_collectives(self, mesh: Mesh, collectives: str) -> None:
         """Whenever this rank's collectives change, see that all ranks' do, before any of them runs."""
@@ -284,9 +300,10 @@ class TrainStep:
             agree("the step's collectives", lines, mesh)
             if mesh.world_size > 1 and not is_simulated(mesh):
                 # ranks make their step functions in the same order: the n-th is the same on all
-                self._number = default_store().add(f"fzero/step functions/{mesh.rank}", 1)
+                key = f"fzero/step functions/{mesh.ranks}/{mesh.rank}"
+                self._number = default_store().add(key, 1)
         else:
-            rendezvous(f"step function {self._number}, call {self._calls}", collectives, mesh)
+            rendezvous(self._meeting, collectives, mesh)
         self._last_collectives = collectives
 
 
@@ -346,18 +363,23 @@ def _agree_on_start(
 
 
 def _checksum(x: Tensor) -> str:
-    """A text that is the same for the same values."""
-    wide = torch.float64 if not x.is_complex() else torch.complex128
-    flat = x.detach().reshape(-1)
-    total = flat.sum(dtype=wide).item()
-    square = (
-        torch.linalg.vector_norm(
-            flat.to(wide) if not x.is_floating_point() else flat, dtype=torch.float64
-        ).item()
-        if flat.numel()
-        else 0.0
-    )
-    return f"sum {total!r}, norm {square!r}"
+    """A text that differs where bits do: their sum, and one along each dim that sees the order.
+
+    Integers that wrap around: no rounding, so the order of summation, which may depend on a rank's
+    threads or device, does not matter.
+    """
+    x = x.detach()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    bits = x.contiguous().view(_BITS[x.element_size()])
+    sums = [bits.sum(dtype=torch.int64)]
+    for dim in range(x.dim()):
+        rest = [d for d in range(x.dim()) if d != dim]
+        line = bits.sum(rest, dtype=torch.int64) if rest else bits.to(torch.int64)
+        sums.append((line * torch.arange(1, len(line) + 1, device=x.device)).sum())
+    return f"checksum {' '.join(f'{int(total) % 2**64:x}' for total in sums)}"
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:
