@@ -156,7 +156,8 @@ def ddp_local(loss_fn: LossFn, layout: Layout, grad: Grad = grad) -> GradFn:
     def loss_of_full(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Tensor, Any]:
         leaves = merge(trained, frozen, layout)
         low = [
-            p.to(leaf.compute) if leaf.compute else p for p, leaf in zip(leaves, layout, strict=True)
+            p.to(leaf.compute) if leaf.compute else p
+            for p, leaf in zip(leaves, layout, strict=True)
         ]
         return loss_fn(tuple(low), *args)
 

@@ -1,8 +1,9 @@
 """Staging out: run a function on fake tensors and keep what it did as a Program.
 
-Two front ends record the same composition. `torch.func.grad` is the definition and comes first;
-where it refuses (old-style autograd Functions, tensor hooks, ...), `torch.autograd.grad` on detached
-leaves records what it can. What neither can record is a `TraceError` that names the operation, the
+Two front ends record the same composition. `torch.func` comes first, as `torch.func.vjp`: the
+gradient that `torch.func.grad` defines, with a backward outside of grad mode. Where it refuses
+(autograd Functions without `setup_context`, ...), `torch.autograd.grad` on detached leaves records
+what it can. What neither can record is a `TraceError` that names the operation, the
 user's line and the ways on.
 """
 
@@ -141,10 +142,11 @@ def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
     cause = next((e for _, e in refusals if isinstance(e, _DATA_DEPENDENT)), last)
     where = _user_frame(cause)
     said = "\n".join(f"  through {label}: {_first_line(error)}" for label, error in refusals)
+    bug = "" if isinstance(cause, _DATA_DEPENDENT) else _PERHAPS_A_BUG
     error = TraceError(
         f"the model function can't be staged out: {_operation(cause)}{where}.\n{said}\n"
-        "A Program holds the same operations for every batch, so nothing in it may depend on a "
-        "tensor's values. Ways on: use tensor operations (torch.where instead of `if`, a mask "
+        f"{bug}A Program holds the same operations for every batch, so nothing in it may depend on "
+        "a tensor's values. Ways on: use tensor operations (torch.where instead of `if`, a mask "
         "instead of indexing by a condition); move this part out of the model function and pass "
         "its result in the batch; or Config(executor='eager'), which runs any Python."
     )
@@ -152,6 +154,7 @@ def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
     return error
 
 
+_PERHAPS_A_BUG = "If the function raises the same when you call it yourself, mend that first. "
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 _READS = {
@@ -159,6 +162,8 @@ _READS = {
     "(.item(), float(), bool() or an `if` on it)",
     "aten.nonzero.default": "the shape of a result depends on values (nonzero, or a boolean index)",
     "aten.equal.default": "a tensor's values are compared (torch.equal)",
+    "aten._pack_padded_sequence.default": "the shape of a packed sequence depends on its lengths",
+    "aten._ctc_loss.Tensor": "CTC loss reads the lengths from tensors",
 }
 
 
