@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fzero.errors import ShardError, TraceError
+from fzero.takeover import recomputing
 
 Params = dict[str, Tensor]
 Buffers = dict[str, Tensor]
@@ -40,9 +41,8 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     exception. Calls may nest. Two threads must not call into one module at once.
 
     The returned tensors share memory with the module's and ask for no gradient (as in
-    `torch.func`); pass copies to whatever writes to its inputs. With `torch.utils.checkpoint`
-    inside the module and plain autograd outside, the recomputation would run after the call and
-    read the module's own weights: use `fzero.remat`, or take gradients with a train step.
+    `torch.func`); pass copies to whatever writes to its inputs. Activation checkpoints inside the
+    module (`fzero.remat`, `torch.utils.checkpoint`) recompute with the tensors of their call.
 
     Args:
         module: any `nn.Module`, on any device, `meta` included. Its `training` flags are read at
@@ -83,7 +83,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         own = {s.name: _clone(s.tensor(plan)) for s in plan.buffers}
         _check_device(plan, params, own)
         before = {name: buffer._version for name, buffer in own.items()}
-        with _swapped(plan, params, own):
+        with _swapped(plan, params, own, own):
             out = module(*args, **kwargs)
             new = _read_buffers(plan, own)
         for name, version in before.items():
@@ -101,7 +101,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     ) -> tuple[Any, Buffers]:
         _check_fit(plan, buffers, plan.buffers, "buffers")
         cloned = {s.name: _clone(buffers[s.name]) for s in plan.buffers}
-        with _swapped(plan, params, cloned):
+        with _swapped(plan, params, cloned, buffers):
             out = module(*args, **kwargs)
             new = _read_buffers(plan, cloned)
         return out, new
@@ -216,9 +216,15 @@ def _fill(value: Any, template: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 @contextlib.contextmanager
 def _swapped(
-    plan: _Plan, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    plan: _Plan,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
 ) -> Iterator[None]:
-    """The module with these tensors in its slots; as it was before on the way out."""
+    """The module with these tensors in its slots; as it was before on the way out.
+
+    `buffers` are copies of `given`, which the module may change.
+    """
     _check_fit(plan, params, plan.params, "params")
     _check_structure(plan)
     saved = _snapshot(plan.modules)
@@ -235,9 +241,41 @@ def _swapped(
                     attrs[attr] = _fill(attrs[attr], template, tensors)
                 except (LookupError, TypeError):
                     raise _rebuilt(plan, index, f"its attribute {attr!r}") from None
-        yield
+        versions = {name: buffer._version for name, buffer in buffers.items()}
+        with recomputing(_Call(plan, params, buffers, versions, given).again):
+            yield
     finally:
         _restore(saved)
+
+
+class _Call(NamedTuple):
+    """What one call of `apply` put into the slots, and the buffers it was given."""
+
+    plan: _Plan
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    versions: Mapping[str, int]
+    given: Mapping[str, Tensor]
+
+    def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, a part of this call, as it will be computed again in backward.
+
+        By then the slots hold the module's own tensors again, so it swaps for itself. The buffers
+        are those of now; what a recomputation changes in them is lost, as it was done before.
+        """
+        held = {
+            name: self.given[name]
+            if value is self.buffers[name] and value._version == self.versions[name]
+            else _clone(value)
+            for name, value in _read_buffers(self.plan, self.buffers).items()
+        }
+
+        def swapped(*args: Any, **kwargs: Any) -> Any:
+            clones = {name: _clone(value) for name, value in held.items()}
+            with _swapped(self.plan, self.params, clones, held):
+                return fn(*args, **kwargs)
+
+        return swapped
 
 
 _Saved = list[tuple[Any, Any]]

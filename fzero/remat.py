@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-import torch
 from torch import fx
+from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import map_arg
@@ -58,6 +58,7 @@ def remat(fn: Callable[P, R], policy: Policy | None = None) -> Callable[P, R]:
         ConfigError: `fn` is no function, or `policy` none of the above.
 
     Examples:
+        >>> import torch
         >>> def block(w, x):
         ...     return torch.tanh(x @ w)
         >>> w, x = torch.eye(2, requires_grad=True), torch.ones(1, 2)
@@ -97,7 +98,7 @@ def is_recording() -> bool:
 
 def in_transform() -> bool:
     """Whether a `torch.func` transform is active, which refuses `torch.utils.checkpoint`."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return peek_interpreter_stack() is not None
 
 
 # ---------------------------------------------------------------------------------- regions

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from fzero.errors import TraceError
@@ -54,13 +55,10 @@ _WRAPS: ContextVar[tuple[Wrap, ...]] = ContextVar("fzero_checkpoint_wraps", defa
 
 
 def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    for wrap in _WRAPS.get():
-        function = wrap(function)
+    if torch.is_grad_enabled():  # or nothing will be computed again
+        for wrap in _WRAPS.get():
+            function = wrap(function)
     return function
-
-
-def _runs_plainly() -> bool:
-    return bool(_WRAPS.get()) and in_transform()
 
 
 class _Reentrant:
@@ -76,9 +74,11 @@ class _Reentrant:
         if is_recording():
             with region():
                 return function(*args)
-        if _runs_plainly():
-            return function(*args)
-        return self.original.apply(_wrapped(function), preserve, *args)
+        if _WRAPS.get():  # its backward refuses torch.autograd.grad; the other form has no limits
+            return torch_checkpoint.checkpoint(
+                function, *args, use_reentrant=False, preserve_rng_state=preserve
+            )
+        return self.original.apply(function, preserve, *args)
 
 
 def _non_reentrant(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +94,7 @@ def _non_reentrant(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_recording():
             with region(_selected(context_fn)):
                 yield
-        elif _runs_plainly():
+        elif _WRAPS.get() and in_transform():
             yield
         else:
             yield from original(_wrapped(function), preserve, context_fn, *rest, **kwargs)

@@ -6,7 +6,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fzero.program.ir import BACKWARD, FORWARD, Program, copy_graph, order_of, phases
-from fzero.program.passes.rewrite import infer
+from fzero.program.passes.rewrite import infer, refresh
 from fzero.remat import Path, regions_of
 
 
@@ -65,6 +65,8 @@ def _level(
         for operand in place.all_input_nodes:
             if operand in again:
                 place.replace_input_with(operand, again[operand])
+    for new in again.values():
+        refresh(new)
     return inner
 
 
