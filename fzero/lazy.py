@@ -35,7 +35,8 @@ class LazyLeaf(Tensor):
     place: int
     source: "Gathered"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+    # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
     @staticmethod
     def __new__(cls, shard: Tensor, leaf: LeafLayout, place: int, source: "Gathered") -> "LazyLeaf":
@@ -59,7 +60,7 @@ class LazyLeaf(Tensor):
         if schema is not None and schema.is_mutable:
             _refuse_writes(func, args, kwargs)
         args, kwargs = pytree.tree_map_only(LazyLeaf, _full, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore
         return f"LazyLeaf({self.leaf.name!r}, {tuple(self.shape)}, {self.dtype})"

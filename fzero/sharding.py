@@ -1,7 +1,7 @@
 """Trees between steps: which leaves are DTensors, and the way there and back.
 
-Inside a step every tensor is a plain local one; outside, a sharded leaf is a `DTensor`, whose global
-shape `torch.distributed.checkpoint`, `full_tensor()` and `torch.optim` understand.
+Inside a step every tensor is a plain local one; outside, a sharded leaf is a `DTensor`, whose
+global shape `torch.distributed.checkpoint`, `full_tensor()` and `torch.optim` understand.
 """
 
 from collections.abc import Sequence
@@ -49,13 +49,14 @@ class Sharding:
 
     def split(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """This rank's shards of full leaves, in memory of their own."""
-        rank = self.mesh.shard_rank
-        return [
-            (leaf.split(x.detach(), rank) if spec is not None else x.detach()).clone(
-                memory_format=torch.contiguous_format
-            )
-            for x, leaf, spec in zip(leaves, self.layout, self.dtensors, strict=True)
-        ]
+        return [self.split_one(i, x) for i, x in enumerate(leaves)]
+
+    def split_one(self, place: int, full: Tensor) -> Tensor:
+        """`split` for the leaf at one place."""
+        leaf = self.layout.leaves[place]
+        sharded = self.dtensors[place] is not None
+        part = leaf.split(full.detach(), self.mesh.shard_rank) if sharded else full.detach()
+        return part.clone(memory_format=torch.contiguous_format)
 
 
 def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> Sharding:
@@ -115,7 +116,7 @@ def unshard(sharded: PyTree, *, rank0_only: bool = False) -> PyTree:
 
     Examples:
         >>> unshard({"w": torch.ones(2), "n": 3})
-        {'n': 3, 'w': tensor([1., 1.])}
+        {'w': tensor([1., 1.]), 'n': 3}
     """
     leaves, spec = tree.flatten(sharded)
     keep = not rank0_only or not torch.distributed.is_initialized()
@@ -144,6 +145,4 @@ def check_tensors(what: str, leaves: Sequence[Any], paths: Sequence[str]) -> Non
 
 def _dtensor(leaf: LeafLayout, mesh: Mesh) -> DTensorSpec:
     stride = torch.empty(leaf.shape, device="meta").stride()
-    return dtensor_spec(
-        mesh.device_mesh, mesh.placements(leaf.dim), leaf.shape, stride, leaf.dtype
-    )
+    return dtensor_spec(mesh.device_mesh, mesh.placements(leaf.dim), leaf.shape, stride, leaf.dtype)

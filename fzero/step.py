@@ -11,6 +11,7 @@ from fzero import loss_scale, tree
 from fzero.agree import agree, check_meeting, rendezvous, smallest
 from fzero.collectives import all_reduce
 from fzero.config import Config
+from fzero.deferred import record
 from fzero.eager import Eager
 from fzero.errors import ConfigError, FzeroError, RankMismatchError, ShardError
 from fzero.gradients import ModelFn
@@ -20,6 +21,7 @@ from fzero.plan import Held, Plan, like
 from fzero.precision import cast, masters
 from fzero.program import Program
 from fzero.protocols import Optimizer
+from fzero.recording import Recording
 from fzero.sharding import check_tensors, locals_of, plan_sharding
 from fzero.staged import Staged
 from fzero.state import OptState
@@ -85,7 +87,9 @@ class TrainStep:
 
         Args:
             params: pytree of full tensors, the same on every rank; they are copied. Or a function
-                that builds it: then no rank ever holds the whole model.
+                without arguments that builds it: its operators are recorded and run again leaf by
+                leaf, so that no rank ever holds the whole model. Values, and the state of torch's
+                random generator afterwards, are those of calling it.
             model_state: what the model function carries from call to call (BatchNorm's running
                 statistics), or None.
 
@@ -95,24 +99,54 @@ class TrainStep:
         Raises:
             ShardError: a leaf is not a tensor.
             RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
+            TraceError: the function that builds the parameters can't be recorded.
+
+        Examples:
+            >>> import fzero
+            >>> apply, _ = fzero.functionalize(torch.nn.Linear(3, 2, device="meta"))
+            >>> def model_fn(params, batch):
+            ...     return apply(params, batch).square().mean()
+            >>> step_fn = make_train_step(model_fn, fzero.optim.sgd(0.1))
+            >>> build = lambda: fzero.functionalize(torch.nn.Linear(3, 2))[1]
+            >>> params, opt_state = step_fn.init(build)
+            >>> {name: tuple(leaf.shape) for name, leaf in params.items()}
+            {'weight': (2, 3), 'bias': (2,)}
         """
-        leaves = tree.leaves(params)
-        check_tensors("params", leaves, tree.paths(params))
+        recording = record(params) if callable(params) else None
+        shapes = recording.tree() if recording else params
+        leaves = tree.leaves(shapes)
+        check_tensors("params", leaves, tree.paths(shapes))
         check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
         cfg = self.cfg
         device = leaves[0].device if leaves else torch.device("cpu")
+        device = recording.device if recording else device
         mesh = resolve_mesh(cfg.mesh, device.type)
-        _agree_on_start(cfg, params, model_state, mesh)
-        high = masters(params, cfg.dtypes) if cfg.stage < 3 else None
-        low = params if cfg.stage == 3 else cast(params, cfg.dtypes.param)
+        _agree_on_start(cfg, shapes, model_state, mesh, built=recording is None)
+        shapes = tree.map(lambda x: x.detach().to("meta"), shapes)
+        high = masters(shapes, cfg.dtypes) if cfg.stage < 3 else None
+        low = shapes if cfg.stage == 3 else cast(shapes, cfg.dtypes.param)
         sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)
         plan = self._use(Plan(cfg, self.opt, mesh, sharding))
-        shards = sharding.split(tree.leaves(low))
+        dtypes = [leaf.dtype for leaf in sharding.layout]
+        high_dtypes = None if high is None else [x.dtype for x in tree.leaves(high)]
+        shards: list[Any] = [None] * len(leaves)
+        masters_of: list[Any] = [None] * len(leaves)
+
+        def take(i: int, full: Tensor) -> None:
+            shards[i] = sharding.split_one(i, full.to(dtypes[i]))
+            leaf = sharding.layout.leaves[i]
+            if high_dtypes is not None and leaf.trainable:
+                masters_of[i] = plan.part(full.detach(), leaf).to(high_dtypes[i], copy=True)
+
+        if recording is None:
+            for i, leaf in enumerate(tree.leaves(params)):
+                take(i, leaf)
+        else:
+            _agree_on_randomness(recording, mesh)
+            recording.replay(take)
         targets = plan.targets(divide(shards, sharding.layout)[0])
         if high is not None:
-            full, _ = divide(tree.leaves(high), sharding.layout)
-            pairs = zip(full, plan.trained, strict=True)
-            targets = [plan.part(x, leaf).clone() for x, leaf in pairs]
+            targets = list(divide(masters_of, sharding.layout)[0])
         inner = self.opt.init(
             (plan.foreign_tree if self.opt.foreign else plan.trained_tree)(targets)
         )
@@ -344,15 +378,21 @@ def _check_available(cfg: Config) -> None:
 
 
 def _agree_on_start(
-    cfg: Config, params: PyTree, model_state: PyTree, mesh: Mesh, *, values: bool = True
+    cfg: Config,
+    params: PyTree,
+    model_state: PyTree,
+    mesh: Mesh,
+    *,
+    values: bool = True,
+    built: bool = True,
 ) -> None:
     """Find what differs between ranks while a message is still possible."""
     agree("Config", [(f".{name}", text) for name, text in cfg.describe().items()], mesh)
-    for what, held in (("params", params), ("model_state", model_state)):
+    for what, held, there in (("params", params, built), ("model_state", model_state, True)):
         leaves, paths = tree.leaves(held), tree.paths(held)
         pairs = list(zip(paths, leaves, strict=True))
         agree(what, [(path, f"{x.dtype} {tuple(x.shape)}") for path, x in pairs], mesh)
-        if values and mesh.world_size > 1 and not is_simulated(mesh):
+        if values and there and mesh.world_size > 1 and not is_simulated(mesh):
             agree(
                 f"the values of {what}",
                 [(path, _checksum(x)) for path, x in pairs],
@@ -360,6 +400,17 @@ def _agree_on_start(
                 hint="Every rank must start from the same values: seed all ranks alike before "
                 "building the model (torch.manual_seed), or load the same checkpoint on each.",
             )
+
+
+def _agree_on_randomness(recording: Recording, mesh: Mesh) -> None:
+    """See that all ranks will draw, and so build, the same numbers."""
+    agree(
+        "what the parameters are built from",
+        recording.fingerprint(),
+        mesh,
+        hint="Seed all ranks alike before step_fn.init, or in the function that builds the "
+        "parameters: torch.manual_seed(0).",
+    )
 
 
 def _checksum(x: Tensor) -> str:

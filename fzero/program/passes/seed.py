@@ -1,8 +1,11 @@
 """Randomness as a function: every random operator is seeded by (key, site), just before it runs.
 
-The same key gives the same masks whatever ran before; an operator that is computed again in backward
-keeps its site, and so its mask.
+The same key gives the same masks whatever ran before; an operator that is computed again in
+backward keeps its site, and so its mask.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,7 +39,7 @@ def number_sites(program: Program) -> Program:
 
 
 def insert_seeds(program: Program) -> Program:
-    """Seed each numbered operator; the Program then takes the key as one more input, if it has any."""
+    """Seed each numbered operator, if there are any; the key is then one more input."""
     sites = [node for node in program.graph.nodes if SITE in node.meta]
     if not sites:
         return program
@@ -85,20 +88,24 @@ def mix(*words: int) -> int:
 _MASK = (1 << 64) - 1
 
 
-def _is_random(node: fx.Node) -> bool:
-    target = node.target
+def is_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator draws random numbers when it is called like this."""
     return (
         isinstance(target, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded in target.tags
-    ) and _draws(node)
+        and _draws(target, args, kwargs)
+    )
 
 
-def _draws(node: fx.Node) -> bool:
+def _is_random(node: fx.Node) -> bool:
+    return is_random(node.target, node.args, node.kwargs)
+
+
+def _draws(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Attention and RNN operators are tagged as random, but draw only with a positive dropout."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for i, argument in enumerate(node.target._schema.arguments):
+    for i, argument in enumerate(target._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
             return bool(argument.default_value if value is None else value)
     return True
 
