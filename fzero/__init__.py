@@ -1,8 +1,8 @@
 """fzero: sharded training as pure functions.
 
-    step_fn = fzero.make_train_step(model_fn, opt, fzero.Config(stage=3))
-    params, opt_state = step_fn.init(params)
-    params, opt_state = step_fn(params, opt_state, batch)
+step_fn = fzero.make_train_step(model_fn, opt, fzero.Config(stage=3))
+params, opt_state = step_fn.init(params)
+params, opt_state = step_fn(params, opt_state, batch)
 """
 
 from fzero import optim

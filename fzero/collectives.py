@@ -20,6 +20,9 @@ Unlike `torch.distributed._functional_collectives`, whose differentiable forms r
 ("must override setup_context") and give a zero tangent under `jvp`.
 """
 
+# What autograd passes to backward and jvp depends on forward; torch types them for no argument.
+# pyright: reportIncompatibleMethodOverride=false
+
 from typing import Any, NamedTuple
 
 import torch
@@ -200,7 +203,7 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def as_wire(x: Tensor) -> Tensor:
-    """A contiguous view in a dtype that every backend moves (gloo knows no bool, complex or fp8)."""
+    """A contiguous view in a dtype that all backends move (gloo knows no bool, complex or fp8)."""
     x = x.contiguous()
     return x if x.dtype in _WIRE_DTYPES else x.view(torch.uint8)
 

@@ -193,7 +193,7 @@ class Eager:
         found = _gradients(scaled_loss, [*used, *(x.shard for x in trained)])[len(used) :]
         arrived = dict(zip((x.place for x in used), arrivals.finish(), strict=True))
         source.close()
-        grads = []
+        grads: list[Tensor] = []
         for x, staged in zip(trained, found, strict=True):
             parts = [arrived.get(x.place), staged]
             there = [part.to(x.leaf.dtype) for part in parts if part is not None]
@@ -229,24 +229,23 @@ class _Arrivals:
         limit: int,
         done: Callable[[int], None] = lambda i: None,
     ) -> None:
-        self.leaves, self.reduce = leaves, reduce
-        self.zeros = [
-            lambda x=x: torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in tensors
-        ]
+        self.tensors, self.leaves, self.reduce = tensors, leaves, reduce
         self.arrived: dict[int, Tensor] = {}
-        self.reduced: list[Tensor | None] = [None] * len(leaves)
+        self.reduced: dict[int, Tensor] = {}
         self.waiting = _buckets([x.nbytes for x in tensors], limit)
-        for i, x in enumerate(tensors):
-            x.register_hook(self._taker(i, done))
+        self.hooks = [x.register_hook(self._taker(i, done)) for i, x in enumerate(tensors)]
 
     def finish(self) -> list[Tensor]:
         """What `reduce` made of each gradient; those that have not come are zeros."""
         while self.waiting:
             for i in self.waiting[0]:
                 if i not in self.arrived:
-                    self.arrived[i] = self.zeros[i]()
+                    x = self.tensors[i]
+                    self.arrived[i] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
             self._flush()
-        return [x for x in self.reduced if x is not None]
+        for hook in self.hooks:  # they hold what holds them
+            hook.remove()
+        return [self.reduced.pop(i) for i in range(len(self.leaves))]
 
     def _taker(self, i: int, done: Callable[[int], None]) -> Callable[[Tensor], Tensor]:
         def take(grad: Tensor) -> Tensor:

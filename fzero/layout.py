@@ -1,12 +1,12 @@
-"""How each leaf of a tree is split over the ranks of one axis: plain data, made once, used everywhere.
+"""How each leaf of a tree is split over the ranks of one axis: plain data, used everywhere.
 
 [Note: names of a tensor]
     full          the whole leaf, of `shape`
     shard         this rank's rows of it along `dim`: rows `start` to `stop` of `bounds(rank)`
     padded shard  a shard filled up to `padded_rows`, the same on every rank: what collectives carry
 
-Rows are dealt out as `torch.chunk` and `DTensor`'s `Shard(dim)` do: `ceil(rows / world)` to each rank
-until none are left, so the last ranks may get fewer, or none.
+Rows are dealt out as `torch.chunk` and `DTensor`'s `Shard(dim)` do: `ceil(rows / world)` to each
+rank until none are left, so the last ranks may get fewer, or none.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -137,9 +137,10 @@ class Gathered:
             raise changed_in_place(self.leaves[place].leaf.name)
 
     def close(self) -> None:
-        """Forget every leaf."""
+        """Forget every leaf, and the circle of leaf and source with it."""
         for place in list(self._full):
             self.drop(place)
+        self.leaves = []
 
     def _together(self, place: int) -> list[int]:
         if place not in self.turn:

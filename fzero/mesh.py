@@ -124,7 +124,7 @@ def is_simulated(mesh: Mesh) -> bool:
 def is_gloo(group: str) -> bool:
     """Whether the process group of this name moves its data with gloo."""
     # Private. `dist.get_backend` takes a group, and only this finds the group of a name.
-    return dist.get_backend(dist.distributed_c10d._resolve_process_group(group)) == "gloo"
+    return dist.get_backend(dist.distributed_c10d._resolve_process_group(group)) == "gloo"  # pyright: ignore
 
 
 def _check(mesh: DeviceMesh, device_type: str) -> None:

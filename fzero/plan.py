@@ -90,7 +90,7 @@ class Plan:
         return [self._wrap(x, leaf) for x, leaf in zip(parts, self.trained, strict=True)]
 
     def wrap_inner(self, inner: PyTree) -> PyTree:
-        """An optimizer's state with a DTensor wherever a leaf is shaped and named like a parameter."""
+        """An optimizer's state; leaves shaped and named like parameters become DTensors."""
         if not self.splits_state:
             return inner
         rank = self.mesh.shard_rank

@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.config import Config
 from fzero.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.errors import ShardError
-from fzero.layout import LeafLayout, Layout, plan_layout
+from fzero.layout import Layout, LeafLayout, plan_layout
 from fzero.mesh import Mesh, resolve_mesh
 from fzero.tree import PyTree
 

@@ -57,7 +57,8 @@ def make_train_step(model_fn: ModelFn, opt: Any, cfg: Config | None = None) -> "
     """
     if not callable(model_fn):
         raise ConfigError(
-            f"model_fn is a {type(model_fn).__name__}; it must be a function (params, batch) -> loss."
+            f"model_fn is a {type(model_fn).__name__}; it must be a function "
+            "(params, batch) -> loss."
         )
     return TrainStep(model_fn, as_optimizer(opt), cfg or Config())
 
@@ -328,7 +329,7 @@ class TrainStep:
         return f"step function {self._number}, call {self._calls}"
 
     def _agree_on_collectives(self, mesh: Mesh, collectives: str) -> None:
-        """Whenever this rank's collectives change, see that all ranks' do, before any of them runs."""
+        """Whenever this rank's collectives change, see that all ranks' do, before any runs."""
         if self._last_collectives is None:
             lines = [(f"line {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
             agree("the step's collectives", lines, mesh)

@@ -14,7 +14,7 @@ from fzero import loss_scale as scales
 from fzero import tree
 from fzero.collectives import all_gather, all_reduce
 from fzero.config import Config
-from fzero.layout import LeafLayout, Layout
+from fzero.layout import Layout, LeafLayout
 from fzero.loss_scale import LossScaleState
 from fzero.optim import tree_global_norm
 from fzero.protocols import Optimizer

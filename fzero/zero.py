@@ -7,8 +7,8 @@
 
 A *loss function* here takes one tuple of leaves and returns `(loss, aux)`; a *gradient function*
 takes the tuple of trained leaves, then the tuple of frozen ones, then what the loss takes, and
-returns `(gradients, (loss, aux))`; aux is a tuple of tensors. All are ordinary functions: `torch.func.jvp` of a gradient
-function is a Hessian-vector product, on shards.
+returns `(gradients, (loss, aux))`; aux is a tuple of tensors. All are ordinary functions:
+`torch.func.jvp` of a gradient function is a Hessian-vector product, on shards.
 
 References: Rajbhandari et al., ZeRO, arXiv:1910.02054, sec. 5; HSDP: Zhao et al., PyTorch FSDP,
 arXiv:2304.11277, sec. 3.2.2.
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fzero.collectives import Axis, all_gather, all_reduce, boundary, reduce_scatter, replicate
-from fzero.layout import LeafLayout, Layout
+from fzero.layout import Layout, LeafLayout
 
 Leaves = tuple[Tensor, ...]
 LossFn = Callable[..., tuple[Tensor, Any]]
@@ -129,7 +129,7 @@ def zero3(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> Gra
 
 
 def zero2(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:
-    """Full parameters in, gradient shards out: each gradient is scattered as soon as it is there."""
+    """Full parameters in, gradient shards out: each gradient is scattered once it is there."""
     local = ddp_local(loss_fn, layout, grad)
 
     def sharded(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Leaves, tuple[Tensor, Any]]:

@@ -11,6 +11,7 @@ A single leaf that is split evenly along dim 0 is laid out so already; it travel
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
         return [buffer.view(bucket.leaves[0].shape)]
     sizes = [math.prod(leaf.padded_shape) for leaf in bucket.leaves]
     table = buffer.view(bucket.world, -1)
-    columns = torch.split_with_sizes_copy(table, sizes, dim=1) if len(sizes) > 1 else [table]
+    columns: Any = torch.split_with_sizes_copy(table, sizes, dim=1) if len(sizes) > 1 else [table]
     full = []
     for column, leaf in zip(columns, bucket.leaves, strict=True):
         assert leaf.dim is not None

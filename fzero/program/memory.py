@@ -2,7 +2,8 @@
 
 A storage lives from the node that makes it to the last node that reads any tensor on it, views
 included; inputs, and what is returned, live throughout. What a collective sends lives until it has
-been awaited: a backend holds on to it, and the runner does too, so that every backend holds the same.
+been awaited: a backend holds on to it, and the runner does too, so that every backend holds the
+same.
 """
 
 from collections.abc import Iterator
@@ -72,13 +73,24 @@ def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Byte
 def reads(node: fx.Node) -> list[fx.Node]:
     """What has to be alive while a node runs: its operands, and what it waits for sends."""
     operands = node.all_input_nodes
-    if not _is_wait(node):
-        return operands
-    return [*operands, *(sent for launch in operands for sent in launch.all_input_nodes)]
+    if _is_wait(node):
+        launches = operands
+    else:
+        launches = [x for wait in operands if _is_wait(wait) for x in wait.all_input_nodes]
+        launches = [x for x in launches if _lingers(x)]
+    return [*operands, *(sent for launch in launches for sent in launch.all_input_nodes)]
 
 
 def _is_wait(node: fx.Node) -> bool:
     return is_op(node, "_c10d_functional::wait_tensor")
+
+
+def _lingers(launch: fx.Node) -> bool:
+    """Whether the backend lets go of what it sent only a moment after it said that it was done.
+
+    Gloo's threads do; by then the main thread has allocated what the buffer is taken apart into.
+    """
+    return "bucket" in launch.meta and launch.meta["bucket"].exchanged
 
 
 def _storages(nodes: "Iterator[fx.Node] | list[fx.Node]") -> Bytes:

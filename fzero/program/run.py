@@ -44,13 +44,17 @@ def generate(program: Program) -> tuple[str, dict[str, Any]]:
     """The Python source of a Program, and the names that it uses."""
     scope: dict[str, Any] = {}
     bound: dict[Any, str] = {}
+    taken = {node.name for node in program.graph.nodes}
 
     def bind(value: Any, hint: str) -> str:
         """A global that holds `value`."""
         key = id(value)
         if key not in bound:
-            bound[key] = f"_{hint}_{len(bound)}"  # no node's name starts so
-            scope[bound[key]] = value
+            name = f"{hint}_{len(bound)}"
+            while name in taken:
+                name += "_"
+            bound[key] = name
+            scope[name] = value
         return bound[key]
 
     def show(value: Any) -> str:

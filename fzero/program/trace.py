@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.graph import CodeGen
 
 from fzero.errors import FzeroError, TraceError
 from fzero.program.interop import transformers_is_tracing
@@ -93,7 +94,7 @@ def _program(
     name: str, graph_module: fx.GraphModule, names: Sequence[str], log: tuple[str, ...]
 ) -> Program:
     graph = graph_module.graph
-    graph.set_codegen(fx.graph.CodeGen())  # make_fx leaves a pytree calling convention
+    graph.set_codegen(CodeGen())  # make_fx leaves a pytree calling convention
     (results,) = output_node(graph).args
     if not isinstance(results, (tuple, list)):
         output_node(graph).args = ((results,),)
@@ -109,7 +110,7 @@ def _program(
 
 @contextlib.contextmanager
 def _same_host_randomness() -> Iterator[None]:
-    """Refuse functions that draw from `random` or numpy: the number drawn would become a constant."""
+    """Refuse functions that draw from `random` or numpy: what they draw would become a constant."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), _numpy_state(numpy)
     yield
@@ -163,7 +164,8 @@ _READS = {
     "aten.nonzero.default": "the shape of a result depends on values (nonzero, or a boolean index)",
     "aten.equal.default": "a tensor's values are compared (torch.equal)",
     "aten._pack_padded_sequence.default": "the shape of a packed sequence depends on its lengths",
-    "aten._ctc_loss.Tensor": "CTC loss reads the lengths from tensors",
+    "aten._ctc_loss.Tensor": "what CTC loss keeps for backward depends on values",
+    "aten._ctc_loss.default": "what CTC loss keeps for backward depends on values",
 }
 
 

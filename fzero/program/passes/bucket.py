@@ -1,7 +1,6 @@
 """Turn collectives of single leaves into buckets, and decide when each is launched and awaited."""
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +40,12 @@ _UNPACK = {GATHER: unpack_full, REDUCE_SCATTER: unpack_shards, ALL_REDUCE: unpac
 
 
 def bucket(
-    program: Program, *, limit: int, prefetch: int | None = None, slack: float = 0.1, budget: int = 0
+    program: Program,
+    *,
+    limit: int,
+    prefetch: int | None = None,
+    slack: float = 0.1,
+    budget: int = 0,
 ) -> Program:
     """Let consecutive collectives share one, as far as memory allows.
 
@@ -51,8 +55,8 @@ def bucket(
 
     Args:
         limit: most bytes of full leaves in a bucket; a leaf larger than that travels alone.
-        prefetch: how many buckets ahead a gather is launched. None: 1, but 0 over gloo, whose transfers
-            take the cores that compute.
+        prefetch: how many buckets ahead a gather is launched. None: 1, but 0 over gloo, whose
+            transfers take the cores that compute.
         slack: share of the lowest peak that fewer collectives may cost.
         budget: bytes that the rest of the step needs in any case: up to there memory is free.
     """
@@ -130,7 +134,7 @@ def _groups(graph: fx.Graph, wanted: Any, size: int) -> list[_Group]:
 
 def _spec(node: fx.Node) -> Bucket:
     """The bucket of one collective alone."""
-    args: Sequence[Any] = node.args
+    args: list[Any] = list(node.args)
     (value,) = tensors_of(node.all_input_nodes[0])
     dtype = value.dtype
     if is_op(node, "fzero::all_reduce"):
@@ -175,7 +179,8 @@ def _lower(graph: fx.Graph, group: _Group) -> None:
         launch.meta["phase"] = group.key[-1]
         wait = call(graph, c10d.wait_tensor.default, launch)
         if targets := _written_over(group.nodes):
-            graph.call_function(unpack_into, (wait, whole, targets))
+            arguments: Any = (wait, whole, targets)
+            graph.call_function(unpack_into, arguments)
             for node in group.nodes:
                 graph.erase_node(node)
             return
@@ -208,7 +213,10 @@ def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:
 
 
 def schedule(program: Program, *, prefetch: int | None = None) -> Program:
-    """Overlap: launch gathers `prefetch` buckets early, await a reduction when the next is ready."""
+    """Overlap: launch gathers `prefetch` buckets early, await a reduction once the next is ready.
+
+    See `bucket` for `prefetch`.
+    """
     graph = copy_graph(program.graph)
     launches = [node for node in graph.nodes if "bucket" in node.meta]
     if prefetch is None:

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.graph import CodeGen
+from torch.fx.traceback import preserve_node_meta
 
 from fzero.errors import TraceError
 from fzero.program.ir import Program, placeholders
@@ -32,10 +34,10 @@ def functionalise(program: Program) -> Program:
     module = fx.GraphModule(dict(program.constants), program.graph)
     fakes = [node.meta["val"] for node in placeholders(program.graph)]
     functional = dispatch_functionalize(fx.Interpreter(module).run)
-    with torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+    with torch.no_grad(), preserve_node_meta():
         traced = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     graph = traced.graph
-    graph.set_codegen(fx.graph.CodeGen())
+    graph.set_codegen(CodeGen())
     constants = {
         str(node.target): getattr(traced, str(node.target))
         for node in graph.nodes

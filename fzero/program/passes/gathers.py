@@ -13,7 +13,7 @@ from fzero.program.passes.rewrite import infer, is_cheap, is_gather, is_reductio
 def regather(program: Program) -> Program:
     """Gather a leaf again in backward instead of keeping it from forward.
 
-    The gather is copied, with the views and casts on it, to just before their first use in backward.
+    The gather is copied, with the views and casts on it, to just before its first use there.
     """
     graph = copy_graph(program.graph)
     phase = phases(graph)

@@ -1,5 +1,6 @@
 """What the passes share: asking what a node is, making new nodes, keeping a graph in order."""
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,10 +18,32 @@ from fzero.program.ir import is_op, order_of
 _VIEWS = frozenset(
     f"aten::{name}"
     for name in (
-        "t transpose permute view _unsafe_view reshape expand unsqueeze squeeze slice select "
-        "narrow alias detach unbind split split_with_sizes chunk as_strided movedim unflatten "
-        "diagonal lift_fresh _to_copy clone"
-    ).split()
+        "t",
+        "transpose",
+        "permute",
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "select",
+        "narrow",
+        "alias",
+        "detach",
+        "unbind",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "as_strided",
+        "movedim",
+        "unflatten",
+        "diagonal",
+        "lift_fresh",
+        "_to_copy",
+        "clone",
+    )
 )
 
 
@@ -122,5 +145,5 @@ def legalise(graph: fx.Graph) -> None:
         for operand in missing:
             blocked.setdefault(operand, []).append(node)
     assert len(result) == len(order)
-    for before, after in zip(result, result[1:], strict=False):
+    for before, after in itertools.pairwise(result):
         before.append(after)
