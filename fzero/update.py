@@ -91,12 +91,12 @@ class Update:
             reduce = all_sum if self.cfg.stage == 0 else scatter
             grads = reduce(grads, self.layout, self.axes)
         if loss_scale is not None:
-            grads = torch._foreach_mul(list(grads), loss_scale.scale.reciprocal())
+            grads = _times(grads, loss_scale.scale.reciprocal())
         loss, norm = self._statistics(loss, grads)
         nonfinite = ~(torch.isfinite(norm) & torch.isfinite(loss))
         if self.cfg.clip_norm is not None:
             factor = (self.cfg.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            grads = torch._foreach_mul(list(grads), factor)
+            grads = _times(grads, factor)
         targets = list(masters) if masters else self._shards(params)
         if self.cfg.nonfinite_policy == "skip":
             self._apply_unless(nonfinite, grads, inner, targets)
@@ -190,6 +190,11 @@ class Update:
         name, world = f"model_state {place}", self.axes.world
         share = x / world if world > 1 else x
         return all_reduce(all_reduce(share, self.axes.shard, name), self.axes.replicate, name)
+
+
+def _times(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
+    # where all leaves are frozen there are none, which foreach refuses
+    return torch._foreach_mul(list(grads), factor) if grads else ()
 
 
 def _borders(leaves: Sequence[LeafLayout], limit: int) -> list[int]:

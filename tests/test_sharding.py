@@ -1,0 +1,99 @@
+"""`unshard(shard(x)) == x` on real ranks, for any tree of any leaves."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import fzero
+from fzero import Config, tree
+from tests.ranks import run_ranks
+from tests.test_layout import leaves
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Dicts, lists, tuples, namedtuples and None, nested."""
+    return st.recursive(
+        leaf | st.none(),
+        lambda inner: (
+            st.dictionaries(st.sampled_from("abcd"), inner, max_size=3)
+            | st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+            | st.builds(Pair, inner, inner)
+        ),
+        max_leaves=6,
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    (left, spec), (right, other) = tree.flatten(a), tree.flatten(b)
+    return spec == other and all(
+        x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(left, right, strict=True)
+    )
+
+
+def _wrong(drawn: list[Any], hybrid: bool) -> list[str]:
+    """On a rank: the laws that some tree breaks."""
+    mesh = init_device_mesh("cpu", (2, 2)) if hybrid else None
+    cfg, wrong = Config(mesh=mesh), []
+    for i, full in enumerate(drawn):
+        kept = tree.map(torch.clone, full)
+        sharded = fzero.shard(full, cfg)
+        if not _same(fzero.unshard(sharded), full):
+            wrong.append(f"tree {i}: unshard does not undo shard")
+        gathered = fzero.unshard(sharded, rank0_only=True)
+        if not (_same(gathered, full) if dist.get_rank() == 0 else gathered is None):
+            wrong.append(f"tree {i}: rank0_only")
+        for x, y in zip(tree.leaves(full), tree.leaves(sharded), strict=True):
+            if not isinstance(y, DTensor) or (y.shape, y.dtype) != (x.shape, x.dtype):
+                wrong.append(f"tree {i}: {y}")
+                continue
+            theirs = distribute_tensor(x.contiguous(), y.device_mesh, y.placements)
+            if not torch.equal(theirs.to_local(), y.to_local()):
+                wrong.append(f"tree {i}: not the part of a DTensor")
+            y.to_local().zero_()
+        if not _same(full, kept):
+            wrong.append(f"tree {i}: shards share memory with the input")
+        if not _same(fzero.unshard(kept), kept):
+            wrong.append(f"tree {i}: unshard changes full tensors")
+    return wrong
+
+
+@pytest.mark.parametrize(("world", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
+def test_unshard_undoes_shard(world: int, hybrid: bool) -> None:
+    @settings(max_examples=8, deadline=None)
+    @given(st.lists(trees(leaves()), min_size=1, max_size=6))
+    def law(drawn: list[Any]) -> None:
+        assert run_ranks(world, _wrong, drawn, hybrid) == [[]] * world
+
+    law()
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(leaves()))
+def test_without_a_process_group_too(full: Any) -> None:
+    assert not dist.is_initialized()
+    assert _same(fzero.unshard(fzero.shard(full)), full)
+
+
+def _commutes(x: Tensor) -> bool:
+    def f(x: Tensor) -> Tensor:  # of correctly rounded operations, wherever a vector ends
+        return (x * x + 3).sqrt().relu()
+
+    return torch.equal(fzero.shard(f(x)).to_local(), f(fzero.shard(x).to_local()))
+
+
+def test_sharding_commutes_with_elementwise_operations() -> None:
+    for shape in ((7, 15), (16, 17), (1, 3), (5,), ()):
+        assert run_ranks(3, _commutes, torch.randn(shape)) == [True] * 3
