@@ -49,7 +49,9 @@ def main() -> None:
     parser.add_argument("--clip", action="store_true", help="clip gradients as well")
     parser.add_argument("--sgd", action="store_true", help="SGD instead of AdamW: no state")
     args = parser.parse_args()
-    print("| model | world | stage | micro-batches | held | x ideal | peak | predicted | off | added |")
+    print(
+        "| model | world | stage | micro-batches | held | x ideal | peak | predicted | off | added |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name, world in itertools.product(args.models, args.worlds):
         rows = max(SIZES[name].rows // world, 1)
@@ -58,9 +60,7 @@ def main() -> None:
             held, _ = measure(lambda: plain_step(size, batch_of(size, rows)))  # noqa: B023
             _print([name, "1", "plain torch", "1"], held, None, name, 1, adam=True)
         for stage, accum in itertools.product(args.stages, args.accum):
-            cfg = fzero.Config(
-                stage=stage, accum_steps=accum, clip_norm=1.0 if args.clip else None
-            )
+            cfg = fzero.Config(stage=stage, accum_steps=accum, clip_norm=1.0 if args.clip else None)
             opt = fzero.optim.sgd(0.1) if args.sgd else fzero.optim.adamw(1e-3, weight_decay=0.01)
             with one_rank_of(world):
                 held, predicted = measured(name, opt, cfg, rows)
@@ -68,7 +68,9 @@ def main() -> None:
             _print(labels, held, predicted, name, world, adam=not args.sgd)
 
 
-def measured(name: str, opt: fzero.optim.Optimizer, cfg: fzero.Config, rows: int) -> tuple[Held, int]:
+def measured(
+    name: str, opt: fzero.optim.Optimizer, cfg: fzero.Config, rows: int
+) -> tuple[Held, int]:
     """What a step of a model holds, and the peak that its Program predicts."""
     size = SIZES[name]
 

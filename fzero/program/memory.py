@@ -6,7 +6,7 @@ been awaited: a backend holds on to it, and the runner does too, so that every b
 same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -46,7 +46,7 @@ def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Byte
     size: Bytes = {}
     last: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        for key in _storages(reads(node)):
+        for key in _storages([*reads(node), *_lingering(node)]):
             last[same.get(key, key)] = node
         if _is_wait(node):
             (launched,) = _storages(node.all_input_nodes)
@@ -73,27 +73,28 @@ def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Byte
 def reads(node: fx.Node) -> list[fx.Node]:
     """What has to be alive while a node runs: its operands, and what it waits for sends."""
     operands = node.all_input_nodes
-    if _is_wait(node):
-        launches = operands
-    else:
-        launches = [x for wait in operands if _is_wait(wait) for x in wait.all_input_nodes]
-        launches = [x for x in launches if _lingers(x)]
-    return [*operands, *(sent for launch in launches for sent in launch.all_input_nodes)]
+    return [*operands, *_sent(operands)] if _is_wait(node) else operands
+
+
+def _lingering(node: fx.Node) -> list[fx.Node]:
+    """What may still be alive because the backend was slow to let go of it.
+
+    Gloo's threads say that they are done, and let go of what they sent a moment later: by then the
+    main thread has often allocated what the buffer that came is taken apart into.
+    """
+    launches = [x for wait in node.all_input_nodes if _is_wait(wait) for x in wait.all_input_nodes]
+    return _sent([x for x in launches if "bucket" in x.meta and x.meta["bucket"].exchanged])
+
+
+def _sent(launches: Iterable[fx.Node]) -> list[fx.Node]:
+    return [buffer for launch in launches for buffer in launch.all_input_nodes]
 
 
 def _is_wait(node: fx.Node) -> bool:
     return is_op(node, "_c10d_functional::wait_tensor")
 
 
-def _lingers(launch: fx.Node) -> bool:
-    """Whether the backend lets go of what it sent only a moment after it said that it was done.
-
-    Gloo's threads do; by then the main thread has allocated what the buffer is taken apart into.
-    """
-    return "bucket" in launch.meta and launch.meta["bucket"].exchanged
-
-
-def _storages(nodes: "Iterator[fx.Node] | list[fx.Node]") -> Bytes:
+def _storages(nodes: Iterable[fx.Node]) -> Bytes:
     found: Bytes = {}
     for node in nodes:
         for x in tensors_of(node):

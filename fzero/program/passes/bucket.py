@@ -57,7 +57,7 @@ def bucket(
         limit: most bytes of full leaves in a bucket; a leaf larger than that travels alone.
         prefetch: how many buckets ahead a gather is launched. None: 1, but 0 over gloo, whose
             transfers take the cores that compute.
-        slack: share of the lowest peak that fewer collectives may cost.
+        slack: share of the lowest peak that fewer collectives may cost; less for large buckets.
         budget: bytes that the rest of the step needs in any case: up to there memory is free.
     """
     total = sum(
@@ -69,11 +69,19 @@ def bucket(
         size /= 1.6
     candidates = [bucket_at(program, size, prefetch=prefetch) for size in sizes or [limit]]
     peaks = [peak_bytes(candidate) for candidate in candidates]
-    allowed = max(min(peaks) * (1 + slack), budget)
-    return next(c for c, peak in zip(candidates, peaks, strict=True) if peak <= allowed)
+    lowest = min(peaks)
+
+    def fits(candidate: Program, peak: int) -> bool:
+        share = slack * min(1.0, _LARGE / max(candidate.bucket_bytes, 1))
+        return peak <= max(lowest * (1 + share), budget)
+
+    return next(c for c, peak in zip(candidates, peaks, strict=True) if fits(c, peak))
 
 
 _TRIES = 10
+# Bytes from which on launching a collective costs little beside carrying it: what a larger bucket
+# saves shrinks, and so does what it may cost.
+_LARGE = 8 * 2**20
 
 
 def bucket_at(program: Program, size: int, *, prefetch: int | None = None) -> Program:
