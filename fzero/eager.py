@@ -247,12 +247,14 @@ class _Arrivals:
             hook.remove()
         return [self.reduced.pop(i) for i in range(len(self.leaves))]
 
-    def _taker(self, i: int, done: Callable[[int], None]) -> Callable[[Tensor], Tensor]:
-        def take(grad: Tensor) -> Tensor:
+    def _taker(self, i: int, done: Callable[[int], None]) -> Callable[[Tensor], Tensor | None]:
+        def take(grad: Tensor) -> Tensor | None:
             self.arrived[i] = _dense(grad)
             done(i)
             while self.waiting and all(j in self.arrived for j in self.waiting[0]):
                 self._flush()
+            if grad.layout != torch.strided:  # sparse gradients may not be replaced
+                return None
             return grad.new_zeros(()).expand(grad.shape)  # nothing for autograd to keep
 
         return take

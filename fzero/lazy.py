@@ -95,16 +95,16 @@ class Gathered:
             for i, (shard, leaf) in enumerate(zip(shards, layout, strict=True))
         ]
         self.used: dict[int, None] = {}  # an ordered set
-        self._full: dict[int, tuple[Tensor, int]] = {}  # with the version it had
+        self._full: dict[int, Tensor] = {}
 
     def full(self, place: int) -> Tensor:
         """The full leaf, gathered unless it is there."""
         if place not in self._full:
             places = self._together(place)
             for i, full in zip(places, self.gather([self.leaves[i] for i in places]), strict=True):
-                self._full[i] = full, full._version
+                self._full[i] = full
                 self.used[i] = None
-        return self._full[place][0]
+        return self._full[place]
 
     def gather(self, leaves: Sequence[LazyLeaf]) -> list[Tensor]:
         """Full leaves that nobody keeps but the caller."""
@@ -119,28 +119,26 @@ class Gathered:
                 self.announce,
             )
         )
-        return [next(new) if full is None else full[0].detach() for full in found]
+        return [next(new) if full is None else full.detach() for full in found]
 
     def reshard(self) -> None:
         """Forget what is large: backward gathers again what it reads."""
-        for place in [i for i, (full, _) in self._full.items() if full.nbytes >= _SMALL]:
-            self.drop(place)
+        self._full = {i: full for i, full in self._full.items() if full.nbytes < _SMALL}
 
     def drop(self, place: int) -> None:
-        """Forget a leaf.
-
-        Raises:
-            FzeroError: it was changed in place, through a view of it.
-        """
-        full, version = self._full.pop(place, (None, 0))
-        if full is not None and full._version != version:
-            raise changed_in_place(self.leaves[place].leaf.name)
+        """Forget a leaf."""
+        self._full.pop(place, None)
 
     def close(self) -> None:
-        """Forget every leaf, and the circle of leaf and source with it."""
-        for place in list(self._full):
-            self.drop(place)
-        self.leaves = []
+        """Forget every leaf, and the circle of leaf and source with it.
+
+        Raises:
+            FzeroError: a leaf was changed in place, through a view of it.
+        """
+        leaves, self.leaves, self._full = self.leaves, [], {}
+        for lazy in leaves:
+            if lazy._version:  # views share the count of what they view
+                raise changed_in_place(lazy.leaf.name)
 
     def _together(self, place: int) -> list[int]:
         if place not in self.turn:

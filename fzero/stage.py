@@ -164,7 +164,9 @@ class _Stage(Function):
     @staticmethod
     def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         full = call.gather()
-        return call.run([full.get(i, x) for i, x in enumerate(tensors)])
+        results = call.run([full.get(i, x) for i, x in enumerate(tensors)])
+        # autograd wants an argument that comes back to be another tensor
+        return tuple(x.view_as(x) if any(x is y for y in tensors) else x for x in results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

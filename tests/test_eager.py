@@ -1,0 +1,381 @@
+"""The eager executor takes the same step as plain torch, for functions that nothing stages out."""
+
+import functools
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import fzero
+from fzero import FzeroError, RankMismatchError, TraceError
+from fzero.optim import sgd
+from tests.laws.models import Case, Mixed, Normed, Odd, error, train_ours, train_plain
+from tests.ranks import fake_ranks, run_ranks
+
+STEPS = 4
+
+
+# --- parity with plain torch
+def _cases() -> Iterator[tuple[str, Case]]:
+    for stage, accum in itertools.product(range(4), (1, 4)):
+        config = {"stage": stage, "accum_steps": accum, "clip_norm": 0.2 if accum == 4 else None}
+        name = f"stage {stage}, accum {accum}"
+        mixed = config | {"frozen": "frozen.*", "bucket_mb": 0.001}
+        yield f"mixed, {name}", Case(Mixed, torch.float64, mixed)
+        yield f"batchnorm, {name}", Case(Normed, torch.float64, config)
+        yield f"odd, {name}", Case(Odd, torch.float64, config)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in _cases()])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_training_equals_plain_torch(world: int, name: str) -> None:
+    for found in (by_name[name] for by_name in _errors(world)):
+        assert isinstance(found, float), found
+        assert found <= 1e-12
+
+
+@functools.cache  # one job per world for all its cases
+def _errors(world: int) -> list[dict[str, float | str]]:
+    return run_ranks(world, _train_all, timeout=240)
+
+
+def _train_all() -> dict[str, float | str]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found: dict[str, float | str] = {}
+    for name, case in _cases():
+        try:
+            ours = train_ours(case, world, rank, STEPS, executor="eager")
+            found[name] = error(ours, train_plain(case, world, STEPS))
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+def test_a_mesh_of_2_by_2_equals_plain_torch() -> None:
+    assert max(run_ranks(4, _train_hybrid, timeout=120)) <= 1e-12
+
+
+def _train_hybrid() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    errors = []
+    for stage in range(4):
+        case = Case(Mixed, torch.float64, {"stage": stage, "clip_norm": 0.2})
+        ours = train_ours(case, 4, dist.get_rank(), STEPS, executor="eager", mesh=mesh)
+        errors.append(error(ours, train_plain(case, 4, STEPS)))
+    return max(errors)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_precisions_are_the_traced_executors_bit_for_bit(stage: int, precision: str) -> None:
+    def run(executor: str) -> list[Tensor]:
+        cfg = fzero.Config(stage=stage, precision=precision, executor=executor)  # pyright: ignore
+        _, params, opt_state = _trained(_linear, {"w": _values(7, 5)}, cfg, _values(6, 7))
+        return [fzero.unshard(params)["w"], *opt_state.metrics.values()]
+
+    for a, b in zip(run("eager"), run("traced"), strict=True):
+        assert torch.equal(a, b)
+
+
+def _linear(params: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x.to(params["w"].dtype) @ params["w"]).float().square().mean()
+
+
+def _values(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _trained(
+    model_fn: Callable[..., Any], params: Any, cfg: fzero.Config, batch: Any, steps: int = 2
+) -> tuple[fzero.TrainStep, Any, Any]:
+    step_fn = fzero.make_train_step(model_fn, sgd(0.1), cfg)
+    params, opt_state = step_fn.init(params)
+    for _ in range(steps):
+        params, opt_state = step_fn(params, opt_state, batch)
+    return step_fn, params, opt_state
+
+
+# --- what can't be staged out
+def _branches(params: Any, x: Tensor) -> Tensor:
+    y = x @ params["w"]
+    return y.square().mean() if y.sum().item() > 0 else y.abs().mean()
+
+
+def _through_numpy(params: Any, x: Tensor) -> Tensor:
+    weights = torch.from_numpy(np.tanh((x @ params["w"]).detach().numpy()))
+    return ((x @ params["w"]) * weights).mean()
+
+
+def _loops(params: Any, x: Tensor) -> Tensor:
+    y = x
+    while y.norm() < 10:
+        y = y @ params["w"] + y
+    return y.mean()
+
+
+def _old_function(params: Any, x: Tensor) -> Tensor:
+    return _OldMatmul.apply(x, params["w"]).square().mean()
+
+
+def _derivative_inside(params: Any, x: Tensor) -> Tensor:
+    def inner(w: Tensor) -> Tensor:
+        return (x @ w).tanh().sum()
+
+    return torch.func.grad(inner)(params["w"]).square().sum() + inner(params["w"])
+
+
+def _penalty(params: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad((x @ params["w"]).tanh().sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+def _unused(params: Any, x: Tensor) -> Tensor:
+    return x.mean()
+
+
+class _OldMatmul(torch.autograd.Function):
+    """Without `setup_context`: `torch.func` refuses it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # pyright: ignore
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+@pytest.mark.parametrize(
+    "model_fn",
+    [_branches, _through_numpy, _loops, _old_function, _derivative_inside, _penalty, _unused],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_any_python_runs(model_fn: Callable[..., Any], stage: int) -> None:
+    start, x = {"w": _values(5, 5), "other": _values(3)}, _values(4, 5)
+    _, params, _ = _trained(model_fn, start, _eager(stage=stage), x)
+    w = start["w"].clone()
+    for _ in range(2):
+        leaf = w.detach().requires_grad_()
+        loss = model_fn({"w": leaf}, x)
+        if loss.requires_grad:
+            w = w - 0.1 * torch.autograd.grad(loss, leaf)[0]
+    torch.testing.assert_close(fzero.unshard(params), {"w": w, "other": start["other"]})
+
+
+def test_packed_sequences_run() -> None:
+    apply, start = fzero.functionalize(nn.LSTM(3, 4))
+
+    def model_fn(params: Any, batch: Any) -> Tensor:
+        x, lengths = batch
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return apply(params, packed)[0].data.square().mean()
+
+    batch = (_values(5, 2, 3), torch.tensor([5, 2]))
+    with pytest.raises(TraceError):
+        _trained(model_fn, start, fzero.Config(), batch)
+    _, params, _ = _trained(model_fn, start, _eager(), batch, steps=1)
+    leaves = {k: x.clone().requires_grad_() for k, x in start.items()}
+    grads = torch.autograd.grad(model_fn(leaves, batch), list(leaves.values()))
+    for (name, x), grad in zip(start.items(), grads, strict=True):
+        torch.testing.assert_close(fzero.unshard(params)[name], x - 0.1 * grad)
+
+
+def test_sparse_gradients_become_dense() -> None:
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        return F.embedding(x, params["w"], sparse=True).square().mean()
+
+    start, tokens = {"w": _values(9, 4)}, torch.tensor([1, 1, 3])
+    for stage in range(4):
+        cfg = _eager(stage=stage, accum_steps=3)
+        _, params, _ = _trained(model_fn, start, cfg, tokens, steps=1)
+        leaf = start["w"].clone().requires_grad_()
+        (grad,) = torch.autograd.grad(F.embedding(tokens, leaf).square().mean(), leaf)
+        torch.testing.assert_close(fzero.unshard(params)["w"], start["w"] - 0.1 * grad)
+
+
+def test_a_checkpoint_recomputes_with_the_parameters_of_the_call() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.drop = nn.Linear(5, 8), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, x, use_reentrant=False) + x.sum()  # pyright: ignore
+
+        def block(self, x: Tensor) -> Tensor:
+            return self.drop(self.up(x).tanh()).square()
+
+    net = Net()
+    apply, start = fzero.functionalize(net)
+
+    def plain(params: Any, x: Tensor) -> Tensor:
+        net.forward = lambda x: net.block(x) + x.sum()
+        try:
+            return apply(params, x).mean()
+        finally:
+            del net.forward
+
+    start = {k: x.clone() for k, x in start.items()}
+    # after a step the parameters are no longer the module's
+    _, ours, _ = _trained(lambda p, x: apply(p, x).mean(), start, _eager(), _values(3, 5))
+    _, wanted, _ = _trained(plain, start, _eager(), _values(3, 5))
+    torch.testing.assert_close(fzero.unshard(ours), fzero.unshard(wanted), rtol=0, atol=0)
+
+
+# --- purity
+def _eager(**fields: Any) -> fzero.Config:
+    return fzero.Config(executor="eager", **fields)
+
+
+def _dropping(params: Any, x: Tensor) -> Tensor:
+    return F.dropout(x @ params["w"], 0.5).square().mean()
+
+
+def test_randomness_is_a_function_of_seed_step_and_micro_batch() -> None:
+    def losses(seed: int, accum: int = 1) -> list[float]:
+        step_fn = fzero.make_train_step(
+            _dropping, sgd(0.0), _eager(seed=seed, accum_steps=accum, donate=False)
+        )
+        params, opt_state = step_fn.init({"w": _values(5, 5)})
+        found = []
+        for _ in range(2):
+            again = step_fn(params, opt_state, _values(1, 5).expand(4, 5))[1]
+            params, opt_state = step_fn(params, opt_state, _values(1, 5).expand(4, 5))
+            assert torch.equal(again.metrics["loss"], opt_state.metrics["loss"])
+            found.append(opt_state.metrics["loss"].item())
+        return found
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first, second = losses(0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first != second
+    torch.manual_seed(4)
+    assert losses(0) == [first, second]
+    assert losses(1) != [first, second]
+    assert losses(0, accum=4) != [first, second]
+
+
+def test_ranks_draw_different_numbers() -> None:
+    a, b = run_ranks(2, _draw)
+    assert not torch.equal(a, b)
+
+
+def _draw() -> Tensor:
+    def model_fn(params: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.rand(8)
+        return (params["w"] * mask).sum(), mask
+
+    cfg = _eager(has_aux=True)
+    return _trained(model_fn, {"w": torch.ones(8)}, cfg, torch.ones(1))[2].metrics["aux"]
+
+
+def _scale_in_place(params: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        params["w"].mul_(2)
+    return (x @ params["w"]).mean()
+
+
+def _scale_a_view_in_place(params: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        params["w"].t()[0].zero_()
+    return (x @ params["w"]).mean()
+
+
+@pytest.mark.parametrize("model_fn", [_scale_in_place, _scale_a_view_in_place])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_parameter_changed_in_place_is_an_error(stage: int, model_fn: Any) -> None:
+    with pytest.raises(FzeroError, match="'w' in place"):
+        _trained(model_fn, {"w": _values(5, 5)}, _eager(stage=stage), _values(4, 5))
+
+
+def test_a_batch_changed_in_place_is_an_error() -> None:
+    def model_fn(params: Any, batch: Any) -> Tensor:
+        return (batch["x"].sub_(1) @ params["w"]).mean()
+
+    with pytest.raises(FzeroError, match=r"batch\['x'\] in place"):
+        _trained(model_fn, {"w": _values(5, 5)}, _eager(), {"x": _values(4, 5)})
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_aux_and_state_are_no_views_of_parameters(stage: int) -> None:
+    def model_fn(params: Any, state: Any, x: Tensor) -> Any:
+        return (x @ params["w"]).mean(), {"last": params["w"]}, params["w"].t()
+
+    step_fn = fzero.make_train_step(model_fn, sgd(0.1), _eager(stage=stage, has_aux=True))
+    start = _values(5, 5)
+    params, opt_state = step_fn.init({"w": start}, {"last": torch.zeros(5, 5)})
+    params, opt_state = step_fn(params, opt_state, _values(4, 5))
+    assert not torch.equal(fzero.unshard(params)["w"], start)
+    assert torch.equal(opt_state.metrics["aux"], start.t())
+    assert torch.equal(opt_state.model_state["last"], start)
+
+
+def test_lower_says_that_there_is_no_program() -> None:
+    step_fn, params, opt_state = _trained(_linear, {"w": _values(5, 5)}, _eager(), _values(4, 5))
+    with pytest.raises(TraceError, match="executor='traced'"):
+        step_fn.lower(params, opt_state, _values(4, 5))
+
+
+# --- collectives
+@pytest.mark.parametrize(
+    ("stage", "gathers", "reductions"), [(0, 0, 0), (1, 1, 1), (2, 1, 1), (3, 1, 1)]
+)
+def test_leaves_share_collectives(stage: int, gathers: int, reductions: int) -> None:
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        for w in params:
+            x = torch.tanh(x @ w)
+        return x.mean()
+
+    with fake_ranks(4):
+        start = [_values(8, 8) for _ in range(20)]
+        step_fn, params, opt_state = _trained(model_fn, start, _eager(stage=stage), _values(4, 8))
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            step_fn(params, opt_state, _values(4, 8))
+    names = [event.name.rpartition("::") for event in profiled.events() or ()]
+    sent = [name for library, _, name in names if library == "_c10d_functional"]
+    assert sent.count("all_gather_into_tensor") == gathers
+    assert sent.count("reduce_scatter_tensor") == reductions
+    assert sent.count("all_reduce") == (2 if stage == 0 else 1)  # one for loss and norm
+
+
+def test_ranks_that_use_different_leaves_at_stage_2() -> None:
+    for found in run_ranks(2, _use_own_leaf, 2):
+        torch.testing.assert_close(found, {"a": torch.full((3,), 0.95), "b": torch.full((3,), 0.9)})
+
+
+def _use_own_leaf(stage: int) -> Any:
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        return params["a"].sum() if x.item() == 0 else params["b"].sum() * 2
+
+    start = {"a": torch.ones(3), "b": torch.ones(3)}
+    x = torch.tensor(dist.get_rank())
+    _, params, _ = _trained(model_fn, start, _eager(stage=stage), x, steps=1)
+    return fzero.unshard(params)
+
+
+def test_ranks_that_gather_different_leaves_raise_at_stage_3() -> None:
+    for message in run_ranks(2, _gather_own_leaf):
+        assert "all_gather of a" in message
+        assert "all_gather of b" in message
+
+
+def _gather_own_leaf() -> str:
+    try:
+        _use_own_leaf(3)
+    except RankMismatchError as error:
+        return str(error)
+    return "no error"
