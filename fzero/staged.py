@@ -68,6 +68,7 @@ class Staged:
         self.run_gradients = compile(gradients)
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
         self.shared = _shared_outputs(gradients)[: len(plan.trained)]
+        self.borrowed = _outputs_on(gradients, count=len(plan.trained))
         self.update_half = UpdateHalf(plan, held, reduced=not reduces_once(cfg))
         self.program = gradients
         if not plan.opt.foreign:
@@ -103,7 +104,10 @@ class Staged:
             flat = [*trained, *frozen, *state, *tree.leaves(batch), *held.scale[:1]]
             if self.seeded:
                 flat.append(mix(plan.cfg.seed, step, i, plan.mesh.rank))  # pyright: ignore
-            grads, loss, state, aux = self.signature.results(self.run_gradients(*flat))
+            results = self.run_gradients(*flat)
+            for place in self.borrowed:
+                results[place] = results[place].clone()
+            grads, loss, state, aux = self.signature.results(results)
             if not total:
                 total = grads
                 if len(micro) > 1:  # summed in place from here on
@@ -249,6 +253,18 @@ def _shared_outputs(program: Program) -> list[bool]:
         shared.append(place in seen or place[0] in held or not dense)
         seen.add(place)
     return shared
+
+
+def _outputs_on(program: Program, count: int) -> list[int]:
+    """The outputs behind the gradients that are on the memory of one of the first `count` inputs.
+
+    An update writes over those: aux that is a parameter must be what it was in the forward pass.
+    """
+    inputs = [n for n in program.graph.nodes if n.op == "placeholder"][:count]
+    held = {x.untyped_storage()._cdata for node in inputs for x in tensors_of(node)}
+    outputs: Any = output_node(program.graph).args[0]
+    on = [any(x.untyped_storage()._cdata in held for x in tensors_of(n)) for n in outputs]
+    return [place for place, shared in enumerate(on) if shared and place >= count]
 
 
 def _collectives(program: Program, mesh: Mesh) -> str:

@@ -456,7 +456,7 @@ def _refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: i
 
 def _warn_of_signatures(old: list[Any], new: Any) -> None:
     (_, spec), *leaves = new
-    paths = tree.paths(tree.unflatten(spec, leaves))
+    paths = tree.paths(tree.unflatten(spec, range(len(leaves))))
     before, *last = old[-1]
     changed = ["its structure"]
     if before == new[0]:

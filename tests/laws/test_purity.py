@@ -43,6 +43,7 @@ _configs = st.fixed_dictionaries(
         "frozen": st.sampled_from([(), ("*0", "*a")]),
         "on_nonfinite": st.sampled_from(["report", "skip", "raise"]),
         "reshard_after_forward": st.booleans(),
+        "executor": st.sampled_from(["traced", "traced", "eager"]),
         "seed": st.sampled_from([0, 2**63 - 1]),
     }
 )
@@ -99,8 +100,9 @@ def _broken(params: Any, config: dict[str, Any], optimizer: str) -> list[str]:
     law("the state that came in is untouched", _equal([*_locals(state), *_locals(batch)], before))
     law("the generator is untouched", torch.equal(torch.get_rng_state(), generator))
     torch.rand(3)  # what else draws in between does not matter
-    text = str(step_fn.lower(*state, batch))
-    law("lower says the same again", text == str(step_fn.lower(*state, batch)))
+    if step_fn.cfg.executor == "traced":
+        text = str(step_fn.lower(*state, batch))
+        law("lower says the same again", text == str(step_fn.lower(*state, batch)))
     kept = [x.clone() for x in _locals(first)]
     second = step_fn(*state, batch)
     law("the same call gives the same", _equal(first, second))
