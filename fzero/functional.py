@@ -44,6 +44,9 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     `torch.func`); pass copies to whatever writes to its inputs. Activation checkpoints inside the
     module (`fzero.remat`, `torch.utils.checkpoint`) recompute with the tensors of their call.
 
+    A parameter with `requires_grad=False` is in `params` like any other; a train step leaves it as
+    it is if `Config(frozen=[n for n, p in module.named_parameters() if not p.requires_grad])`.
+
     Args:
         module: any `nn.Module`, on any device, `meta` included. Its `training` flags are read at
             each call; its structure must stay as it is now.

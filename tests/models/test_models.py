@@ -1,0 +1,62 @@
+"""One step's gradients equal `loss.backward()` on real architectures."""
+
+import pytest
+import torch
+
+from fzero.errors import TraceError
+from tests.models.compare import batch_of, error, errors_on_ranks, plain, stepped
+from tests.models.zoo import CASES, Case
+from tests.ranks import run_ranks
+
+INSTALLED = [case for case in CASES if case.installed]
+STAGED = [case for case in INSTALLED if case.stages_out]
+REFUSED = [case for case in INSTALLED if not case.stages_out]
+
+
+def named(case: Case) -> str:
+    return case.name
+
+
+@pytest.mark.parametrize("case", STAGED, ids=named)
+def test_one_rank_is_backward_bit_for_bit(case: Case) -> None:
+    batch = batch_of(case)
+    ours, theirs = stepped(case, batch, stage=3), plain(case, batch)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert error(ours, theirs) == 0.0
+    for name, buffer in ours.buffers.items():
+        assert torch.equal(buffer, theirs.buffers[name]), name
+
+
+def test_every_trained_parameter_was_compared() -> None:
+    for case in STAGED:
+        theirs = plain(case, batch_of(case))
+        assert len(theirs.gradients) > 4, case.name
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_ranks_are_backward_on_both_batches(stage: int) -> None:
+    names = [case.name for case in STAGED]
+    for found in run_ranks(2, errors_on_ranks, names, stage, timeout=250):
+        assert list(found) == names
+        assert {name: e for name, e in found.items() if e > 1e-5} == {}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=named)
+def test_what_no_program_holds_says_so_and_runs_eagerly(case: Case) -> None:
+    batch = batch_of(case)
+    with pytest.raises(TraceError, match=r"zoo\.py:(.*\n)+.*executor='eager'"):
+        stepped(case, batch, stage=3)
+    ours = stepped(case, batch, lower=False, stage=3, executor="eager")
+    assert error(ours, plain(case, batch)) == 0.0
+
+
+def test_an_old_style_function_takes_the_second_front_end() -> None:
+    (case,) = (case for case in CASES if case.name == "old-style autograd.Function")
+    assert stepped(case, batch_of(case)).front_end == "torch.autograd.grad"
+
+
+@pytest.mark.parametrize("name", ["GPT-2, padded", "Llama, padded", "Qwen3", "BERT"])
+def test_masks_of_transformers_take_the_first_front_end(name: str) -> None:
+    pytest.importorskip("transformers")
+    (case,) = (case for case in CASES if case.name == name)
+    assert stepped(case, batch_of(case)).front_end == "torch.func.vjp"
