@@ -32,7 +32,11 @@ from fzero.program.run import compile
 from fzero.program.trace import stage_out
 from tests.ranks import run_ranks
 
-FRONT_ENDS = {"torch.func.grad": zero.grad, "torch.autograd.grad": zero.autograd}
+FRONT_ENDS = {
+    "torch.func.grad": zero.grad,
+    "torch.func.vjp": zero.vjp,
+    "torch.autograd.grad": zero.autograd,
+}
 
 Way = Callable[..., Any]
 
