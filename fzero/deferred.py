@@ -14,6 +14,7 @@ refused.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,11 +28,91 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fzero import tree
-from fzero.errors import FzeroError, TraceError
+from fzero.errors import FzeroError, ShardError, TraceError
 from fzero.program.passes.seed import generator_of, is_random, mix
-from fzero.recording import START, Draw, Memory, Op, Place, Recording, digest, real, run
+from fzero.recording import START, Draw, Memory, Op, Place, Player, digest, real
 from fzero.stage import kept
 from fzero.tree import PyTree
+
+Take = Callable[[int, Tensor], None]
+
+
+@dataclass
+class Recording:
+    """A builder's operators.
+
+    Args:
+        spec: structure of what it returned.
+        leaves: of that, on the meta device; a leaf that is no tensor as it is.
+        device: of the first leaf.
+        places: of the leaves that are tensors, by index.
+        ops: in order.
+        constants: real storages that the builder read or returned.
+        sizes: bytes of every storage.
+        starts: state of each generator at its first use.
+        ends: what the builder did to generators after its last random operator.
+    """
+
+    spec: tree.Spec
+    leaves: list[Any]
+    device: torch.device
+    places: dict[int, Place]
+    ops: list[Op]
+    constants: Memory
+    sizes: dict[int, int]
+    starts: list[tuple[torch.Generator, Tensor]]
+    ends: list[Draw]
+
+    def tree(self) -> PyTree:
+        """What the builder returned, on the meta device."""
+        return tree.unflatten(self.spec, self.leaves)
+
+    def replay(self, take: Take) -> None:
+        """Run it; `take(i, leaf)` gets each leaf once, in the order in which they are done.
+
+        Generators end up as after a plain call of the builder. The leaf's memory is the builder's:
+        copy what is to stay.
+        """
+        waiting: dict[int, list[int]] = {}
+        for i, place in self.places.items():
+            waiting.setdefault(place.storage, []).append(i)
+        last_use: dict[int, int] = {}
+        for turn, op in enumerate(self.ops):
+            last_use.update(dict.fromkeys(op.reads | op.makes, turn))
+        dies: dict[int, list[int]] = {}
+        for key, turn in last_use.items():
+            dies.setdefault(turn, []).append(key)
+        player = Player(self.ops, self.constants, self.sizes, self.starts)
+
+        def done(turn: int) -> None:
+            for key in dies.get(turn, ()):
+                for i in waiting.pop(key, ()):
+                    take(i, self.places[i].tensor(player.memory))
+                del player.memory[key]
+
+        with torch.no_grad():
+            player.advance(len(self.ops), done)
+            for places in waiting.values():  # constants that no operator has touched
+                for i in places:
+                    take(i, self.places[i].tensor(self.constants))
+            for generator, state in self.starts:
+                generator.set_state(player.find(Draw(generator, START)) if self.ops else state)
+            for draw in self.ends:
+                draw.generator.set_state(player.find(draw))
+
+    def fingerprint(self) -> list[tuple[str, str]]:
+        """What must be the same on all ranks for their leaves to be: generators and constants."""
+        items = [
+            (f"the state of random generator {i}", digest(state))
+            for i, (_, state) in enumerate(self.starts)
+        ]
+        for draw in (op.random for op in self.ops if op.random):
+            if draw.seed is not None:
+                items.append((f"the seed before random operator {draw.mark}", str(draw.seed)))
+        for i, storage in enumerate(self.constants.values()):
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            items.append((f"constant {i}", digest(flat.cpu())))
+        return items
 
 
 def record(builder: Callable[[], PyTree]) -> Recording:
@@ -42,6 +123,7 @@ def record(builder: Callable[[], PyTree]) -> Recording:
             reads of their values is worked out for it.
 
     Raises:
+        ShardError: it builds on the meta device.
         TraceError: it needs memory (`.numpy()`, `.tolist()`, a library that knows no fake tensors),
             or sets a generator in a way that can't be replayed.
 
@@ -54,7 +136,7 @@ def record(builder: Callable[[], PyTree]) -> Recording:
         >>> torch.equal(leaves[1], torch.nn.Linear(2, 3).weight)
         True
     """
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = _Fakes(allow_non_fake_inputs=True)
     recorder = _Recorder(fakes)
     try:
         with fakes, recorder, warnings.catch_warnings():
@@ -76,6 +158,12 @@ def record(builder: Callable[[], PyTree]) -> Recording:
     finally:
         recorder.restore()
     tensors = [x for x in leaves if isinstance(x, Tensor)]
+    for path, x in zip(tree.paths(built), leaves, strict=True):
+        if isinstance(x, Tensor) and x.device.type == "meta":
+            raise ShardError(
+                f"params{path} is on the meta device and has no values. The function that builds "
+                "the parameters is run without memory in any case: build them on a real device."
+            )
     return Recording(
         spec,
         [
@@ -86,13 +174,24 @@ def record(builder: Callable[[], PyTree]) -> Recording:
         places,
         recorder.ops,
         recorder.constants,
+        recorder.sizes,
         recorder.starts(),
         ends,
     )
 
 
-# They overwrite what they are given, and draw a number of times that does not depend on values.
-_FILLS = frozenset([torch.ops.aten.uniform_, torch.ops.aten.normal_])
+# They overwrite what they are given without reading it.
+_FILLS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("uniform_", "normal_", "zero_", "fill_", "copy_", "random_", "exponential_")
+)
+
+
+class _Fakes(FakeTensorMode):
+    """A mode whose tensors stay its own when they are deep-copied, attributes and all."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Fakes":
+        return self
 
 
 class _Recorder(TorchDispatchMode):
@@ -106,6 +205,8 @@ class _Recorder(TorchDispatchMode):
         self.alive: dict[int, Any] = {}  # fake storages: their addresses must stay theirs
         self.imported: dict[int, tuple[Tensor, Tensor]] = {}
         self.streams: dict[int, _Stream] = {}
+        self.sizes: dict[int, int] = {}
+        self.player = Player(self.ops, self.constants, self.sizes, [])
 
     def __torch_dispatch__(
         self,
@@ -121,7 +222,7 @@ class _Recorder(TorchDispatchMode):
         inputs = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
         described = pytree.tree_map_only(Tensor, self.place, given)
         reads = {self._key(x) for x in inputs}
-        writes = {self._key(x) for x in _written(func, args, named)}
+        written = list(_written(func, args, named))
         try:
             result = func(*args, **named)
         except DataDependentOutputException:  # the builder reads a value
@@ -130,18 +231,29 @@ class _Recorder(TorchDispatchMode):
         self.fakes.fake_tensor_converter.tensor_memo.clear()
         results = pytree.tree_leaves(result)
         made = [
-            (i, self.place(x), x.untyped_storage().nbytes())
+            (i, self.place(x))
             for i, x in enumerate(results)
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.alive
         ]
-        if made or writes:
-            op = Op(func, described[0], described[1], made, reads, writes)
+        if made or written:
+            covered = self._covered(func, described[0], written)
+            writes = {self._key(x) for x in written}
+            op = Op(func, described[0], described[1], made, reads, writes, covered)
             if is_random(func, args, named):
                 stream = self._stream(named.get("generator"), [*inputs, *results])
                 op.random = stream.draw(sum(op.random is not None for op in self.ops))
-                stream.pending.append((len(self.ops), op))
             self.ops.append(op)
         return result
+
+    def _covered(self, func: Any, args: tuple[Any, ...], written: Sequence[Tensor]) -> set[int]:
+        """The storages that an operator overwrites as a whole."""
+        if func.overloadpacket not in _FILLS:
+            return set()
+        (x,) = written
+        key = self._key(x)
+        others = [p.storage for p in args[1:] if isinstance(p, Place)]
+        whole = x.numel() * x.itemsize == self.sizes[key]
+        return {key} if whole and key not in others else set()
 
     def place(self, x: Tensor) -> Place:
         """Where `x` lies."""
@@ -160,11 +272,13 @@ class _Recorder(TorchDispatchMode):
     def _key(self, x: Tensor) -> int:
         storage = x.untyped_storage()
         self.alive[storage._cdata] = storage
+        self.sizes[storage._cdata] = storage.nbytes()
         return storage._cdata
 
     def _fake(self, x: Tensor) -> Tensor:
         """`x`, or the fake tensor that stands for a real one."""
         if isinstance(x, FakeTensor):
+            assert x.fake_mode is self.fakes
             return x
         if id(x) not in self.imported:
             with _disable_current_modes():
@@ -177,51 +291,14 @@ class _Recorder(TorchDispatchMode):
     def _value(self, func: Any, described: tuple[Any, Any]) -> Any:
         """The result of an operator that returns a number, which the builder decides by."""
         wanted = {x.storage for x in pytree.tree_leaves(described) if isinstance(x, Place)}
-        generators = [stream.generator for stream in self.streams.values()]
+        player = self.player
+        player.starts = self.starts()
+        generators = [generator for generator, _ in player.starts]
         with _disable_current_modes(), torch.no_grad(), kept(generators):
-            memory = self._evaluated(wanted, len(self.ops))
-            args, kwargs = real(described, memory)
+            player.advance(len(self.ops))
+            player.fetch(wanted)
+            args, kwargs = real(described, player.memory)
             return func(*args, **kwargs)
-
-    def _evaluated(self, wanted: set[int], stop: int) -> Memory:
-        """The wanted storages as they are after `stop` operators, and what they depend on."""
-        wanted, needed = set(wanted), []
-        for op in reversed(self.ops[:stop]):
-            if wanted & {*op.writes, *[place.storage for _, place, _ in op.made]}:
-                needed.append(op)
-                wanted |= op.reads
-        memory = {key: x.clone() for key, x in self.constants.items() if key in wanted}
-        for op in reversed(needed):
-            if op.random:
-                state = self._state_before(op.random)
-                op.random.generator.set_state(state)
-            run(op, memory)
-        return memory
-
-    def _state_before(self, draw: Draw) -> Tensor:
-        """The generator's state that an operator would find: those before it are run for it."""
-        generator = draw.generator
-        stream = self.streams[id(generator)]
-        while draw.mark not in stream.found:
-            turn, op = stream.pending.pop(0)
-            assert op.random is not None
-            state = stream.left[stream.last]
-            if op.random.seed is not None:
-                state = torch.Generator(generator.device).manual_seed(op.random.seed).get_state()
-            elif op.random.back_to is not None:
-                state = stream.left[op.random.back_to]
-            stream.found[op.random.mark] = state
-            fills = op.func.overloadpacket in _FILLS
-            memory = {} if fills else self._evaluated(op.reads, turn)
-            for key in op.reads if fills else ():
-                memory[key] = torch.UntypedStorage(
-                    self.alive[key].nbytes(), device=generator.device
-                )
-            generator.set_state(state)
-            run(op, memory)
-            stream.left[op.random.mark] = generator.get_state()
-            stream.last = op.random.mark
-        return stream.found[draw.mark]
 
     # --- generators
     def _stream(self, generator: torch.Generator | None, tensors: Sequence[Any]) -> "_Stream":
@@ -255,11 +332,6 @@ class _Stream:
         self.start = generator.get_state()
         self.expected = digest(self.start)
         self.marks = {self.expected: START}
-        # for values that the builder reads: real states, by the mark of the operator
-        self.pending: list[tuple[int, Op]] = []
-        self.found: dict[int, Tensor] = {}
-        self.left = {START: self.start}
-        self.last = START
 
     def draw(self, mark: int) -> Draw:
         """A random operator comes."""

@@ -1,12 +1,18 @@
-"""A builder's operators, recorded without memory, and their run on real tensors.
+"""Operators recorded without memory, and their run on real tensors.
 
 [Note: storages] Tensors are told apart by their storage, and described by where they lie in it.
 Views, `detach`, `.data` and assignments to `.data` then need no bookkeeping: only operators that
 make a storage or write to one are kept.
+
+[Note: running in order] Operators run in the order in which they were recorded, so that random
+numbers are drawn in that order. Few storages are kept meanwhile: a model that is built and then
+initialised anew, layer by layer, would otherwise be there as a whole in between. What was forgotten
+and is read again is computed again, with the generators as they were.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -15,10 +21,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero import tree
-from fzero.tree import PyTree
-
-Take = Callable[[int, Tensor], None]
 Memory = dict[int, torch.UntypedStorage]
 START = -1  # the mark of a generator's state at its first use
 
@@ -36,26 +38,12 @@ class Place:
     conjugated: bool
     negated: bool
 
-
-@dataclass
-class Op:
-    """One operator that made a storage or wrote to one.
-
-    Args:
-        func: the operator.
-        args, kwargs: with a `Place` for each tensor.
-        made: of its flat results, those on new storages, by index; with the storage's bytes.
-        reads, writes: storages of its arguments; all of them, and those that change.
-        random: what it does to a generator, if it draws.
-    """
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    made: list[tuple[int, Place, int]]
-    reads: set[int]
-    writes: set[int]
-    random: "Draw | None" = None
+    def tensor(self, memory: Memory) -> Tensor:
+        """The tensor on real memory."""
+        x = torch.empty(0, dtype=self.dtype, device=self.device)
+        x.set_(memory[self.storage], self.offset, self.shape, self.stride)  # pyright: ignore
+        x = x.conj() if self.conjugated else x
+        return torch._neg_view(x) if self.negated else x
 
 
 class Draw(NamedTuple):
@@ -75,133 +63,156 @@ class Draw(NamedTuple):
 
 
 @dataclass
-class Recording:
-    """A builder's operators, to be run once.
+class Op:
+    """One operator that made a storage or wrote to one.
 
     Args:
-        spec: structure of what it returned.
-        leaves: of that, on the meta device; a leaf that is no tensor as it is.
-        device: of the first leaf.
-        places: of the leaves that are tensors, by index.
-        ops: in order.
-        constants: real tensors that the builder read or returned, by storage.
-        starts: state of each generator at its first use.
-        ends: what the builder did to generators after its last random operator.
+        func: the operator.
+        args, kwargs: with a `Place` for each tensor.
+        made: of its flat results, those on new storages, by index.
+        reads: storages of its arguments, those that it writes to included.
+        writes: storages of the arguments that it changes.
+        covers: those that it overwrites as a whole, without reading them.
+        random: what it does to a generator, if it draws.
     """
 
-    spec: tree.Spec
-    leaves: list[Any]
-    device: torch.device
-    places: dict[int, Place]
-    ops: list[Op]
-    constants: dict[int, torch.UntypedStorage]
-    starts: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
-    ends: list[Draw] = field(default_factory=list)
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: list[tuple[int, Place]]
+    reads: set[int]
+    writes: set[int]
+    covers: set[int]
+    random: Draw | None = None
 
-    def tree(self) -> PyTree:
-        """What the builder returned, on the meta device."""
-        return tree.unflatten(self.spec, self.leaves)
+    @property
+    def makes(self) -> set[int]:
+        """The storages that it makes."""
+        return {place.storage for _, place in self.made}
 
-    def replay(self, take: Take) -> None:
-        """Run it; `take(i, leaf)` gets each leaf once, in the order in which they are done.
-
-        Generators end up as after a plain call of the builder. The leaf's memory is the builder's:
-        copy what is to stay.
-        """
-        waiting: dict[int, list[int]] = {}
-        for i, place in self.places.items():
-            waiting.setdefault(place.storage, []).append(i)
-        last_use = dict.fromkeys(waiting, -1)
-        for turn, op in enumerate(self.ops):
-            last_use.update(dict.fromkeys((*op.reads, *[p.storage for _, p, _ in op.made]), turn))
-        dies: dict[int, list[int]] = {}
-        for key, turn in last_use.items():
-            dies.setdefault(turn, []).append(key)
-        memory = dict(self.constants)
-        randomness = _Replayed(
-            self.starts, [*(op.random for op in self.ops if op.random), *self.ends]
-        )
-
-        def finish(turn: int) -> None:
-            for key in dies.get(turn, ()):
-                for i in waiting.get(key, ()):
-                    take(i, _tensor(self.places[i], memory))
-                memory.pop(key, None)
-                self.constants.pop(key, None)
-
-        with torch.no_grad():
-            finish(-1)
-            for turn, op in enumerate(self.ops):
-                randomness.before(op.random)
-                run(op, memory)
-                randomness.after(op.random)
-                finish(turn)
-            for draw in self.ends:
-                randomness.before(draw)
-
-    def fingerprint(self) -> list[tuple[str, str]]:
-        """What must be the same on all ranks for their leaves to be: generators and constants."""
-        items = [
-            (f"the state of random generator {i}", digest(state))
-            for i, (_, state) in enumerate(self.starts)
-        ]
-        for draw in (op.random for op in self.ops if op.random):
-            if draw.seed is not None:
-                items.append((f"the seed before random operator {draw.mark}", str(draw.seed)))
-        for i, storage in enumerate(self.constants.values()):
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            items.append((f"constant {i}", digest(flat.cpu())))
-        return items
+    def run(self, memory: Memory, sizes: dict[int, int]) -> None:
+        """Run it on `memory`, and keep there what it makes."""
+        args, kwargs = real((self.args, self.kwargs), memory)
+        results = pytree.tree_leaves(self.func(*args, **kwargs))
+        for i, place in self.made:
+            x: Tensor = results[i]
+            if (x.stride(), x.storage_offset()) != (place.stride, place.offset):
+                storage = torch.UntypedStorage(sizes[place.storage], device=x.device)
+                x = place.tensor({place.storage: storage}).copy_(x)  # as it was recorded
+            memory[place.storage] = x.untyped_storage()
 
 
-class _Replayed:
-    """The generators while a recording runs."""
+class Player:
+    """Runs recorded operators in order on real memory; see [Note: running in order].
+
+    Args:
+        ops: in order; more may be added at the end.
+        constants: real storages that they read. They are never written to.
+        sizes: bytes of every storage.
+        starts: the first state of each generator.
+    """
 
     def __init__(
-        self, starts: Sequence[tuple[torch.Generator, Tensor]], draws: Sequence[Draw]
+        self,
+        ops: Sequence[Op],
+        constants: Memory,
+        sizes: dict[int, int],
+        starts: Sequence[tuple[torch.Generator, Tensor]],
     ) -> None:
-        self.kept = {(id(g), draw.back_to) for draw in draws for g in [draw.generator]}
-        self.states: dict[tuple[int, int], Tensor] = {}
-        for generator, state in starts:
-            generator.set_state(state)
-            self.states[id(generator), START] = state
+        self.ops, self.constants, self.sizes, self.starts = ops, constants, sizes, starts
+        self.memory: Memory = {}  # the least recently used first
+        self.done = 0
+        self._writers: dict[int, list[int]] = {}
+        self._found: dict[int, Tensor] = {}  # state of the generator before each random operator
+        self._left: dict[tuple[int, int], Tensor] = {}  # by generator and mark
+        self._last: dict[int, int] = {}
 
-    def before(self, draw: Draw | None) -> None:
-        """Put the generator where the operator found it."""
-        if draw is not None and draw.seed is not None:
-            draw.generator.manual_seed(draw.seed)
-        if draw is not None and draw.back_to is not None:
-            draw.generator.set_state(self.states[id(draw.generator), draw.back_to])
+    def advance(self, stop: int, done: Callable[[int], None] = lambda turn: None) -> None:
+        """Run the operators up to `stop`; `done` is told of each, while its operands are there."""
+        while self.done < stop:
+            turn, op = self.done, self.ops[self.done]
+            self.fetch(op.reads - op.covers)
+            if op.random:
+                self._found[turn] = self.find(op.random)
+            self._play(turn, self.memory)
+            if op.random:
+                self._leave(op.random)
+            for key in op.writes | op.makes:
+                self._writers.setdefault(key, []).append(turn)
+            self.done += 1
+            for key in op.reads | op.makes:
+                self.memory[key] = self.memory.pop(key)
+            done(turn)
+            self._forget(keep=op.reads | op.makes)
 
-    def after(self, draw: Draw | None) -> None:
-        """Keep the state if the builder goes back to it."""
-        if draw is not None and (id(draw.generator), draw.mark) in self.kept:
-            self.states[id(draw.generator), draw.mark] = draw.generator.get_state()
+    def fetch(self, keys: Iterable[int]) -> None:
+        """Have these storages in memory, as they are now."""
+        missing = [key for key in keys if key not in self.memory]
+        if not missing:
+            return
+        needed: set[int] = set()
+        scratch: Memory = {}
+        todo = [(key, self.done) for key in missing]
+        while todo:
+            key, stop = todo.pop()
+            writers = self._writers.get(key, [])
+            place = bisect_left(writers, stop)
+            if place == 0:
+                scratch[key] = self.constants[key].clone()
+            elif (turn := writers[place - 1]) not in needed:
+                needed.add(turn)
+                op = self.ops[turn]
+                todo += [(k, turn) for k in op.reads - op.covers]
+        for turn in sorted(needed):
+            self._play(turn, scratch)
+        self.memory.update({key: scratch[key] for key in missing})
+
+    def find(self, draw: Draw) -> Tensor:
+        """The state that the next random operator finds its generator in."""
+        generator = draw.generator
+        if draw.seed is not None:
+            return torch.Generator(generator.device).manual_seed(draw.seed).get_state()
+        for known, state in self.starts:
+            self._left.setdefault((id(known), START), state)
+        mark = self._last.get(id(generator), START) if draw.back_to is None else draw.back_to
+        return self._left[id(generator), mark]
+
+    def _leave(self, draw: Draw) -> None:
+        key = id(draw.generator)
+        self._left[key, draw.mark] = draw.generator.get_state()
+        self._last[key] = draw.mark
+
+    def _play(self, turn: int, memory: Memory) -> None:
+        op = self.ops[turn]
+        for key in op.covers - memory.keys():
+            device = next(p.device for p in pytree.tree_leaves(op.args) if _lies_in(p, key))
+            memory[key] = torch.UntypedStorage(self.sizes[key], device=device)
+        if op.random:
+            op.random.generator.set_state(self._found[turn])
+        op.run(memory, self.sizes)
+
+    def _forget(self, keep: set[int]) -> None:
+        """Drop what was not used for long, down to a few times the largest storage."""
+        held = sum(self.sizes[key] for key in self.memory)
+        budget = _KEPT * max((self.sizes[key] for key in self.memory), default=0)
+        for key in list(self.memory):
+            if held <= budget:
+                return
+            if key not in keep:
+                held -= self.sizes[key]
+                del self.memory[key]
 
 
-def run(op: Op, memory: Memory) -> None:
-    """Run one operator on `memory`, and keep there what it makes."""
-    args, kwargs = real((op.args, op.kwargs), memory)
-    results = pytree.tree_leaves(op.func(*args, **kwargs))
-    for i, place, nbytes in op.made:
-        x: Tensor = results[i]
-        if (x.stride(), x.storage_offset()) != (place.stride, place.offset):
-            storage = torch.UntypedStorage(nbytes, device=x.device)  # as the fake one was laid out
-            laid_out = _tensor(place, {place.storage: storage})
-            x = laid_out.copy_(x)
-        memory.setdefault(place.storage, x.untyped_storage())
+_KEPT = 2
 
 
 def real(described: Any, memory: Memory) -> Any:
     """Arguments with tensors in place of descriptions."""
-    return pytree.tree_map_only(Place, lambda place: _tensor(place, memory), described)
+    return pytree.tree_map_only(Place, lambda place: place.tensor(memory), described)
 
 
-def _tensor(place: Place, memory: Memory) -> Tensor:
-    x = torch.empty(0, dtype=place.dtype, device=place.device)
-    x.set_(memory[place.storage], place.offset, place.shape, place.stride)  # pyright: ignore
-    x = x.conj() if place.conjugated else x
-    return torch._neg_view(x) if place.negated else x
+def _lies_in(x: Any, key: int) -> bool:
+    return isinstance(x, Place) and x.storage == key
 
 
 def digest(state: Tensor) -> str:

@@ -11,7 +11,7 @@ from fzero import loss_scale, tree
 from fzero.agree import agree, check_meeting, rendezvous, smallest
 from fzero.collectives import all_reduce
 from fzero.config import Config
-from fzero.deferred import record
+from fzero.deferred import Recording, record
 from fzero.eager import Eager
 from fzero.errors import ConfigError, FzeroError, RankMismatchError, ShardError
 from fzero.gradients import ModelFn
@@ -21,7 +21,6 @@ from fzero.plan import Held, Plan, like
 from fzero.precision import cast, masters
 from fzero.program import Program
 from fzero.protocols import Optimizer
-from fzero.recording import Recording
 from fzero.sharding import check_tensors, locals_of, plan_sharding
 from fzero.staged import Staged
 from fzero.state import OptState
