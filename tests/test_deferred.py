@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fzero
-from fzero import RankMismatchError, TraceError
+from fzero import RankMismatchError, TraceError, tree
 from fzero.deferred import record
+from fzero.dtensor import local_tensor
 from fzero.optim import adam, sgd
 from tests.ranks import fake_ranks, run_ranks
 
@@ -114,7 +115,7 @@ def _replayed(builder: Builder) -> Any:
     recording = record(builder)
     leaves: dict[int, Tensor] = {}
     recording.replay(lambda i, x: leaves.setdefault(i, x.clone()))
-    return fzero.tree.unflatten(recording.spec, [leaves[i] for i in range(len(leaves))])
+    return tree.unflatten(recording.spec, [leaves[i] for i in range(len(leaves))])
 
 
 def _assert_same(builder: Builder) -> None:
@@ -125,8 +126,8 @@ def _assert_same(builder: Builder) -> None:
     torch.set_rng_state(before)
     ours = _replayed(builder)
     assert torch.equal(torch.get_rng_state(), after)
-    assert fzero.tree.paths(ours) == fzero.tree.paths(plain)
-    for a, b in zip(fzero.tree.leaves(ours), fzero.tree.leaves(plain), strict=True):
+    assert tree.paths(ours) == tree.paths(plain)
+    for a, b in zip(tree.leaves(ours), tree.leaves(plain), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
@@ -183,9 +184,9 @@ def _init_everything() -> bool:
                 plain = fzero.make_train_step(_no_model, adam(0.1), cfg).init(BUILDERS[name]())
                 torch.manual_seed(5)
                 ours = fzero.make_train_step(_no_model, adam(0.1), cfg).init(BUILDERS[name])
-                for a, b in zip(*map(fzero.tree.leaves, (ours, plain)), strict=True):
+                for a, b in zip(*map(tree.leaves, (ours, plain)), strict=True):
                     assert type(a) is type(b)
-                    assert torch.equal(*map(fzero.dtensor.local_tensor, (a, b))), (stage, name)
+                    assert torch.equal(*map(local_tensor, (a, b))), (stage, name)
     return True
 
 
@@ -214,7 +215,7 @@ def test_a_built_model_trains() -> None:
 # --- memory
 @pytest.mark.parametrize("again", ["fill", "read", "rescale"])
 def test_a_rank_holds_its_part_and_a_few_leaves(again: str) -> None:
-    width, depth, world = 128, 20, 8
+    width, depth, world = 256, 20, 8
     leaf = width * width * 4
 
     def builder() -> dict[str, Tensor]:
@@ -298,7 +299,7 @@ def test_a_leaf_that_is_no_tensor_is_named() -> None:
 def test_a_model_built_on_meta_has_no_values() -> None:
     step_fn = fzero.make_train_step(_no_model, sgd(0.1))
     with pytest.raises(fzero.ShardError, match=r"params\['weight'\] is on the meta device"):
-        step_fn.init(lambda: dict(nn.Linear(2, 2, device="meta").named_parameters()))
+        step_fn.init(lambda: _params_of(nn.Linear(2, 2, bias=False, device="meta")))
 
 
 @pytest.mark.parametrize("how", ["state", "seed", "constant"])
