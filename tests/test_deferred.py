@@ -114,7 +114,7 @@ BUILDERS: dict[str, Builder] = {
 def _replayed(builder: Builder) -> Any:
     recording = record(builder)
     leaves: dict[int, Tensor] = {}
-    recording.replay(lambda i, x: leaves.setdefault(i, x.clone()))
+    recording.replay(lambda i, x: leaves.update({i: x.clone()}))
     return tree.unflatten(recording.spec, [leaves[i] for i in range(len(leaves))])
 
 
@@ -149,7 +149,7 @@ _FILLS: list[Callable[[Tensor], Any]] = [
     lambda x: nn.init.trunc_normal_(x, std=1.0, a=-1.0, b=1.0),
     lambda x: x.add_(torch.poisson(torch.full_like(x, 3.0))),
     lambda x: x.div_(x.abs().max().item() + 1),
-    lambda x: torch.manual_seed(int(x.numel())),
+    lambda x: torch.manual_seed(x.numel()),
 ]
 
 
