@@ -219,16 +219,28 @@ def test_every_rank_may_bring_its_own_rows(stage: int) -> None:
 
 
 # ---- NaN on one rank only
-def _one_nan(stage: int, policy: str, accum: int) -> tuple[str | None, bool, dict[str, bool]]:
+def _loss_at_zero(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Infinite where x is zero, with gradients that are finite."""
+    return _loss(params, x) - x.amax().log()
+
+
+def _gradient_at_zero(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Finite where x is zero, with gradients that are NaN."""
+    return _loss(params, x) + (params["w"] * 0 + x.amax()).sqrt().sum()
+
+
+def _one_nan(
+    stage: int, policy: str, accum: int, model_fn: Callable[..., Tensor]
+) -> tuple[str | None, bool, dict[str, bool]]:
     config = Config(stage=stage, on_nonfinite=policy, accum_steps=accum)  # pyright: ignore
-    step_fn = fzero.make_train_step(_loss, SGD, config)
+    step_fn = fzero.make_train_step(model_fn, SGD, config)
     params, opt_state = step_fn(*step_fn.init(_params()), X)
 
     def held() -> list[Tensor]:
         return [fzero.unshard(x).clone() for x in tree.leaves((params, opt_state.inner))]
 
     before, message, flags = held(), None, {}
-    bad = X * torch.nan if _rank() == 1 else X
+    bad = X * 0 if _rank() == 1 else X
     try:
         params, opt_state = step_fn(params, opt_state, bad)
         flags = {k: bool(opt_state.metrics[k]) for k in ("nonfinite", "skipped")}
@@ -241,15 +253,21 @@ def _one_nan(stage: int, policy: str, accum: int) -> tuple[str | None, bool, dic
 
 
 @STAGES
-@pytest.mark.parametrize("accum", [1, 2])
-def test_a_nan_on_one_rank_is_everyones(stage: int, accum: int) -> None:
-    for message, same, flags in run_ranks(2, _one_nan, stage, "report", accum):
+@pytest.mark.parametrize(("model_fn", "accum"), [(_loss_at_zero, 1), (_gradient_at_zero, 2)])
+def test_a_nan_on_one_rank_is_everyones(
+    stage: int, model_fn: Callable[..., Tensor], accum: int
+) -> None:
+    for message, same, flags in run_ranks(2, _one_nan, stage, "report", accum, model_fn):
         assert (message, same) == (None, False)
-        assert flags == {"nonfinite": True, "skipped": False, "after": True}
-    for message, same, flags in run_ranks(2, _one_nan, stage, "skip", accum):
+        assert flags == {
+            "nonfinite": True,
+            "skipped": False,
+            "after": model_fn is _gradient_at_zero,
+        }
+    for message, same, flags in run_ranks(2, _one_nan, stage, "skip", accum, model_fn):
         assert (message, same) == (None, True)
         assert flags == {"nonfinite": True, "skipped": True, "after": False}
-    for message, same, flags in run_ranks(2, _one_nan, stage, "raise", accum):
+    for message, same, flags in run_ranks(2, _one_nan, stage, "raise", accum, model_fn):
         assert "step 1: NaN or infinity" in str(message)
         assert same
         assert flags == {"after": False}
