@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fzero
 from benchmarks.allocations import Held, measure
-from benchmarks.models import GPT, SIZES, batch_of, fzero_step, plain_step
+from benchmarks.models import GPT, SIZES, Step, batch_of, fzero_step, plain_step
 
 MIB = 2**20
 
@@ -49,10 +49,9 @@ def main() -> None:
     parser.add_argument("--clip", action="store_true", help="clip gradients as well")
     parser.add_argument("--sgd", action="store_true", help="SGD instead of AdamW: no state")
     args = parser.parse_args()
-    print(
-        "| model | world | stage | micro-batches | held | x ideal | peak | predicted | off | added |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = ["model", "world", "stage", "micro-batches"]
+    columns += ["held", "x ideal", "peak", "predicted", "off", "added"]
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for name, world in itertools.product(args.models, args.worlds):
         rows = max(SIZES[name].rows // world, 1)
         if world == 1 and not args.sgd:
@@ -74,7 +73,7 @@ def measured(
     """What a step of a model holds, and the peak that its Program predicts."""
     size = SIZES[name]
 
-    def build():  # noqa: ANN202
+    def build() -> Step:
         return fzero_step(size, batch_of(size, rows * cfg.accum_steps), opt, cfg)
 
     held, step = measure(build)

@@ -107,7 +107,8 @@ def test_an_illegal_value_names_field_value_and_rule(field, value, rule) -> None
 
 def test_defaults_are_the_documented_ones() -> None:
     cfg = Config()
-    assert (cfg.stage, cfg.accum_steps, cfg.bucket_mb, cfg.prefetch, cfg.seed) == (3, 1, 25, None, 0)
+    assert (cfg.stage, cfg.accum_steps, cfg.bucket_mb, cfg.seed) == (3, 1, 25, 0)
+    assert cfg.prefetch is None
     assert (cfg.executor, cfg.on_nonfinite, cfg.donate) == ("traced", "report", True)
     assert cfg.reshard_after_forward
     assert cfg.frozen == cfg.gather_together == ()

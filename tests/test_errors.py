@@ -131,7 +131,7 @@ def test_an_undivided_mesh_is_refused() -> None:
 
 
 def test_what_is_no_function_or_no_optimizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model_fn is a Linear|model_fn is a str"):
+    with pytest.raises(ConfigError, match=r"model_fn is a Linear|model_fn is a str"):
         fzero.make_train_step("loss", fzero.optim.sgd(0.1))  # pyright: ignore
     with pytest.raises(ConfigError):
         fzero.make_train_step(_loss, torch.optim.SGD([torch.ones(1)], 0.1))
