@@ -1,7 +1,7 @@
 """Bytes that a step holds, from the allocator's own events: exact, unlike a process's RSS."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -36,8 +36,8 @@ def measure(build: Callable[[], T], *, warm: int = 1) -> tuple[Held, T]:
             step()
         with record_function(_WINDOW):
             step()
-    results = prof.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
-    events = results.events()
+    profiler: Any = prof.profiler  # its events are typed in part only
+    events = profiler.kineto_results.events()
     (window,) = [e for e in events if e.name() == _WINDOW]
     start, stop = window.start_ns(), window.start_ns() + window.duration_ns()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]

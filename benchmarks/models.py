@@ -91,14 +91,15 @@ class Step:
     """Calls a step function over and over, as a training loop does."""
 
     def __init__(self, step_fn: fzero.TrainStep, state: list[Any], batch: Batch) -> None:
-        self.step_fn, self.state, self.batch = step_fn, state, batch
+        self.step_fn, self.batch = step_fn, batch
+        self.params, self.opt_state = state
 
     def __call__(self) -> None:
-        self.state[:] = self.step_fn(*self.state, self.batch)
+        self.params, self.opt_state = self.step_fn(self.params, self.opt_state, self.batch)
 
     def lower(self) -> fzero.Program:
         """The step's Program."""
-        return self.step_fn.lower(*self.state, self.batch)
+        return self.step_fn.lower(self.params, self.opt_state, self.batch)
 
 
 def plain_step(size: Size, batch: Batch) -> Callable[[], None]:
