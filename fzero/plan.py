@@ -39,6 +39,16 @@ class Plan:
     mesh: Mesh
     sharding: Sharding
 
+    def __post_init__(self) -> None:
+        for path, leaf in zip(self.sharding.paths, self.sharding.layout, strict=True):
+            if leaf.trainable and leaf.dtype.is_complex:
+                raise ShardError(
+                    f"params{path} is {leaf.dtype}, and a trained leaf must be real: optimizers "
+                    "and norms work on real numbers. Pass torch.view_as_real of it and go back "
+                    "with torch.view_as_complex in the model function, or name it in "
+                    "Config(frozen=...)."
+                )
+
     @property
     def axes(self) -> Axes:
         """The mesh, as the transforms take it."""

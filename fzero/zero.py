@@ -129,7 +129,11 @@ def zero3(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> Gra
 
 
 def zero2(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:
-    """Full parameters in, gradient shards out: each gradient is scattered once it is there."""
+    """Full parameters in, gradient shards out: each gradient is scattered once it is there.
+
+    Forward-mode derivatives of it are exact; for reverse over reverse take `zero3`, whose
+    parameters are known to be one tree over all ranks. Here every rank has a copy of its own.
+    """
     local = ddp_local(loss_fn, layout, grad)
 
     def sharded(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Leaves, tuple[Tensor, Any]]:

@@ -393,3 +393,14 @@ def test_a_project_may_be_called_after_ours(tmp_path: Path) -> None:
     step_fn = _make(scope["model_fn"])
     with pytest.raises(TraceError, match=re.escape(f"{file}:2, in model_fn")):
         step_fn(*_state(step_fn), X)
+
+
+def test_complex_leaves_are_trained_as_pairs_of_real_numbers() -> None:
+    leaf = torch.ones(3, dtype=torch.complex64)
+
+    def model_fn(params: dict[str, torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+        return (params["w"] * batch).abs().square().mean()
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1))
+    with pytest.raises(ShardError, match=r"params\['w'\] is torch.complex64.*view_as_real"):
+        step_fn.init({"w": leaf})
