@@ -1,5 +1,7 @@
 """Turn collectives of single leaves into buckets, and decide when each is launched and awaited."""
 
+import itertools
+import itertools
 import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -231,10 +233,10 @@ def schedule(program: Program, *, prefetch: int | None = None) -> Program:
         prefetch = 0 if any(is_gloo(node.meta["bucket"].group) for node in launches) else 1
     for phase in (FORWARD, BACKWARD) if prefetch else ():
         gathers = [n for n in launches if _is(n, GATHER, phase)]
-        for ahead, node in zip(gathers, gathers[prefetch:], strict=False):
-            _move_before(_launch_part(node), _wait_of(ahead))
+        for place, node in enumerate(gathers[1:], 1):
+            _move_before(_launch_part(node), _wait_of(gathers[max(place - prefetch, 0)]))
     reductions = [n for n in launches if n.meta["bucket"].kind != GATHER]
-    for node, following in zip(reductions, [*reductions[1:], None], strict=True):
+    for node, following in itertools.zip_longest(reductions, reductions[1:]):
         if node.meta["phase"] != UPDATE:
             _delay(node, following)
     legalise(graph)
