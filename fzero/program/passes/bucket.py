@@ -1,7 +1,6 @@
 """Turn collectives of single leaves into buckets, and decide when each is launched and awaited."""
 
 import itertools
-import itertools
 import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
