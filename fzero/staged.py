@@ -114,7 +114,7 @@ class Staged:
                     total = [g.clone() if s else g for g, s in zip(grads, self.shared, strict=True)]
             elif total:
                 torch._foreach_add_(total, grads)
-            del grads
+            del grads, results
             losses.append(loss)
             auxes.append(aux)
         loss = losses[0] if len(micro) == 1 else torch.stack(losses).sum()
