@@ -80,9 +80,9 @@ def bucket(
 
 
 _TRIES = 10
-# Bytes from which on launching a collective costs little beside carrying it: what a larger bucket
-# saves shrinks, and so does what it may cost.
-_LARGE = 8 * 2**20
+# Bytes from which on carrying a collective takes longer than launching it: the larger a bucket, the
+# less a still larger one saves, and the less it may cost.
+_LARGE = 2**20
 
 
 def bucket_at(program: Program, size: int, *, prefetch: int | None = None) -> Program:

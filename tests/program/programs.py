@@ -1,0 +1,68 @@
+"""Small functions as Programs, before any pass or after all."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fzero import zero
+from fzero.collectives import Axis
+from fzero.layout import Layout, plan_layout
+from fzero.mesh import resolve_mesh
+from fzero.program import Program
+from fzero.program.trace import stage_out
+from fzero.zero import Axes
+
+Leaves = tuple[Tensor, ...]
+
+
+def mlp_leaves(widths: Sequence[int], seed: int = 0) -> tuple[list[str], list[Tensor]]:
+    """A weight and a bias for each pair of widths."""
+    generator = torch.Generator().manual_seed(seed)
+    names, leaves = [], []
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(widths)):
+        names += [f"{i}.weight", f"{i}.bias"]
+        leaves += [torch.randn(fan_out, fan_in, generator=generator) / fan_in**0.5]
+        leaves += [torch.randn(fan_out, generator=generator)]
+    return names, leaves
+
+
+def mlp_loss(leaves: Leaves, x: Tensor, *, dropout: float = 0.0) -> tuple[Tensor, Leaves]:
+    """Mean square of the MLP's output; something is changed in place on the way."""
+    for weight, bias in zip(leaves[::2], leaves[1::2], strict=True):
+        x = torch.tanh(F.linear(x, weight, bias).mul_(1.5))
+        if dropout:
+            x = F.dropout(x, dropout)
+    return x.square().mean(), ()
+
+
+class Recorded:
+    """The stage-3 gradient function of an MLP on this rank, as it was recorded."""
+
+    def __init__(self, widths: Sequence[int], *, rows: int = 3, dropout: float = 0.0) -> None:
+        names, full = mlp_leaves(widths)
+        mesh = resolve_mesh(None, "cpu")
+        self.layout: Layout = plan_layout(names, full, mesh.world_size)
+        axes = Axes(Axis(mesh.shard_group, mesh.shard_size, mesh.shard_rank))
+        generator = torch.Generator().manual_seed(1 + mesh.rank)
+        batch = torch.randn(rows, widths[0], generator=generator)
+        shards = [
+            leaf.split(x, mesh.shard_rank).contiguous()
+            for x, leaf in zip(full, self.layout, strict=True)
+        ]
+
+        def loss_fn(leaves: Leaves, x: Tensor) -> tuple[Tensor, Any]:
+            return mlp_loss(leaves, x, dropout=dropout)
+
+        def flat_fn(*flat: Tensor) -> Leaves:
+            grads_of = zero.zero3(zero.scaled(loss_fn, 1.0), self.layout, axes)
+            grads, (_, (loss, _)) = grads_of(flat[:-1], (), flat[-1])
+            return (*[grad.contiguous() for grad in grads], loss)
+
+        self.inputs = [*shards, batch]
+        self.program: Program = stage_out(
+            "gradients", [("torch.func", flat_fn)], self.inputs, [*names, "batch"]
+        )

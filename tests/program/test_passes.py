@@ -1,0 +1,246 @@
+"""Laws of every pass: values stay bit for bit, the input stays as it was, the order is legal."""
+
+import itertools
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from fzero.program import Program
+from fzero.program.buckets import GATHER, REDUCE_SCATTER
+from fzero.program.ir import (
+    BACKWARD,
+    FORWARD,
+    copy_graph,
+    is_op,
+    order_of,
+    output_node,
+    phases,
+)
+from fzero.program.passes.bucket import bucket, bucket_at
+from fzero.program.passes.clean import clean
+from fzero.program.passes.functionalise import functionalise
+from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
+from fzero.program.passes.remat import rematerialise
+from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction, legalise
+from fzero.program.passes.seed import insert_seeds, number_sites
+from fzero.program.pipeline import share_collectives
+from fzero.program.run import compile
+from tests.program.programs import Recorded
+from tests.ranks import fake_ranks, run_ranks
+
+share = partial(share_collectives, bucket_bytes=1000, prefetch=1, exact=True)
+PIPELINE: list[Callable[[Program], Program]] = [
+    functionalise,
+    number_sites,
+    clean,
+    rematerialise,
+    regather,
+    sink_gathers,
+    hoist_reductions,
+    share,
+    insert_seeds,
+]
+WIDTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6)
+few = settings(max_examples=15, deadline=None)
+
+
+def prefixes(program: Program) -> list[Program]:
+    """The Program after none, one, ... and all of the passes."""
+    programs = [program]
+    for one in PIPELINE:
+        programs.append(one(programs[-1]))
+    return programs
+
+
+def results_of_prefixes(widths: list[int]) -> list[list[Tensor]]:
+    recorded = Recorded(widths)
+    return [compile(program)(*recorded.inputs) for program in prefixes(recorded.program)]
+
+
+def same_results(results: list[list[Tensor]]) -> None:
+    first, *others = results
+    assert len(first) > 1
+    for place, other in enumerate(others):
+        for a, b in zip(first, other, strict=True):
+            assert torch.equal(a, b), f"after pass {place}"
+
+
+@few
+@given(WIDTHS)
+def test_values_stay_bitwise_at_world_1(widths: list[int]) -> None:
+    same_results(results_of_prefixes(widths))
+
+
+@pytest.mark.parametrize("widths", [[4, 8, 2], [7, 15, 16, 1], [5, 5, 5, 5, 5]])
+def test_values_stay_bitwise_at_world_2(widths: list[int]) -> None:
+    for results in run_ranks(2, results_of_prefixes, widths):
+        same_results(results)
+
+
+@few
+@given(WIDTHS, st.integers(1, 4))
+def test_order_is_legal_and_inputs_stay(widths: list[int], world: int) -> None:
+    with fake_ranks(world, rank=world - 1):
+        programs = [Recorded(widths).program]
+        for one in PIPELINE:
+            before = str(programs[-1].graph), programs[-1].log
+            programs.append(one(programs[-1]))
+            assert (str(programs[-2].graph), programs[-2].log) == before
+            programs[-1].graph.lint()
+            assert programs[-1].log[: len(before[1])] == before[1]
+
+
+def optimised(widths: list[int], upto: int) -> Program:
+    return prefixes(Recorded(widths).program)[upto]
+
+
+def uses_of(node: fx.Node) -> set[fx.Node]:
+    """What computes with a gathered leaf: views and casts of it looked through."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        found |= uses_of(user) if is_cheap(user) else {user}
+    return found
+
+
+def between(graph: fx.Graph, start: fx.Node, stop: fx.Node) -> list[fx.Node]:
+    order = order_of(graph)
+    return [node for node, place in order.items() if order[start] < place < order[stop]]
+
+
+@few
+@given(WIDTHS, st.integers(2, 4))
+def test_gathers_sink_and_are_made_again(widths: list[int], world: int) -> None:
+    with fake_ranks(world):
+        graph = optimised(widths, 1 + PIPELINE.index(sink_gathers)).graph
+    order, phase = order_of(graph), phases(graph)
+    for gather in filter(is_gather, graph.nodes):
+        users = uses_of(gather)
+        assert {phase[user] for user in users if user.op != "output"} == {phase[gather]}
+        first = min(users, key=order.__getitem__)
+        for node in between(graph, gather, first):
+            assert is_gather(node) or is_cheap(node), f"{node} between {gather} and {first}"
+
+
+@few
+@given(WIDTHS, st.integers(2, 4))
+def test_reductions_come_right_after_their_gradients(widths: list[int], world: int) -> None:
+    with fake_ranks(world):
+        graph = optimised(widths, 1 + PIPELINE.index(hoist_reductions)).graph
+    order = order_of(graph)
+    reductions = list(filter(is_reduction, graph.nodes))
+    assert len(reductions) == 2 * (len(widths) - 1)
+    for reduction in reductions:
+        (ready,) = reduction.all_input_nodes
+        while is_cheap(ready):
+            (ready,) = ready.all_input_nodes
+        for node in between(graph, ready, reduction):
+            assert is_reduction(node) or is_cheap(node), f"{node} between {ready} and {reduction}"
+        assert order[ready] < order[reduction]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("size", [1, 300, 10**6])
+def test_buckets_carry_every_leaf_once_and_in_time(size: int, prefetch: int) -> None:
+    widths = [6, 7, 8, 9, 3]
+    with fake_ranks(2):
+        before = optimised(widths, 1 + PIPELINE.index(hoist_reductions))
+        program = bucket_at(before, size, prefetch=prefetch)
+    compile(program)
+    singles = [n for n in before.graph.nodes if is_gather(n) or is_reduction(n)]
+    order = order_of(program.graph)
+    launches = [n for n in program.graph.nodes if "bucket" in n.meta]
+    carried = [leaf.name for n in launches for leaf in n.meta["bucket"].leaves]
+    assert len(carried) == len(singles)
+    for node in launches:
+        one = node.meta["bucket"]
+        assert len(one.leaves) == 1 or one.nbytes <= size
+    for phase in (FORWARD, BACKWARD):
+        gathers = [n for n in launches if n.meta["bucket"].kind == GATHER]
+        gathers = [n for n in gathers if n.meta["phase"] == phase]
+        waits = [next(iter(n.users)) for n in gathers]
+        for i, wait in enumerate(waits):
+            in_flight = [n for n in gathers[i + 1 :] if order[n] < order[wait]]
+            assert len(in_flight) == min(prefetch, len(gathers) - 1 - i)
+    reductions = [n for n in launches if n.meta["bucket"].kind == REDUCE_SCATTER]
+    for node, following in itertools.pairwise(reductions):
+        assert order[next(iter(node.users))] < order[following], "one reduction in flight"
+
+
+def test_gathers_without_reductions_are_scheduled_too() -> None:
+    with fake_ranks(2):
+        program = optimised([4, 6, 8], 1 + PIPELINE.index(hoist_reductions))
+        graph = copy_graph(program.graph)
+        output = output_node(graph)
+        output.args = ((output.args[0][-1],),)  # pyright: ignore
+        graph.eliminate_dead_code()
+        scheduled = bucket_at(replace(program, graph=graph), 1)
+    kinds = {row.kind for row in scheduled.collectives()}
+    assert kinds == {GATHER}
+
+
+def test_bucket_takes_the_largest_size_that_memory_allows() -> None:
+    with fake_ranks(2):
+        before = optimised([64] * 8, 1 + PIPELINE.index(hoist_reductions))
+        peaks = {slack: bucket(before, limit=2**20, slack=slack) for slack in (0.0, 0.3, 10.0)}
+    counts = {s: sum("bucket" in n.meta for n in p.graph.nodes) for s, p in peaks.items()}
+    assert counts[10.0] <= counts[0.3] <= counts[0.0]
+    assert counts[10.0] < counts[0.0]
+    assert peaks[0.0].peak_bytes() <= peaks[0.3].peak_bytes() <= peaks[10.0].peak_bytes()
+
+
+def test_regather_off_keeps_what_forward_gathered() -> None:
+    with fake_ranks(2):
+        recorded = Recorded([4, 6, 8]).program
+        program = sink_gathers(clean(number_sites(functionalise(recorded))))
+    assert sum(map(is_gather, program.graph.nodes)) == 4
+    with fake_ranks(2):
+        again = optimised([4, 6, 8], 1 + PIPELINE.index(regather))
+    # of two weights and two biases backward reads one: the batch needs no gradient
+    assert sum(map(is_gather, again.graph.nodes)) == 5
+
+
+def test_functionalise_leaves_nothing_in_place() -> None:
+    recorded = Recorded([4, 4]).program
+    in_place = [n for n in recorded.graph.nodes if is_op(n, "aten::mul_")]
+    assert in_place
+    left = functionalise(recorded).graph.nodes
+    assert not [n for n in left if is_op(n, "aten::mul_")]
+
+
+@st.composite
+def shuffled_graphs(draw: Any) -> tuple[fx.Graph, list[fx.Node], bool]:
+    """A random graph, its nodes in legal order, and whether they stand in that order."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for _ in range(draw(st.integers(1, 12))):
+        a, b = (nodes[draw(st.integers(0, len(nodes) - 1))] for _ in "ab")
+        nodes.append(graph.call_function(operator.add, (a, b)))
+    inner = nodes[1:]
+    order = draw(st.permutations(inner))
+    for before, after in zip([nodes[0], *order], order, strict=False):
+        before.append(after)
+    graph.output(tuple(nodes))
+    return graph, nodes, order == inner
+
+
+@settings(max_examples=50, deadline=None)
+@given(shuffled_graphs())
+def test_legalise_makes_any_order_legal_and_keeps_a_legal_one(drawn: Any) -> None:
+    graph, nodes, legal = drawn
+    before = list(graph.nodes)
+    order = order_of(graph)
+    fits = all(order[x] < order[n] for n in before for x in n.all_input_nodes)
+    assert fits or not legal
+    legalise(graph)
+    graph.lint()
+    assert set(graph.nodes) == set(before)
+    assert not fits or list(graph.nodes) == before
+    assert len(nodes) + 1 == len(before)
