@@ -50,7 +50,9 @@ class Staged:
         trained, frozen = divide(leaves, layout)
         names = [name for group in plan.names for name in group]
         names += [f"model_state.{i}" for i in range(len(held.state))]
-        names += [f"batch.{name}" for name in tree.names(tree.unflatten(batch_spec, batch))]
+        names += [
+            f"batch.{name}".rstrip(".") for name in tree.names(tree.unflatten(batch_spec, batch))
+        ]
         names += ["loss_scale"] * bool(held.scale)
         inputs = [*trained, *frozen, *held.state, *batch, *held.scale[:1]]
         fed = sum(x.nbytes for x in batch)

@@ -79,7 +79,12 @@ def _call(node: fx.Node) -> str:
     name = str(target) if isinstance(target, torch._ops.OpOverload) else _name(target)
     if bucket := node.meta.get("bucket"):
         return f"{bucket!r}({', '.join(map(str, node.all_input_nodes))})"
-    return f"{name}({', '.join(_short(x) for x in node.args)})"
+    arguments = [_short(x) for x in node.args]
+    arguments += [f"{k}={_short(x)}" for k, x in node.kwargs.items() if k not in _SEEN_ELSEWHERE]
+    return f"{name}({', '.join(arguments)})"
+
+
+_SEEN_ELSEWHERE = ("dtype", "device", "layout", "pin_memory")  # in the result's type, or the same
 
 
 def _name(target: object) -> str:
