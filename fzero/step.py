@@ -375,6 +375,12 @@ def _check_available(cfg: Config) -> None:
             raise ConfigError(
                 f"Config.{field}={value!r} is not supported by make_train_step; {rest}."
             )
+    for field in ("autocast", "lower_precision_safe_modules", "output"):
+        if (value := getattr(cfg.dtypes, field)) is not None:
+            raise ConfigError(
+                f"Precision.{field}={value!r} is not supported by make_train_step; leave it None, "
+                "and use torch.autocast or a cast inside the model function."
+            )
 
 
 def _agree_on_start(

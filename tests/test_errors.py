@@ -404,3 +404,12 @@ def test_complex_leaves_are_trained_as_pairs_of_real_numbers() -> None:
     step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1))
     with pytest.raises(ShardError, match=r"params\['w'\] is torch.complex64.*view_as_real"):
         step_fn.init({"w": leaf})
+
+
+def test_precision_that_would_be_ignored_is_refused() -> None:
+    for field in ("autocast", "output"):
+        cfg = Config(precision=fzero.Precision(**{field: torch.bfloat16}))
+        with pytest.raises(ConfigError, match=rf"Precision\.{field}=torch\.bfloat16 is not supp"):
+            fzero.make_train_step(
+                lambda params, batch: params["w"].sum(), fzero.optim.sgd(0.1), cfg
+            )
