@@ -7,22 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero import loss_scale, tree
+from fzero import tree
 from fzero.agree import agree, check_meeting, rendezvous, smallest
 from fzero.collectives import all_reduce
 from fzero.config import Config
-from fzero.deferred import Recording, record
 from fzero.eager import Eager
 from fzero.errors import ConfigError, FzeroError, RankMismatchError, ShardError
 from fzero.gradients import ModelFn
 from fzero.mesh import Mesh, default_store, is_simulated, resolve_mesh
 from fzero.optim import as_optimizer
 from fzero.plan import Held, Plan, like
-from fzero.precision import cast, masters
 from fzero.program import Program
 from fzero.protocols import Optimizer
 from fzero.sharding import check_tensors, locals_of, plan_sharding
 from fzero.staged import Staged
+from fzero.start import agree_on_start, start
 from fzero.state import OptState
 from fzero.tree import PyTree
 from fzero.update import Updated
@@ -112,53 +111,9 @@ class TrainStep:
             >>> {name: tuple(leaf.shape) for name, leaf in params.items()}
             {'weight': (2, 3), 'bias': (2,)}
         """
-        recording = record(params) if callable(params) else None
-        shapes = recording.tree() if recording else params
-        leaves = tree.leaves(shapes)
-        check_tensors("params", leaves, tree.paths(shapes))
-        check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
-        cfg = self.cfg
-        device = leaves[0].device if leaves else torch.device("cpu")
-        device = recording.device if recording else device
-        mesh = resolve_mesh(cfg.mesh, device.type)
-        _agree_on_start(cfg, shapes, model_state, mesh, built=recording is None)
-        shapes = tree.map(lambda x: x.detach().to("meta"), shapes)
-        high = masters(shapes, cfg.dtypes) if cfg.stage < 3 else None
-        low = shapes if cfg.stage == 3 else cast(shapes, cfg.dtypes.param)
-        sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)
-        plan = self._use(Plan(cfg, self.opt, mesh, sharding))
-        dtypes = [leaf.dtype for leaf in sharding.layout]
-        high_dtypes = None if high is None else [x.dtype for x in tree.leaves(high)]
-        shards: list[Any] = [None] * len(leaves)
-        masters_of: list[Any] = [None] * len(leaves)
-
-        def take(i: int, full: Tensor) -> None:
-            shards[i] = sharding.split_one(i, full.to(dtypes[i]))
-            leaf = sharding.layout.leaves[i]
-            if high_dtypes is not None and leaf.trainable:
-                masters_of[i] = plan.part(full.detach(), leaf).to(high_dtypes[i], copy=True)
-
-        if recording is None:
-            for i, leaf in enumerate(tree.leaves(params)):
-                take(i, leaf)
-        else:
-            _agree_on_randomness(recording, mesh)
-            recording.replay(take)
-        targets = plan.targets(divide(shards, sharding.layout)[0])
-        if high is not None:
-            targets = list(divide(masters_of, sharding.layout)[0])
-        inner = self.opt.init(
-            (plan.foreign_tree if self.opt.foreign else plan.trained_tree)(targets)
-        )
-        opt_state = OptState(
-            step=torch.zeros((), dtype=torch.int64),
-            inner=plan.wrap_inner(inner),
-            master=None if high is None else plan.trained_tree(plan.wrap(targets)),
-            loss_scale=loss_scale.init(cfg.scaling, device=device) if cfg.scaling else None,
-            model_state=tree.map(lambda x: x.detach().clone(), model_state),
-            metrics={},
-        )
-        return tree.unflatten(sharding.spec, sharding.wrap(shards)), opt_state
+        plan, params, opt_state = start(self.cfg, self.opt, params, model_state)
+        self._use(plan)
+        return params, opt_state
 
     def __call__(
         self, params: PyTree, opt_state: OptState, batch: PyTree
@@ -234,7 +189,7 @@ class TrainStep:
             check_tensors("params", leaves, tree.paths(params))
             device_type = leaves[0].device.type if leaves else "cpu"
             mesh = resolve_mesh(self.cfg.mesh, device_type)
-            _agree_on_start(self.cfg, params, opt_state.model_state, mesh, values=False)
+            agree_on_start(self.cfg, params, opt_state.model_state, mesh, values=False)
             sharding = plan_sharding(params, self.cfg, mesh, sharded=self.cfg.stage == 3)
             plan = Plan(self.cfg, self.opt, mesh, sharding)
         plan.check(leaves, spec)
@@ -381,62 +336,6 @@ def _check_available(cfg: Config) -> None:
                 f"Precision.{field}={value!r} is not supported by make_train_step; leave it None, "
                 "and use torch.autocast or a cast inside the model function."
             )
-
-
-def _agree_on_start(
-    cfg: Config,
-    params: PyTree,
-    model_state: PyTree,
-    mesh: Mesh,
-    *,
-    values: bool = True,
-    built: bool = True,
-) -> None:
-    """Find what differs between ranks while a message is still possible."""
-    agree("Config", [(f".{name}", text) for name, text in cfg.describe().items()], mesh)
-    for what, held, there in (("params", params, built), ("model_state", model_state, True)):
-        leaves, paths = tree.leaves(held), tree.paths(held)
-        pairs = list(zip(paths, leaves, strict=True))
-        agree(what, [(path, f"{x.dtype} {tuple(x.shape)}") for path, x in pairs], mesh)
-        if values and there and mesh.world_size > 1 and not is_simulated(mesh):
-            agree(
-                f"the values of {what}",
-                [(path, _checksum(x)) for path, x in pairs],
-                mesh,
-                hint="Every rank must start from the same values: seed all ranks alike before "
-                "building the model (torch.manual_seed), or load the same checkpoint on each.",
-            )
-
-
-def _agree_on_randomness(recording: Recording, mesh: Mesh) -> None:
-    """See that all ranks will draw, and so build, the same numbers."""
-    agree(
-        "what the parameters are built from",
-        recording.fingerprint(),
-        mesh,
-        hint="Seed all ranks alike before step_fn.init, or in the function that builds the "
-        "parameters: torch.manual_seed(0).",
-    )
-
-
-def _checksum(x: Tensor) -> str:
-    """A text that differs where bits do: their sum, and one along each dim that sees the order.
-
-    Integers that wrap around: no rounding, so the order of summation, which may depend on a rank's
-    threads or device, does not matter.
-    """
-    x = x.detach()
-    x = torch.view_as_real(x) if x.is_complex() else x
-    bits = x.contiguous().view(_BITS[x.element_size()])
-    sums = [bits.sum(dtype=torch.int64)]
-    for dim in range(x.dim()):
-        rest = [d for d in range(x.dim()) if d != dim]
-        line = bits.sum(rest, dtype=torch.int64) if rest else bits.to(torch.int64)
-        sums.append((line * torch.arange(1, len(line) + 1, device=x.device)).sum())
-    return f"checksum {' '.join(f'{int(total) % 2**64:x}' for total in sums)}"
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:

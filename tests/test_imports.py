@@ -39,6 +39,7 @@ LAYERS = {
     "simulate": 5,
     "stage": 5,
     "staged": 5,
+    "start": 5,
     "step": 5,
     "checkpoint": 6,
     "engine": 6,

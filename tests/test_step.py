@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fzero
 from fzero import Config, LossScale, tree
-from fzero.step import _checksum
+from fzero.start import _checksum
 from tests.ranks import run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])

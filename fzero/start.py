@@ -1,0 +1,137 @@
+"""The first state of a step: what ranks must agree on, shards, masters, optimizer state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import loss_scale, tree
+from fzero.agree import agree
+from fzero.config import Config
+from fzero.deferred import Recording, record
+from fzero.mesh import Mesh, is_simulated, resolve_mesh
+from fzero.plan import Plan
+from fzero.precision import cast, masters
+from fzero.protocols import Optimizer
+from fzero.sharding import check_tensors, plan_sharding
+from fzero.state import OptState
+from fzero.tree import PyTree
+from fzero.zero import divide
+
+
+def start(
+    cfg: Config, opt: Optimizer, params: PyTree | Callable[[], PyTree], model_state: PyTree = None
+) -> tuple[Plan, PyTree, OptState]:
+    """The plan of a step, sharded parameters, and the state before the first call.
+
+    Args:
+        cfg, opt: the step's.
+        params: full, the same on every rank, and copied; or a function that builds them.
+        model_state: what the model carries from call to call, or None; copied.
+
+    Raises:
+        ShardError: a leaf is not a tensor.
+        RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
+        TraceError: the function that builds the parameters can't be recorded.
+    """
+    recording = record(params) if callable(params) else None
+    shapes = recording.tree() if recording else params
+    leaves = tree.leaves(shapes)
+    check_tensors("params", leaves, tree.paths(shapes))
+    check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
+    device = leaves[0].device if leaves else torch.device("cpu")
+    device = recording.device if recording else device
+    mesh = resolve_mesh(cfg.mesh, device.type)
+    agree_on_start(cfg, shapes, model_state, mesh, built=recording is None)
+    shapes = tree.map(lambda x: x.detach().to("meta"), shapes)
+    high = masters(shapes, cfg.dtypes) if cfg.stage < 3 else None
+    low = shapes if cfg.stage == 3 else cast(shapes, cfg.dtypes.param)
+    sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)
+    plan = Plan(cfg, opt, mesh, sharding)
+    dtypes = [leaf.dtype for leaf in sharding.layout]
+    high_dtypes = None if high is None else [x.dtype for x in tree.leaves(high)]
+    shards: list[Any] = [None] * len(leaves)
+    masters_of: list[Any] = [None] * len(leaves)
+
+    def take(i: int, full: Tensor) -> None:
+        shards[i] = sharding.split_one(i, full.to(dtypes[i]))
+        leaf = sharding.layout.leaves[i]
+        if high_dtypes is not None and leaf.trainable:
+            masters_of[i] = plan.part(full.detach(), leaf).to(high_dtypes[i], copy=True)
+
+    if recording is None:
+        for i, leaf in enumerate(tree.leaves(params)):
+            take(i, leaf)
+    else:
+        _agree_on_randomness(recording, mesh)
+        recording.replay(take)
+    targets = plan.targets(divide(shards, sharding.layout)[0])
+    if high is not None:
+        targets = list(divide(masters_of, sharding.layout)[0])
+    inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(targets))
+    opt_state = OptState(
+        step=torch.zeros((), dtype=torch.int64),
+        inner=plan.wrap_inner(inner),
+        master=None if high is None else plan.trained_tree(plan.wrap(targets)),
+        loss_scale=loss_scale.init(cfg.scaling, device=device) if cfg.scaling else None,
+        model_state=tree.map(lambda x: x.detach().clone(), model_state),
+        metrics={},
+    )
+    return plan, tree.unflatten(sharding.spec, sharding.wrap(shards)), opt_state
+
+
+def agree_on_start(
+    cfg: Config,
+    params: PyTree,
+    model_state: PyTree,
+    mesh: Mesh,
+    *,
+    values: bool = True,
+    built: bool = True,
+) -> None:
+    """Find what differs between ranks while a message is still possible."""
+    agree("Config", [(f".{name}", text) for name, text in cfg.describe().items()], mesh)
+    for what, held, there in (("params", params, built), ("model_state", model_state, True)):
+        leaves, paths = tree.leaves(held), tree.paths(held)
+        pairs = list(zip(paths, leaves, strict=True))
+        agree(what, [(path, f"{x.dtype} {tuple(x.shape)}") for path, x in pairs], mesh)
+        if values and there and mesh.world_size > 1 and not is_simulated(mesh):
+            agree(
+                f"the values of {what}",
+                [(path, _checksum(x)) for path, x in pairs],
+                mesh,
+                hint="Every rank must start from the same values: seed all ranks alike before "
+                "building the model (torch.manual_seed), or load the same checkpoint on each.",
+            )
+
+
+def _agree_on_randomness(recording: Recording, mesh: Mesh) -> None:
+    """See that all ranks will draw, and so build, the same numbers."""
+    agree(
+        "what the parameters are built from",
+        recording.fingerprint(),
+        mesh,
+        hint="Seed all ranks alike before step_fn.init, or in the function that builds the "
+        "parameters: torch.manual_seed(0).",
+    )
+
+
+def _checksum(x: Tensor) -> str:
+    """A text that differs where bits do: their sum, and one along each dim that sees the order.
+
+    Integers that wrap around: no rounding, so the order of summation, which may depend on a rank's
+    threads or device, does not matter.
+    """
+    x = x.detach()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    bits = x.contiguous().view(_BITS[x.element_size()])
+    sums = [bits.sum(dtype=torch.int64)]
+    for dim in range(x.dim()):
+        rest = [d for d in range(x.dim()) if d != dim]
+        line = bits.sum(rest, dtype=torch.int64) if rest else bits.to(torch.int64)
+        sums.append((line * torch.arange(1, len(line) + 1, device=x.device)).sum())
+    return f"checksum {' '.join(f'{int(total) % 2**64:x}' for total in sums)}"
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
