@@ -5,7 +5,7 @@ params, opt_state = step_fn.init(params)
 params, opt_state = step_fn(params, opt_state, batch)
 """
 
-from fzero import optim
+from fzero import checkpoint, optim
 from fzero.config import Config
 from fzero.errors import (
     BackwardError,
@@ -40,6 +40,7 @@ __all__ = [
     "ShardError",
     "TraceError",
     "TrainStep",
+    "checkpoint",
     "functionalize",
     "make_train_step",
     "optim",

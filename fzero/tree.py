@@ -58,3 +58,21 @@ def names(tree: PyTree) -> list[str]:
     ['blocks.0.b', 'w.0', 'w.1']
     """
     return [".".join(str(entry) for entry in path) for path in optree.tree_paths(tree)]
+
+
+def labels(tree: PyTree) -> list[str]:
+    """`names`, with the fields of namedtuples and dataclasses by name: `mu.blocks.0.weight`.
+
+    >>> labels({"w": [1, 2], "blocks.0.b": 3})
+    ['blocks.0.b', 'w.0', 'w.1']
+    """
+    return [
+        ".".join([_label(entry) for entry in accessor]) for accessor in optree.tree_accessors(tree)
+    ]
+
+
+def _label(entry: optree.PyTreeEntry) -> str:
+    for known in ("field", "name"):  # of a namedtuple; of a dataclass
+        if isinstance(label := getattr(entry, known, None), str):
+            return label
+    return str(entry.entry)

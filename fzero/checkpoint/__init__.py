@@ -1,0 +1,13 @@
+"""Checkpoints: written whole or not at all, read into any world size, and never unpickled.
+
+fzero.checkpoint.save("runs/a", params, opt_state, keep=3)
+params, opt_state = fzero.checkpoint.load("runs/a", params, opt_state)
+"""
+
+from fzero.checkpoint.background import wait
+from fzero.checkpoint.folders import latest
+from fzero.checkpoint.load import load
+from fzero.checkpoint.save import save
+from fzero.checkpoint.storage import Reader
+
+__all__ = ["Reader", "latest", "load", "save", "wait"]

@@ -1,0 +1,63 @@
+"""Everything that a save does to the disk, one small function each.
+
+A save is whole or absent because of the order of these calls and nothing else, so tests replace
+them one at a time to stop a process, or to fill the disk, at every one of them.
+"""
+
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and the ones above it."""
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def create(path: Path) -> int:
+    """A descriptor of a new file; one that is there already, or a link, is an error."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+
+def append(file: int, data: memoryview) -> None:
+    """Write all of `data` at the end of the file."""
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def sync(file: int) -> None:
+    """Return once the file's bytes are on the disk."""
+    os.fsync(file)
+
+
+def sync_folder(path: Path) -> None:
+    """Return once the folder's entries are on the disk."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a folder another name, at once or not at all; fails if the new one has files in it."""
+    os.rename(old, new)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, if it is there."""
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, for as long as the tensor lives."""
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    # Not `tensor.numpy()`: numpy is no dependency, and has no bfloat16.
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

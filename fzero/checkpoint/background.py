@@ -1,0 +1,95 @@
+"""Saves that go on while training does: one at a time, and none forgotten.
+
+The registry below is the one mutable thing of this package: what is being written outlives the call
+that started it, and belongs to the process.
+"""
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch.distributed import ProcessGroup
+
+from fzero.checkpoint.crew import Crew
+
+
+class Background:
+    """At most one save that is going on, and what became of it."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._what = ""
+        self._error: BaseException | None = None
+        self._crews: dict[tuple[int, ...], tuple[ProcessGroup | None, Crew]] = {}
+
+    def start(self, job: Callable[[], None], what: str) -> None:
+        """Run `job` on a thread; the last one has been waited for."""
+        assert self._thread is None
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:
+                self._error = error
+
+        self._what = what
+        self._thread = threading.Thread(target=run, name=f"fzero: {what}")
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return once nothing is being written; raise what the last save raised."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        error, self._thread, self._error = self._error, None, None
+        atexit.unregister(self._at_exit)
+        if error is not None:
+            raise error
+
+    def crew_like(self, crew: Crew) -> Crew:
+        """The crew with a group of its own, made once."""
+        group, apart = self._crews.get(crew.ranks, (None, None))
+        if apart is None or group is not crew.group:  # the program may have started another one
+            apart = crew.apart()
+            self._crews[crew.ranks] = crew.group, apart
+        return replace(apart, timeout=crew.timeout)
+
+    def _at_exit(self) -> None:
+        try:
+            self.wait()
+        except BaseException as error:
+            # Nobody is left to raise it to.
+            sys.stderr.write(f"fzero: {self._what} failed: {error}\n")
+
+
+_background = Background()
+
+
+def start(job: Callable[[], None], what: str) -> None:
+    """Run a save's `job` on a thread."""
+    _background.start(job, what)
+
+
+def crew_like(crew: Crew) -> Crew:
+    """`crew` with a group of its own, for a thread beside training; all its ranks must call it."""
+    return _background.crew_like(crew)
+
+
+def wait() -> None:
+    """Return once an asynchronous save is finished; on every rank that started one.
+
+    Raises:
+        CheckpointError: it failed.
+
+    Examples:
+        >>> import tempfile, torch, fzero
+        >>> run = tempfile.mkdtemp()
+        >>> _ = fzero.checkpoint.save(run, {"w": torch.ones(2)}, step=1, asynchronous=True)
+        >>> fzero.checkpoint.wait()
+        >>> fzero.checkpoint.latest(run).name
+        'step-00000001'
+    """
+    _background.wait()

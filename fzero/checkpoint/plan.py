@@ -1,0 +1,129 @@
+"""Which rank writes which part of which leaf: decided alike on every rank, without talking.
+
+[Note: boxes] A *box* is a part of a leaf, `(offsets, sizes)` in elements along each dim. What a
+rank holds of a leaf is one box; ranks that hold the same box are replicas of each other.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fzero.errors import CheckpointError
+
+
+class Box(NamedTuple):
+    """A part of a leaf, in elements.
+
+    >>> Box((2, 0), (2, 3)).numel
+    6
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return math.prod(self.sizes)
+
+
+class Chunk(NamedTuple):
+    """A box of a leaf, and which of the ranks writes it.
+
+    Args:
+        key: the leaf's.
+        box: the part.
+        rank: place in the list of ranks that save together.
+    """
+
+    key: str
+    box: Box
+    rank: int
+
+
+def plan_save(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> list[Chunk]:
+    """Every box of every leaf once, each with the least busy of the ranks that hold it.
+
+    Args:
+        tensors: leaves by key; a plain tensor is the same on all ranks.
+        ranks: the global ranks that save together.
+
+    Raises:
+        CheckpointError: a DTensor on other ranks, or with placements that hold no box.
+
+    Examples:
+        >>> import torch
+        >>> plan_save({"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(1)}, [0, 1])
+        ... # doctest: +ELLIPSIS
+        [Chunk(key='a', ..., rank=0), Chunk(key='b', ..., rank=1), Chunk(key='c', ..., rank=1)]
+    """
+    places = {rank: place for place, rank in enumerate(ranks)}
+    everyone = list(range(len(ranks)))
+    load = [0] * len(ranks)
+    chunks = []
+    for key, tensor in tensors.items():
+        holders: dict[Box, list[int]] = {}
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh.mesh
+            for coordinate in _coordinates(tuple(mesh.shape)):
+                rank = int(mesh[coordinate])
+                if rank not in places:
+                    raise CheckpointError(
+                        f"{key} lives on ranks {mesh.flatten().tolist()}, and ranks {list(ranks)} "
+                        "save together. Save trees of other meshes one at a time."
+                    )
+                box = box_at(key, tensor.shape, tensor.placements, tuple(mesh.shape), coordinate)
+                holders.setdefault(box, []).append(places[rank])
+        else:
+            holders[Box((0,) * tensor.dim(), tuple(tensor.shape))] = everyone
+        for box, who in holders.items():
+            if box.numel:
+                least = min(who, key=load.__getitem__)
+                load[least] += box.numel * tensor.element_size()
+                chunks.append(Chunk(key, box, least))
+    return chunks
+
+
+def box_at(
+    key: str,
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> Box:
+    """What the rank at a coordinate of the mesh holds of a DTensor, as `torch.chunk` deals it out.
+
+    Args:
+        key: the leaf's, for the message.
+        shape: of the full tensor.
+        placements: one per axis of the mesh; later axes split what earlier ones left.
+        mesh_shape: ranks along each axis.
+        coordinate: the rank's place along each axis.
+
+    >>> box_at("w", (7, 3), (Shard(0),), (4,), (3,))
+    Box(offsets=(6, 0), sizes=(1, 3))
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    for placement, world, place in zip(placements, mesh_shape, coordinate, strict=True):
+        if type(placement) is Shard:
+            dim = placement.dim
+            rows = -(-sizes[dim] // world)
+            start = min(place * rows, sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(rows, sizes[dim] - start)
+        elif not isinstance(placement, Replicate):
+            raise CheckpointError(
+                f"{key} has the placement {placement}, and a checkpoint takes Shard and Replicate: "
+                "each rank must hold one box of the leaf. Call redistribute on it first."
+            )
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _coordinates(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for size in shape:
+        found = [(*start, i) for start in found for i in range(size)]
+    return found

@@ -1,0 +1,290 @@
+"""`save`: a checkpoint that is visible once it is whole, and not before.
+
+all ranks          leading rank
+─────────          ────────────
+plan               make .step-42.saving/
+copy (asynchronous only)
+write own file, fsync
+                   write manifest.json, fsync, fsync folder
+                   rename to step-42, fsync parent
+                   remove what `keep` lets go
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from fzero.checkpoint import _files, background
+from fzero.checkpoint.crew import Crew, crew_of, together
+from fzero.checkpoint.flat import Flat, Scalar, flatten, place
+from fzero.checkpoint.folders import retain, saving_folder, step_folder, sweep
+from fzero.checkpoint.manifest import Extent, File
+from fzero.checkpoint.plan import Chunk, plan_save
+from fzero.checkpoint.progress import Progress, progress
+from fzero.checkpoint.storage import Writer, Written
+from fzero.dtensor import local_tensor
+from fzero.errors import CheckpointError
+from fzero.state import OptState
+from fzero.tree import PyTree
+
+# A plain tensor counts as the same on all ranks; those of a state that cost nothing are compared.
+COMPARED_BYTES = 2**16
+
+_UNWRITTEN = (
+    "the checkpoint was not written, and earlier ones are as they were",
+    "See that the disk has room and that all ranks reach the same folder, then save again.",
+)
+_UNREMOVED = (
+    "the checkpoint is there, but older ones could not be removed",
+    "Remove them by hand.",
+)
+
+
+def save(
+    path: str | os.PathLike[str],
+    params: PyTree,
+    opt_state: PyTree = None,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    timeout: float = 600.0,
+) -> Path:
+    """Write a checkpoint; every rank must call it. It appears only once it is whole.
+
+    Each leaf is stored once, in its highest precision (the master's, where there is one), and each
+    rank writes its share. With HSDP the replicas share the work as well.
+
+    Args:
+        path: folder of the run's checkpoints, the same for all ranks; made if it isn't there.
+        params: pytree of tensors, DTensors or not, as `TrainStep` gives it.
+        opt_state: an `OptState`, any other pytree of tensors and plain Python values, or None.
+        step: names the checkpoint; taken from `opt_state.step` if not given, else 0.
+        keep: remove all but the newest so many checkpoints once this one is there; at least 1.
+            Damaged ones count for nothing and are left alone.
+        asynchronous: return once this rank's share is copied to the host, and write it from a
+            thread. Training may go on at once. An error is raised by the next `save`, `load` or
+            `wait`, or else printed when the program ends.
+        timeout: seconds that ranks wait for each other.
+
+    Returns:
+        The folder of the checkpoint; with `asynchronous`, where it will be.
+
+    Raises:
+        CheckpointError: on every rank: ranks differ, a leaf can't be stored, the step is there
+            already, the disk is full, a rank is gone. Earlier checkpoints are as they were.
+
+    Examples:
+        >>> import tempfile
+        >>> run = tempfile.mkdtemp()
+        >>> save(run, {"w": torch.ones(4)}, {"mu": torch.zeros(4), "lr": 0.1}, step=7).name
+        'step-00000007'
+    """
+    background.wait()
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise CheckpointError(f"keep={keep!r} must be None or an int >= 1: how many stay.")
+    flat = flatten(params, opt_state)
+    crew = crew_of(flat.tensors.values(), timeout)
+    step = _step_of(opt_state) if step is None else step
+    where = Path(path).absolute()
+    _agree(flat, crew, where, step)
+    chunks = plan_save(flat.tensors, crew.ranks)
+    mine = {i: _held(flat.tensors[c.key]) for i, c in enumerate(chunks) if c.rank == crew.place}
+    total = sum(x.nbytes for x in mine.values())
+    together(crew, "whether the folder is there", lambda: _prepare(crew, where, step), _UNWRITTEN)
+    if asynchronous:
+        crew = background.crew_like(crew)
+        mine = {i: x.to("cpu", copy=True) for i, x in mine.items()}
+    shown = progress(f"saving step {step}", total, shown=crew.leads)
+    job = Job(crew, where, step, keep, _metadata(flat, step, chunks, crew), chunks, mine, shown)
+    if asynchronous:
+        background.start(job, f"the save of step {step} to {where}")
+    else:
+        job()
+    return step_folder(where, step)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A save whose plan is made: writes and publishes, on this or another thread.
+
+    Args:
+        crew: the ranks that save.
+        path: the folder of the run.
+        step: names the checkpoint.
+        keep: see `save`.
+        metadata: of all leaves.
+        chunks: the plan, all ranks'.
+        mine: by place in `chunks`, what this rank writes.
+        progress: told of what is written.
+    """
+
+    crew: Crew
+    path: Path
+    step: int
+    keep: int | None
+    metadata: Metadata
+    chunks: Sequence[Chunk]
+    mine: dict[int, Tensor]
+    progress: Progress
+
+    def __call__(self) -> None:
+        """Raises:
+        CheckpointError: on every rank; nothing has become visible then.
+        """
+        crew, folder = self.crew, saving_folder(self.path, self.step)
+        writer = Writer(folder, f"rank-{crew.place:05d}.safetensors", self.progress)
+
+        def write() -> list[Any]:
+            planner = _Planner(self.chunks, self.mine, self.metadata)
+            results = writer.write_data(planner.create_local_plan(), planner).wait()
+            return [result.storage_data for result in results]
+
+        def publish(by_rank: Sequence[Any]) -> None:
+            if crew.leads:
+                writer.finish(self.metadata, self._results(by_rank))
+                _files.rename(folder, step_folder(self.path, self.step))
+                _files.sync_folder(self.path)
+
+        def let_go() -> None:
+            if crew.leads and self.keep is not None:
+                retain(self.path, self.keep)
+
+        try:
+            by_rank = together(crew, "what they wrote", write, _UNWRITTEN)
+            self.progress.close()
+            together(crew, "whether it is published", lambda: publish(by_rank), _UNWRITTEN)
+        except CheckpointError:
+            if crew.leads:  # a full disk needs the room back
+                with contextlib.suppress(OSError):
+                    _files.remove(folder)
+            raise
+        together(crew, "whether older ones are removed", let_go, _UNREMOVED)
+
+    def _results(self, by_rank: Sequence[Sequence[Any]]) -> list[list[WriteResult]]:
+        """What all ranks wrote, as `torch.distributed.checkpoint` passes it on."""
+        results = []
+        for rank, rows in enumerate(by_rank):
+            chunks = [chunk for chunk in self.chunks if chunk.rank == rank]
+            results.append(
+                [
+                    WriteResult(
+                        MetadataIndex(chunk.key, chunk.box.offsets),
+                        chunk.box.numel,
+                        Written(Extent(name, start, tuple(checks)), File(*file)),
+                    )
+                    for chunk, ((name, start, checks), file) in zip(chunks, rows, strict=True)
+                ]
+            )
+        return results
+
+
+class _Planner(SavePlanner):
+    """`plan_save`'s answer in the terms of `torch.distributed.checkpoint`."""
+
+    def __init__(
+        self, chunks: Sequence[Chunk], mine: dict[int, Tensor], metadata: Metadata
+    ) -> None:
+        self.chunks, self.mine, self.metadata = chunks, mine, metadata
+        self.tensors = {MetadataIndex(chunks[i].key, chunks[i].box.offsets): i for i in mine}
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        """The plan is made already."""
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank writes."""
+        items = []
+        for i in self.mine:
+            key, box, _ = self.chunks[i]
+            leaf = self.metadata.state_dict_metadata[key]
+            assert isinstance(leaf, TensorStorageMetadata)
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            data = TensorWriteData(chunk, leaf.properties, leaf.size)
+            index = MetadataIndex(key, box.offsets)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The plans as they are: no box is in two of them."""
+        return all_plans, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The tensor, which can go once it is written."""
+        return self.mine[self.tensors[write_item.index]]
+
+
+def _agree(flat: Flat, crew: Crew, path: Path, step: int) -> None:
+    """See that all ranks save the same thing, before any of them writes."""
+    items = {"path": str(path), "step": str(step)}
+    items |= {key: place(x) for key, x in flat.tensors.items()}
+    items |= {key: repr(x) for key, x in flat.scalars.items()}
+    crew.same("what they save", items)
+    small = {
+        key: _text(x)
+        for key, x in flat.tensors.items()
+        if not isinstance(x, DTensor)
+        and key.startswith("opt_state")
+        and x.nbytes <= COMPARED_BYTES
+        and crew.group is not None
+    }
+    crew.same("the values of leaves that are no DTensors and are stored once", small)
+
+
+def _prepare(crew: Crew, path: Path, step: int) -> None:
+    if not crew.leads:
+        return
+    if step_folder(path, step).exists():
+        raise CheckpointError(
+            f"{step_folder(path, step)} is there already, and a checkpoint is never overwritten. "
+            "Save another step, or remove that folder first."
+        )
+    sweep(path)
+    _files.make_folder(saving_folder(path, step))
+    _files.sync_folder(path.parent)
+
+
+def _metadata(flat: Flat, step: int, chunks: Sequence[Chunk], crew: Crew) -> Metadata:
+    boxes: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in flat.tensors}
+    for chunk in chunks:
+        box = ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
+        boxes[chunk.key].append(box)
+    scalars: dict[str, Scalar] = flat.scalars
+    return Metadata(
+        {
+            key: TensorStorageMetadata(TensorProperties(dtype=x.dtype), x.shape, boxes[key])
+            for key, x in flat.tensors.items()
+        },
+        planner_data={"step": step, "world": len(crew.ranks), "scalars": scalars},
+    )
+
+
+def _step_of(opt_state: PyTree) -> int:
+    return int(opt_state.step) if isinstance(opt_state, OptState) else 0
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor).detach()
+
+
+def _text(tensor: Tensor) -> str:
+    return str(tensor.detach().cpu().flatten().tolist()[:1000])
