@@ -219,8 +219,10 @@ _PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
+    "torch._dynamo",  # imported by the first operation on a DTensor
     "torch.fx.experimental.proxy_tensor",
     "torch.testing._internal.distributed.fake_pg",
+    "fzero",
     "optree",
     "hypothesis",
     "pytest",
