@@ -67,8 +67,11 @@ class Config:
         executor: "traced" runs the Program, "eager" stages nothing out, "inductor" compiles the
             Program.
         donate: reuse the memory of the inputs; False leaves them untouched.
-        offload: "cpu" keeps masters and optimizer state in host memory.
+        offload: "cpu" keeps masters and optimizer state in host memory, pinned where there is a
+            GPU, and updates them there; parameters stay on the device in the compute dtype.
         seed: of all randomness in the step.
+        norm_type: p of the norm that `clip_norm` bounds and `metrics["grad_norm"]` tells;
+            `math.inf` for the largest magnitude.
 
     Raises:
         ConfigError: a value that its field does not take; the message names field, value, rule.
@@ -100,6 +103,7 @@ class Config:
     donate: bool = True
     offload: Literal["cpu"] | None = None
     seed: int = 0
+    norm_type: float = 2.0
 
     def __post_init__(self) -> None:
         self._check_int("stage", 0, 3, "0 (nothing sharded) to 3 (parameters sharded)")
@@ -109,6 +113,8 @@ class Config:
         self._check_int("seed", 0, 2**63 - 1, ">= 0 and below 2**63")
         if self.clip_norm is not None:
             self._check_number("clip_norm", "None or a finite number > 0 (a global norm)")
+        if self.norm_type != math.inf:
+            self._check_number("norm_type", "a number > 0 (p of a p-norm), or math.inf")
         self._check_number("bucket_mb", "a finite number > 0 (MiB)")
         for field in ("has_aux", "reshard_after_forward", "donate"):
             if not isinstance(getattr(self, field), bool):

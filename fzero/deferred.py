@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from fzero import tree
 from fzero.errors import FzeroError, ShardError, TraceError
+from fzero.owners import noted_like
 from fzero.program.passes.seed import generator_of, is_random, mix
 from fzero.recording import START, Draw, Memory, Op, Place, Player, digest, real
 from fzero.stage import kept
@@ -167,7 +168,9 @@ def record(builder: Callable[[], PyTree]) -> Recording:
     return Recording(
         spec,
         [
-            torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+            noted_like(torch.empty(x.shape, dtype=x.dtype, device="meta"), x)
+            if isinstance(x, Tensor)
+            else x
             for x in leaves
         ],
         tensors[0].device if tensors else torch.device("cpu"),

@@ -21,18 +21,27 @@ from fzero import tree
 from fzero.agree import rendezvous
 from fzero.batched import scatter_gradients, sum_gradients
 from fzero.errors import FzeroError, TraceError
-from fzero.gradients import ModelFn, Signature, flat_loss_fn, reduces_once
+from fzero.gradients import (
+    ModelFn,
+    Signature,
+    flat_loss_fn,
+    reduces_once,
+    share_of,
+    summable,
+    with_room,
+)
 from fzero.layout import LeafLayout
 from fzero.lazy import Gathered, changed_in_place
 from fzero.mesh import Mesh, default_store, is_simulated
 from fzero.plan import Held, Plan
+from fzero.precision import widened
 from fzero.program.buckets import Bucket
 from fzero.program.passes.seed import generator_of, mix
 from fzero.stage import kept
 from fzero.staged import UpdateHalf
 from fzero.tree import PyTree
 from fzero.update import Updated
-from fzero.zero import merge, scaled
+from fzero.zero import divide, merge, scaled
 
 Reduce = Callable[[Sequence[Tensor], Sequence[LeafLayout]], list[Tensor]]
 
@@ -74,7 +83,7 @@ class Eager:
         frozen: Sequence[Tensor],
         held: Held,
         micro: Sequence[PyTree],
-        step: int,
+        step: Tensor,
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
         """Gradients and loss summed over the micro-batches, the last model state, all aux.
 
@@ -87,7 +96,7 @@ class Eager:
         total: list[Tensor] = []
         losses, auxes = [], []
         for i, batch in enumerate(micro):
-            key = mix(plan.cfg.seed, step, i, plan.mesh.rank)
+            key = mix(plan.cfg.seed, int(step), i, plan.mesh.rank)
             with _seeded(key, leaves), _unchanged(leaves, batch, plan):
                 grads, loss, state, aux = self._one(leaves, state, batch, held)
             if total:
@@ -128,9 +137,9 @@ class Eager:
         signature = Signature(
             plan.sharding.spec, plan.sharding.layout, held.state_spec, spec, bool(held.scale)
         )
-        share = 1.0 / (plan.axes.world * cfg.accum_steps)
-        factor = held.scale[0] * share if held.scale else share
-        loss_fn = scaled(flat_loss_fn(self.model_fn, cfg, signature), factor)
+        loss_fn = scaled(
+            flat_loss_fn(self.model_fn, cfg, signature), share_of(cfg, plan.axes, held.scale)
+        )
 
         def run(given: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, tuple[Tensor, ...]]]:
             with torch.enable_grad():
@@ -140,7 +149,9 @@ class Eager:
         grads, loss, aux = differentiate(leaves, run)
         held_by_us = {x.untyped_storage()._cdata for x in leaves}
         own = [x.clone() if x.untyped_storage()._cdata in held_by_us else x for x in aux]
-        return signature.results((*[g.contiguous() for g in grads], loss.detach(), *own))
+        grads = [g.contiguous() for g in grads]
+        grads = summable(grads) if cfg.accum_steps > 1 else grads
+        return signature.results((*grads, widened(loss.detach()), *own))
 
     def _whole(
         self, leaves: Sequence[Tensor], run: Callable[..., Any]
@@ -168,9 +179,12 @@ class Eager:
         """Stage 3."""
         plan = self.plan
         self.journal.begin()
+        layout = plan.sharding.layout
+        trained_shards, frozen = divide(leaves, layout)
+        trained_shards, layout = with_room(trained_shards, layout)
         source = Gathered(
-            leaves,
-            plan.sharding.layout,
+            merge(trained_shards, frozen, layout),
+            layout,
             plan.axes,
             self.limit,
             self.order,

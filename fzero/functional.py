@@ -19,6 +19,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fzero.errors import ShardError, TraceError
+from fzero.owners import noted
+from fzero.precision import as_output, class_name, output_in
 from fzero.takeover import recomputing
 
 Params = dict[str, Tensor]
@@ -41,8 +43,10 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     exception. Calls may nest. Two threads must not call into one module at once.
 
     The returned tensors share memory with the module's and ask for no gradient (as in
-    `torch.func`); pass copies to whatever writes to its inputs. Activation checkpoints inside the
-    module (`fzero.remat`, `torch.utils.checkpoint`) recompute with the tensors of their call.
+    `torch.func`); pass copies to whatever writes to its inputs. Each of `params` knows the classes
+    of the modules that hold it (see `Precision.lower_precision_safe_modules`). Activation
+    checkpoints inside the module (`fzero.remat`, `torch.utils.checkpoint`) recompute with the
+    tensors of their call.
 
     A parameter with `requires_grad=False` is in `params` like any other; a train step leaves it as
     it is if `Config(frozen=[n for n, p in module.named_parameters() if not p.requires_grad])`.
@@ -80,13 +84,13 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         (0, 1)
     """
     plan = _make_plan(module)
-    params = {s.name: s.tensor(plan).detach() for s in plan.params}
+    params = {s.name: noted(s.tensor(plan).detach(), _owners(plan, s)) for s in plan.params}
 
     def apply(params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         own = {s.name: _clone(s.tensor(plan)) for s in plan.buffers}
         _check_device(plan, params, own)
         before = {name: buffer._version for name, buffer in own.items()}
-        with _swapped(plan, params, own, own):
+        with _swapped(plan, params, own, own), output_in(None):
             out = module(*args, **kwargs)
             new = _read_buffers(plan, own)
         for name, version in before.items():
@@ -97,17 +101,17 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
                     "buffers = functionalize(module, buffers=True)` and keep the buffers that "
                     "`apply(params, buffers, ...)` returns, or call `module.eval()` first."
                 )
-        return out
+        return as_output(out)
 
     def apply_with_buffers(
         params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Buffers]:
         _check_fit(plan, buffers, plan.buffers, "buffers")
         cloned = {s.name: _clone(buffers[s.name]) for s in plan.buffers}
-        with _swapped(plan, params, cloned, buffers):
+        with _swapped(plan, params, cloned, buffers), output_in(None):
             out = module(*args, **kwargs)
             new = _read_buffers(plan, cloned)
-        return out, new
+        return as_output(out), new
 
     if not buffers:
         return apply, params
@@ -184,6 +188,11 @@ def _make_plan(root: nn.Module) -> _Plan:
         caches=tuple(caches),
         parametrized=any(parametrize.is_parametrized(module) for module in modules),
     )
+
+
+def _owners(plan: _Plan, slots: _Slots) -> set[str]:
+    """The classes of the modules that hold a tensor."""
+    return {class_name(type(plan.modules[index])) for index, _, _ in slots.places}
 
 
 def _structure(attrs: dict[str, Any]) -> tuple[list[nn.Module | None], list[str], list[str]]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from fzero import tree, zero
 from fzero.config import Config
 from fzero.errors import FzeroError, ShardError
-from fzero.layout import Layout
+from fzero.layout import Layout, LeafLayout
+from fzero.precision import cast, in_force, widened
 from fzero.program import Program
 from fzero.program.pipeline import optimise
 from fzero.program.trace import stage_out
@@ -68,21 +69,55 @@ def gradient_fn(
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The gradient function of `cfg.stage` under the flat calling convention.
 
-    Gradients are scaled to sum to the mean over ranks and micro-batches. With accumulation, stages
-    0 and 1 return this rank's own: they are reduced once a step.
+    Gradients are scaled to sum to the mean over ranks and micro-batches. With accumulation they
+    come in no less than float32, and stages 0 and 1 return this rank's own: they are reduced once a
+    step.
     """
-    share = 1.0 / (axes.world * cfg.accum_steps)
 
     def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
         trained, frozen, state, batch, scale = signature.parts(flat)
-        factor = scale[0] * share if signature.scaled else share
-        loss_fn = zero.scaled(flat_loss_fn(model_fn, cfg, signature), factor)
-        grads_of = transform(cfg, loss_fn, signature.layout, axes, grad)
+        loss_fn = zero.scaled(flat_loss_fn(model_fn, cfg, signature), share_of(cfg, axes, scale))
+        layout = signature.layout
+        if cfg.stage == 3:
+            trained, layout = with_room(trained, layout)
+        grads_of = transform(cfg, loss_fn, layout, axes, grad)
         grads, (_, (loss, aux)) = grads_of(trained, frozen, state, batch)
         # the fused optimizer kernels read memory in order, whatever the strides
-        return (*[grad.contiguous() for grad in grads], loss, *aux)
+        grads = [grad.contiguous() for grad in grads]
+        return (*(summable(grads) if cfg.accum_steps > 1 else grads), widened(loss), *aux)
 
     return flat_fn
+
+
+def share_of(cfg: Config, axes: Axes, scale: Sequence[Tensor]) -> float | Tensor:
+    """What a micro-batch's loss is multiplied by: its share of the mean, and the loss scale."""
+    share = 1.0 / (axes.world * cfg.accum_steps)
+    external = cfg.scaling is not None and cfg.scaling.external  # it is on the loss already
+    return scale[0] * share if scale and not external else share
+
+
+def with_room(trained: Sequence[Tensor], layout: Layout) -> tuple[tuple[Tensor, ...], Layout]:
+    """The trained shards in dtypes that hold their gradients as they are reduced, and the layout.
+
+    Autograd gives a gradient in the dtype of what it is the gradient of: of a bfloat16 shard it
+    would round what was just summed in float32. What is gathered stays the same.
+    """
+
+    def wide(leaf: LeafLayout) -> LeafLayout:
+        if not leaf.trainable or leaf.reduce is None:
+            return leaf
+        dtype = torch.promote_types(leaf.dtype, leaf.reduce)
+        same = dtype == leaf.dtype
+        return leaf if same else replace(leaf, dtype=dtype, compute=leaf.compute or leaf.dtype)
+
+    roomy = replace(layout, leaves=tuple(map(wide, layout)))
+    pairs = zip(trained, zero.trained_leaves(roomy), strict=True)
+    return tuple(x.to(leaf.dtype) for x, leaf in pairs), roomy
+
+
+def summable(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients in dtypes that lose nothing of many micro-batches: float32 at least."""
+    return [widened(grad) for grad in grads]
 
 
 def transform(cfg: Config, loss_fn: LossFn, layout: Layout, axes: Axes, grad: zero.Grad) -> GradFn:
@@ -152,8 +187,11 @@ def flat_loss_fn(model_fn: ModelFn, cfg: Config, signature: Signature) -> LossFn
         if signature.state is not None:
             args.append(tree.unflatten(signature.state, state))
         args.append(tree.unflatten(signature.batch, batch))
-        loss, new_state, aux = _taken_apart(model_fn(*args), cfg, signature.state is not None)
+        with in_force(cfg.dtypes, leaves[0].device.type if leaves else "cpu"):
+            returned = model_fn(*args)
+        loss, new_state, aux = _taken_apart(returned, cfg, signature.state is not None)
         check_loss(loss)
+        loss, aux = cast((loss, aux), cfg.dtypes.output)
         state_leaves: list[Any] = []
         aux_leaves: list[Any] = []
         if signature.state is not None:

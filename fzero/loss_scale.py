@@ -6,13 +6,14 @@ value is read back by the host, so a step with a loss scale stages out like any 
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, FzeroError
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,10 @@ class LossScale:
         window: steps without overflow before the scale grows.
         hysteresis: overflows since the last growth from which on the scale backs off; 1 backs off
             at the first.
-        minimum: the scale never backs off below this.
+        minimum: the scale never backs off below this; see `exhausted`.
+        external: whoever computes the loss has multiplied it by the scale already. The step only
+            divides by it, the reported loss too, and never changes it; `init` is the first one,
+            and others go into the state: `state.loss_scale._replace(scale=torch.tensor(512.0))`.
 
     Raises:
         ConfigError: a value outside its range, or `init` below `minimum`.
@@ -48,11 +52,13 @@ class LossScale:
     window: int = 1000
     hysteresis: int = 2
     minimum: float = 1.0
+    external: bool = False
 
     def __post_init__(self) -> None:
         _number("init", self.init, self.init > 0 if _real(self.init) else False, "> 0")
-        if not isinstance(self.dynamic, bool):
-            raise _refuse("dynamic", self.dynamic, "True or False")
+        for field in ("dynamic", "external"):
+            if not isinstance(getattr(self, field), bool):
+                raise _refuse(field, getattr(self, field), "True or False")
         _number("growth", self.growth, _real(self.growth) and self.growth > 1, "> 1")
         _number("backoff", self.backoff, _real(self.backoff) and 0 < self.backoff < 1, "in (0, 1)")
         for field in ("window", "hysteresis"):
@@ -60,11 +66,16 @@ class LossScale:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise _refuse(field, value, "an int >= 1 (steps)")
         _number("minimum", self.minimum, _real(self.minimum) and self.minimum > 0, "> 0")
-        if self.dynamic and self.init < self.minimum:
+        if self.moves and self.init < self.minimum:
             raise ConfigError(
                 f"LossScale.init={self.init!r} is below LossScale.minimum={self.minimum!r}: a "
                 "dynamic scale starts at or above its minimum. Raise init or lower minimum."
             )
+
+    @property
+    def moves(self) -> bool:
+        """Whether the scale follows overflows."""
+        return self.dynamic and not self.external
 
 
 class LossScaleState(NamedTuple):
@@ -113,7 +124,7 @@ def update(state: LossScaleState, finite: Tensor, cfg: LossScale) -> LossScaleSt
     Args:
         state: the state before.
         finite: 0-d bool, true if no gradient on any rank overflowed.
-        cfg: the rule; a static scale never changes.
+        cfg: the rule; a static or external scale never changes.
 
     Returns:
         The new state; `state` is not changed.
@@ -132,7 +143,7 @@ def update(state: LossScaleState, finite: Tensor, cfg: LossScale) -> LossScaleSt
         Micikevicius et al., arXiv:1710.03740, sec. 3.2, with hysteresis and minimum as in
         DeepSpeed's dynamic scaler.
     """
-    if not cfg.dynamic:
+    if not cfg.moves:
         return state
     scale, good_steps, hysteresis = state
     overflow = ~finite
@@ -151,6 +162,84 @@ def update(state: LossScaleState, finite: Tensor, cfg: LossScale) -> LossScaleSt
         hysteresis=torch.where(
             grows, torch.full_like(hysteresis, cfg.hysteresis), hysteresis - counts_down.int()
         ),
+    )
+
+
+def exhausted(before: LossScaleState, finite: Tensor, cfg: LossScale) -> Tensor:
+    """Whether a step should have backed off, and the scale was at its minimum.
+
+    Args:
+        before: the state that the step started from.
+        finite: 0-d bool, as for `update`.
+        cfg: the rule; only a dynamic scale can be exhausted.
+
+    Returns:
+        0-d bool.
+
+    Examples:
+        >>> cfg = LossScale(init=1.0, hysteresis=1)
+        >>> exhausted(init(cfg), torch.tensor(False), cfg)
+        tensor(True)
+    """
+    if not cfg.moves:
+        return torch.zeros_like(finite)
+    return ~finite & (before.hysteresis <= 1) & (before.scale <= cfg.minimum)
+
+
+class Watch:
+    """Tells the host that the scale is exhausted, without making it wait for the device.
+
+    On a CPU a flag can be read at once. From a GPU it is copied behind the host's back and read
+    `LAG` steps later, when the device has long been there: on every rank at the same step, so that
+    none is left waiting in a collective for one that has raised.
+    """
+
+    LAG = 2
+
+    def __init__(self) -> None:
+        self._flags: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def look(self) -> None:
+        """Before a step: raise if one that is `LAG` steps back had exhausted the scale.
+
+        Raises:
+            FzeroError: it had.
+        """
+        if len(self._flags) >= self.LAG:
+            flag, there = self._flags.popleft()
+            there.synchronize()
+            if flag.item():
+                self._flags.clear()
+                raise _exhausted(f"{self.LAG} steps ago, ")
+
+    def add(self, flag: Tensor) -> None:
+        """After a step: remember its flag, or raise if it is there already and true.
+
+        Args:
+            flag: 0-d bool, from `exhausted`; the same on all ranks.
+
+        Raises:
+            FzeroError: it is true.
+        """
+        if flag.device.type != "cuda":
+            if flag.item():
+                raise _exhausted("")
+            return
+        copy = torch.zeros((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+        there = torch.cuda.Event()
+        there.record(torch.cuda.current_stream(flag.device))
+        self._flags.append((copy, there))
+
+
+def _exhausted(when: str) -> FzeroError:
+    return FzeroError(
+        f"{when}gradients were NaN or infinite at the smallest loss scale that "
+        "LossScale(minimum=...) allows, so a smaller one will not help. Parameters, optimizer "
+        "state and step count are as before that step. Find the first operation of the model that "
+        "gives NaN or infinity (torch.autograd.set_detect_anomaly(True) with "
+        "Config(executor='eager')); then lower the learning rate, set Config(clip_norm=...), or "
+        "use precision='bf16', which has float32's range. If gradients are just that large, lower "
+        "the minimum."
     )
 
 

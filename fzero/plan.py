@@ -16,6 +16,7 @@ from fzero.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.errors import ShardError
 from fzero.layout import LeafLayout
 from fzero.mesh import Mesh
+from fzero.owners import noted_like
 from fzero.protocols import Optimizer
 from fzero.sharding import Sharding, locals_of
 from fzero.state import OptState
@@ -178,6 +179,7 @@ class Held(NamedTuple):
     state: list[Tensor]
     inner_spec: tree.Spec
     state_spec: tree.Spec | None
+    step: Tensor
 
     @classmethod
     def of(cls, opt_state: OptState, *, dtensors: bool) -> "Held":
@@ -191,6 +193,7 @@ class Held(NamedTuple):
             state,
             inner_spec,
             None if opt_state.model_state is None else state_spec,
+            opt_state.step,
         )
 
     def nbytes(self) -> int:
@@ -199,10 +202,10 @@ class Held(NamedTuple):
 
 
 def like(new: Tensor, old: Tensor) -> Tensor:
-    """`new` wrapped as `old` is."""
+    """`new` wrapped and noted as `old` is."""
     if isinstance(old, DTensor) and not isinstance(new, DTensor):
-        return from_spec(new, old._spec)
-    return new
+        new = from_spec(new, old._spec)
+    return noted_like(new, old)
 
 
 def _structure_message(found: Sequence[str], sharding: Sharding) -> str:

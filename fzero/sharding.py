@@ -5,7 +5,7 @@ global shape `torch.distributed.checkpoint`, `full_tensor()` and `torch.optim` u
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fzero import tree
 from fzero.config import Config
 from fzero.dtensor import dtensor_spec, from_spec, local_tensor
-from fzero.errors import ShardError
+from fzero.errors import ConfigError, ShardError
 from fzero.layout import Layout, LeafLayout, plan_layout
 from fzero.mesh import Mesh, resolve_mesh
+from fzero.owners import Owners, noted, noted_like, owners_of
+from fzero.precision import Precision
 from fzero.tree import PyTree
 
 
@@ -32,6 +34,7 @@ class Sharding:
         layout: how each leaf is split.
         mesh: over which ranks.
         dtensors: what makes a shard a DTensor; None for a leaf that stays a plain tensor.
+        owners: which kinds of modules each leaf belongs to, as far as that is known.
     """
 
     spec: tree.Spec
@@ -39,12 +42,13 @@ class Sharding:
     layout: Layout
     mesh: Mesh
     dtensors: tuple[DTensorSpec | None, ...]
+    owners: tuple[Owners, ...]
 
     def wrap(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Local tensors as users hold them."""
         return [
-            shard if spec is None else from_spec(shard, spec)
-            for shard, spec in zip(shards, self.dtensors, strict=True)
+            noted(shard if spec is None else from_spec(shard, spec), owners)
+            for shard, spec, owners in zip(shards, self.dtensors, self.owners, strict=True)
         ]
 
     def split(self, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -63,6 +67,7 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
     """How `params` (full leaves, or DTensors) lives on `mesh`; as DTensors if `sharded`.
 
     Raises:
+        ConfigError: autocast depends on modules, and a leaf doesn't know its own.
         ShardError: a leaf is not a tensor.
     """
     leaves, spec = tree.flatten(params)
@@ -77,8 +82,30 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
         compute=dtypes.param,
         reduce=dtypes.reduce,
     )
+    owners = tuple(map(owners_of, leaves))
+    if dtypes.autocast is not None:
+        rows = zip(layout, owners, paths, strict=True)
+        layout = replace(layout, leaves=tuple(_autocast(*row, dtypes) for row in rows))
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
-    return Sharding(spec, tuple(paths), layout, mesh, tuple(specs))
+    return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
+
+
+def _autocast(leaf: LeafLayout, owners: Owners, path: str, dtypes: Precision) -> LeafLayout:
+    """How a leaf travels under autocast: in the low dtype if only safe modules use it."""
+    safe = dtypes.safe_modules
+    if not safe or not leaf.dtype.is_floating_point:
+        return leaf
+    if owners is None:
+        raise ConfigError(
+            f"params{path} says nothing of the module that uses it, so Precision."
+            "lower_precision_safe_modules can't tell whether it may travel in "
+            f"{dtypes.autocast}. Only fzero.functionalize notes that, and copies made since "
+            "(.to(device), .clone()) have lost it: move the module before you functionalize it, "
+            "and pass the params as they come. For parameters of no module set "
+            "Precision(autocast=..., lower_precision_safe_modules=()): all travel in float32."
+        )
+    low = dtypes.autocast if safe.issuperset(owners) else None
+    return replace(leaf, compute=low, reduce=low or leaf.reduce)
 
 
 def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
@@ -123,7 +150,7 @@ def unshard(sharded: PyTree, *, rank0_only: bool = False) -> PyTree:
     keep = keep or torch.distributed.get_rank() == 0
     full = []
     for leaf in leaves:
-        whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        whole = noted_like(leaf.full_tensor(), leaf) if isinstance(leaf, DTensor) else leaf
         full.append(whole if keep else None)
     return tree.unflatten(spec, full) if keep else None
 

@@ -24,6 +24,7 @@ from fzero.batched import scatter_gradients
 from fzero.collectives import all_gather, replicate
 from fzero.errors import ConfigError, FzeroError
 from fzero.lazy import Gathered, LazyLeaf, changed_in_place
+from fzero.precision import output_dtype, output_in
 from fzero.program.passes.seed import generator_of
 
 P = ParamSpec("P")
@@ -301,7 +302,7 @@ def _surroundings(
     kinds = sorted(
         {device.type for device in devices if torch.amp.is_autocast_available(device.type)}
     )
-    casts = [
+    casts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
         functools.partial(
             torch.autocast,
             kind,
@@ -311,6 +312,7 @@ def _surroundings(
         )
         for kind in kinds
     ]
+    casts.append(functools.partial(output_in, output_dtype()))
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:

@@ -59,8 +59,7 @@ class Staged:
         beside = held.nbytes() + (cfg.accum_steps - 1) * fed
         if cfg.accum_steps > 1:  # the sum so far
             beside += sum(
-                _gradient_bytes(x, leaf, plan)
-                for x, leaf in zip(trained, plan.trained, strict=True)
+                _sum_bytes(x, leaf, plan) for x, leaf in zip(trained, plan.trained, strict=True)
             )
         settled = bucket_bytes or (None, None)
         gradients = stage_gradients(
@@ -96,7 +95,7 @@ class Staged:
         frozen: Sequence[Tensor],
         held: Held,
         micro: Sequence[PyTree],
-        step: int,
+        step: Tensor,
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
         """Gradients and loss summed over the micro-batches, the last model state, all aux."""
         plan, state = self.plan, held.state
@@ -105,7 +104,7 @@ class Staged:
         for i, batch in enumerate(micro):
             flat = [*trained, *frozen, *state, *tree.leaves(batch), *held.scale[:1]]
             if self.seeded:
-                flat.append(mix(plan.cfg.seed, step, i, plan.mesh.rank))  # pyright: ignore
+                flat.append(mix(plan.cfg.seed, int(step), i, plan.mesh.rank))  # pyright: ignore
             results = self.run_gradients(*flat)
             for place in self.borrowed:
                 results[place] = results[place].clone()
@@ -156,6 +155,7 @@ class UpdateHalf:
             treedef=plan.foreign_tree if plan.opt.foreign else plan.trained_tree,
             inner_spec=held.inner_spec,
             bucket_bytes=int(plan.cfg.bucket_mb * 2**20),
+            device_type=plan.mesh.device_type,
         )
         self.program: Program | None = None
         self.run: Executable | None = None
@@ -169,15 +169,35 @@ class UpdateHalf:
         state: Sequence[Tensor],
     ) -> Updated:
         """Overwrite `trained` and what `held` has of masters and optimizer state."""
-        scale = LossScaleState(*held.scale) if held.scale else None
+        groups = self._groups(trained, held, grads, loss, state)
         if self.run is None:
-            with torch.no_grad():
-                return self.step_update(
-                    trained, held.masters, held.inner, grads, loss, state, scale
-                )
-        flat = [*trained, *held.masters, *held.inner, *grads, loss, *state, *held.scale]
+            return self._eagerly(groups)
+        flat = [x for group in groups for x in group]
+        del groups
         grads.clear()
         return _updated(self.run(*flat), len(state))
+
+    def _groups(
+        self,
+        trained: Sequence[Tensor],
+        held: Held,
+        grads: Sequence[Tensor],
+        loss: Tensor,
+        state: Sequence[Tensor],
+    ) -> list[Sequence[Tensor]]:
+        """All that an update reads, in the order of `Update`'s arguments."""
+        cfg = self.plan.cfg
+        before = held.state if cfg.nonfinite_policy == "skip" else []
+        step = [held.step] if cfg.dtypes.stochastic_rounding else []
+        parts = [trained, held.masters, held.inner, grads, [loss], state, held.scale, before, step]
+        return [list(part) for part in parts]
+
+    def _eagerly(self, groups: Sequence[Sequence[Tensor]]) -> Updated:
+        trained, masters, inner, grads, (loss,), state, scale, before, step = groups
+        scaling = LossScaleState(*scale) if scale else None
+        rest = (before, step[0] if step else None)
+        with torch.no_grad():
+            return self.step_update(trained, masters, inner, grads, loss, state, scaling, *rest)
 
     def stage_out(
         self,
@@ -199,13 +219,11 @@ class UpdateHalf:
             budget: bytes that the rest of the step needs in any case.
             bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
         """
-        groups = [trained, held.masters, held.inner, grads, [loss], state, held.scale]
+        groups = self._groups(trained, held, grads, loss, state)
         cuts = [sum(map(len, groups[:i])) for i in range(len(groups) + 1)]
 
         def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
-            a, b, c, d, (e,), f, g = (flat[i:j] for i, j in itertools.pairwise(cuts))
-            with torch.no_grad():
-                new = self.step_update(a, b, c, d, e, f, LossScaleState(*g) if g else None)
+            new = self._eagerly([flat[i:j] for i, j in itertools.pairwise(cuts)])
             return (*new[:3], *new.model_state, *(new.loss_scale or ()))
 
         trained_names = [leaf.name for leaf in self.plan.trained]
@@ -217,6 +235,8 @@ class UpdateHalf:
             "loss",
             *[f"model_state.{i}" for i in range(len(state))],
             *[f"loss_scale.{i}" for i in range(len(held.scale))],
+            *[f"model_state_before.{i}" for i in range(len(groups[-2]))],
+            *["step"] * len(groups[-1]),
         ]
         inputs = [x for group in groups for x in group]
         program = stage_out("update", [("make_fx", flat_fn)], inputs, names)
@@ -282,12 +302,11 @@ def _collectives(program: Program, mesh: Mesh) -> str:
     )
 
 
-def _gradient_bytes(x: Tensor, leaf: LeafLayout, plan: Plan) -> int:
-    """Bytes of this rank's gradient of a leaf that lives as `x` between steps."""
-    cfg = plan.cfg
-    dtype = x.dtype if reduces_once(cfg) or cfg.stage == 3 else leaf.reduce or x.dtype
-    numel = plan.part(x, leaf).numel() if cfg.stage == 2 else x.numel()
-    return numel * dtype.itemsize
+def _sum_bytes(x: Tensor, leaf: LeafLayout, plan: Plan) -> int:
+    """Bytes of this rank's sum of gradients of a leaf that lives as `x` between steps."""
+    dtype = torch.promote_types(x.dtype, leaf.reduce or x.dtype)
+    numel = plan.part(x, leaf).numel() if plan.cfg.stage == 2 else x.numel()
+    return numel * torch.promote_types(dtype, torch.float32).itemsize
 
 
 def _names(held: Held) -> list[str]:

@@ -10,9 +10,12 @@ from fzero import loss_scale, tree
 from fzero.agree import agree
 from fzero.config import Config
 from fzero.deferred import Recording, record
+from fzero.errors import ConfigError
 from fzero.mesh import Mesh, is_simulated, resolve_mesh
+from fzero.owners import noted_like
+from fzero.placement import Placement, place
 from fzero.plan import Plan
-from fzero.precision import cast, masters
+from fzero.precision import plan_kept, widened
 from fzero.protocols import Optimizer
 from fzero.sharding import check_tensors, plan_sharding
 from fzero.state import OptState
@@ -31,6 +34,7 @@ def start(
         model_state: what the model carries from call to call, or None; copied.
 
     Raises:
+        ConfigError: the config can't be honoured for parameters of these dtypes, or on this device.
         ShardError: a leaf is not a tensor.
         RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
         TraceError: the function that builds the parameters can't be recorded.
@@ -44,21 +48,29 @@ def start(
     device = recording.device if recording else device
     mesh = resolve_mesh(cfg.mesh, device.type)
     agree_on_start(cfg, shapes, model_state, mesh, built=recording is None)
-    shapes = tree.map(lambda x: x.detach().to("meta"), shapes)
-    high = masters(shapes, cfg.dtypes) if cfg.stage < 3 else None
-    low = shapes if cfg.stage == 3 else cast(shapes, cfg.dtypes.param)
+    placement = place(cfg, device)
+    _check_offload(placement, opt)
+    kept = plan_kept(
+        leaves,
+        tree.paths(shapes),
+        cfg.dtypes,
+        trained=[not cfg.is_frozen(name) for name in tree.names(shapes)],
+        sharded=cfg.stage == 3,
+        apart=cfg.offload is not None,
+    )
+    pairs = zip(leaves, kept.params, strict=True)
+    low = [noted_like(x.detach().to("meta", dtype), x) for x, dtype in pairs]
+    low = tree.unflatten(tree.flatten(shapes)[1], low)
     sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)
     plan = Plan(cfg, opt, mesh, sharding)
-    dtypes = [leaf.dtype for leaf in sharding.layout]
-    high_dtypes = None if high is None else [x.dtype for x in tree.leaves(high)]
     shards: list[Any] = [None] * len(leaves)
     masters_of: list[Any] = [None] * len(leaves)
 
     def take(i: int, full: Tensor) -> None:
-        shards[i] = sharding.split_one(i, full.to(dtypes[i]))
+        shards[i] = sharding.split_one(i, full.to(kept.params[i]))
         leaf = sharding.layout.leaves[i]
-        if high_dtypes is not None and leaf.trainable:
-            masters_of[i] = plan.part(full.detach(), leaf).to(high_dtypes[i], copy=True)
+        if kept.masters is not None and leaf.trainable:
+            masters_of[i] = placement.master(plan.part(full, leaf), kept.masters[i])
 
     if recording is None:
         for i, leaf in enumerate(tree.leaves(params)):
@@ -67,18 +79,31 @@ def start(
         _agree_on_randomness(recording, mesh)
         recording.replay(take)
     targets = plan.targets(divide(shards, sharding.layout)[0])
-    if high is not None:
+    if kept.masters is not None:
         targets = list(divide(masters_of, sharding.layout)[0])
-    inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(targets))
+    wide = targets
+    if cfg.dtypes.state == torch.float32:  # the state is made in the dtype of what it is made for
+        wide = [widened(x) for x in targets]
+    inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
+    inner = tree.map(placement.state, inner)
     opt_state = OptState(
         step=torch.zeros((), dtype=torch.int64),
         inner=plan.wrap_inner(inner),
-        master=None if high is None else plan.trained_tree(plan.wrap(targets)),
+        master=None if kept.masters is None else plan.trained_tree(plan.wrap(targets)),
         loss_scale=loss_scale.init(cfg.scaling, device=device) if cfg.scaling else None,
         model_state=tree.map(lambda x: x.detach().clone(), model_state),
         metrics={},
     )
     return plan, tree.unflatten(sharding.spec, sharding.wrap(shards)), opt_state
+
+
+def _check_offload(placement: Placement, opt: Optimizer) -> None:
+    if opt.foreign and placement.masters != placement.params:
+        raise ConfigError(
+            f"Config.offload='cpu' keeps the optimizer's state in host memory while the ranks' "
+            f"collectives run on {placement.params.type}, and an optimizer that knows nothing of "
+            "shards needs collectives for its state. Use one of fzero.optim, or offload=None."
+        )
 
 
 def agree_on_start(

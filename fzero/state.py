@@ -11,7 +11,8 @@ class OptState(NamedTuple):
     """The state of a `TrainStep` between two calls; a pytree.
 
     Args:
-        step: 0-d int64 on the host: calls so far.
+        step: 0-d int64, calls so far: on the host. With a loss scale those that did not overflow,
+            which only the device knows: there, reading it waits.
         inner: the optimizer's state; leaves like the parameters are `DTensor`s at stage >= 1.
         master: high-precision shards of the trained leaves, where the parameters themselves are in
             a low precision; or None.

@@ -14,9 +14,12 @@ from fzero.config import Config
 from fzero.eager import Eager
 from fzero.errors import ConfigError, FzeroError, RankMismatchError, ShardError
 from fzero.gradients import ModelFn
+from fzero.loss_scale import LossScaleState, Watch, exhausted
 from fzero.mesh import Mesh, default_store, is_simulated, resolve_mesh
 from fzero.optim import as_optimizer
+from fzero.placement import copied
 from fzero.plan import Held, Plan, like
+from fzero.precision import refuse_outer_autocast
 from fzero.program import Program
 from fzero.protocols import Optimizer
 from fzero.sharding import check_tensors, locals_of, plan_sharding
@@ -78,6 +81,7 @@ class TrainStep:
         self._bucket_bytes: tuple[int, int] | None = None
         self._number, self._calls = 0, 0
         self._last_collectives: str | None = None
+        self._watch = Watch()
 
     def init(
         self, params: PyTree | Callable[[], PyTree], model_state: PyTree = None
@@ -130,29 +134,35 @@ class TrainStep:
             `(params, opt_state)`; `opt_state.metrics` tells loss and gradient norm.
 
         Raises:
+            ConfigError: the call is under the caller's own `torch.autocast`.
             TraceError: the model function can't be staged out.
             ShardError: `params` or `batch` does not fit.
             RankMismatchError: ranks would run different collectives.
             FzeroError: the loss is no 0-d floating tensor; with `on_nonfinite="raise"`, a gradient
-                is not finite (nothing was changed then).
+                is not finite (nothing was changed then); a dynamic loss scale was at its minimum
+                and gradients overflowed (nothing was changed; from a GPU it is told two calls
+                later).
         """
+        self._watch.look()
         plan, leaves, held = self._unpack(params, opt_state)
         micro = micro_batches(batch, self.cfg.accum_steps)
         staged = self._agreed(self._stage(plan, leaves, held, micro[0]), leaves, held, micro[0])
         trained, frozen = divide(leaves, plan.sharding.layout)
-        step = int(opt_state.step)
         try:
-            grads, loss, state, aux = staged.gradients(trained, frozen, held, micro, step)
+            grads, loss, state, aux = staged.gradients(trained, frozen, held, micro, opt_state.step)
         except RuntimeError as error:  # of a collective, if the ranks it waits for gave up
             check_meeting(self._meeting, plan.mesh, error)
             raise
         if self.cfg.nonfinite_policy == "raise":
-            _refuse_nonfinite(loss, grads, plan, step)
+            _refuse_nonfinite(loss, grads, plan, int(opt_state.step))
         if not self.cfg.donate:
-            trained = tuple(x.clone() for x in trained)
-            inner = [x.clone() for x in held.inner]
-            held = held._replace(masters=[x.clone() for x in held.masters], inner=inner)
+            trained = tuple(map(copied, trained))
+            inner, kept = list(map(copied, held.inner)), list(map(copied, held.masters))
+            held = held._replace(masters=kept, inner=inner)
         updated = staged.update(trained, held, grads, loss, state)
+        if self.cfg.scaling is not None:
+            before = LossScaleState(*held.scale)
+            self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling))
         new = merge(trained, frozen, plan.sharding.layout)
         return self._pack(params, opt_state, new, held, updated, aux)
 
@@ -178,6 +188,7 @@ class TrainStep:
 
     def _unpack(self, params: PyTree, opt_state: OptState) -> tuple[Plan, list[Tensor], Held]:
         """The plan for this tree, its local leaves, and the local leaves of the state."""
+        refuse_outer_autocast()
         leaves, spec = tree.flatten(params)
         if not isinstance(opt_state, OptState):
             raise ShardError(
@@ -230,7 +241,8 @@ class TrainStep:
         state = opt_state.model_state
         if held.state_spec is not None:
             state = tree.unflatten(held.state_spec, updated.model_state)
-        new = OptState(opt_state.step + 1, inner, master, updated.loss_scale, state, metrics)
+        advance = 1 if self.cfg.scaling is None else ~updated.nonfinite
+        new = OptState(opt_state.step + advance, inner, master, updated.loss_scale, state, metrics)
         return params, new
 
     def _stage(self, plan: Plan, leaves: list[Tensor], held: Held, micro: PyTree) -> Staged | Eager:
@@ -322,20 +334,11 @@ def micro_batches(batch: PyTree, count: int) -> list[PyTree]:
 
 
 def _check_available(cfg: Config) -> None:
-    for field, value, rest in (
-        ("offload", "cpu", "None keeps the optimizer's state on the parameters' device"),
-        ("executor", "inductor", "'traced' runs the Program as it is"),
-    ):
-        if getattr(cfg, field) == value:
-            raise ConfigError(
-                f"Config.{field}={value!r} is not supported by make_train_step; {rest}."
-            )
-    for field in ("autocast", "lower_precision_safe_modules", "output"):
-        if (value := getattr(cfg.dtypes, field)) is not None:
-            raise ConfigError(
-                f"Precision.{field}={value!r} is not supported by make_train_step; leave it None, "
-                "and use torch.autocast or a cast inside the model function."
-            )
+    if cfg.executor == "inductor":
+        raise ConfigError(
+            "Config.executor='inductor' is not supported by make_train_step; 'traced' runs the "
+            "Program as it is."
+        )
 
 
 def _refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:

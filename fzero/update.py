@@ -1,6 +1,7 @@
 """What a step does once the gradients are there, in place: norm, clip, update, and gather.
 
-grads ─▶ reduce (if not yet) ─▶ norm, finite? ─▶ clip ─▶ optimizer on shards ─▶ full params again
+grads ─▶ reduce (if not yet) ─▶ float32 ─▶ unscale ─▶ norm, finite? ─▶ clip ─▶
+    optimizer on shards (where the masters live) ─▶ params again
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +17,10 @@ from fzero.collectives import all_gather, all_reduce
 from fzero.config import Config
 from fzero.layout import Layout, LeafLayout
 from fzero.loss_scale import LossScaleState
-from fzero.optim import tree_global_norm
+from fzero.optim import tree_norm
+from fzero.precision import widened
 from fzero.protocols import Optimizer
+from fzero.rounding import random_bits, stochastically
 from fzero.tree import PyTree
 from fzero.zero import Axes, all_sum, scatter, trained_leaves
 
@@ -27,9 +30,10 @@ class Updated(NamedTuple):
 
     Args:
         loss: 0-d, the mean over ranks and micro-batches.
-        grad_norm: 0-d, the 2-norm of the mean gradient, before clipping.
+        grad_norm: 0-d, the norm of the mean gradient, unscaled and before clipping.
         nonfinite: 0-d bool: a gradient or the loss was NaN or infinite.
-        model_state: leaves; floating ones averaged over ranks.
+        model_state: leaves; floating ones averaged over ranks. Those from before, where the step
+            is skipped.
         loss_scale: for the next step, or None.
     """
 
@@ -54,6 +58,7 @@ class Update:
             optimizer that knows nothing of shards.
         inner_spec: structure of the optimizer's state.
         bucket_bytes: most bytes of params that are gathered at once, at stages 1 and 2.
+        device_type: of the mesh, whose collectives move what is there.
     """
 
     opt: Optimizer
@@ -64,6 +69,7 @@ class Update:
     treedef: Callable[[Sequence[Tensor]], PyTree]
     inner_spec: tree.Spec
     bucket_bytes: int
+    device_type: str = "cpu"
 
     def __call__(
         self,
@@ -74,37 +80,47 @@ class Update:
         loss: Tensor,
         model_state: Sequence[Tensor],
         loss_scale: LossScaleState | None,
+        before: Sequence[Tensor] = (),
+        step: Tensor | None = None,
     ) -> Updated:
         """Overwrite `params`, `masters` and `inner`.
 
         Args:
             params: the trained leaves as they live between steps: shards at stage 3, else full.
-            masters: their high-precision shards, if the config keeps any.
+            masters: what the optimizer updates instead, if the config keeps any.
             inner: the optimizer's state.
             grads: the sum over this rank's micro-batches, each scaled to make the mean of all; or
                 that sum over all ranks, if `reduced`.
             loss: 0-d, this rank's share of the mean.
             model_state: what the last micro-batch left.
             loss_scale: the scale that is on the gradients, or None.
+            before: the model state before the step, for a config that may skip one.
+            step: 0-d int64, for a config that rounds stochastically.
         """
         if not self.reduced:
             reduce = all_sum if self.cfg.stage == 0 else scatter
             grads = reduce(grads, self.layout, self.axes)
+        grads = [widened(grad) for grad in grads]  # float16 has no room below the scale
         if loss_scale is not None:
+            assert self.cfg.scaling is not None
             grads = _times(grads, loss_scale.scale.reciprocal())
+            if self.cfg.scaling.external:
+                loss = loss / loss_scale.scale
         loss, norm = self._statistics(loss, grads)
         nonfinite = ~(torch.isfinite(norm) & torch.isfinite(loss))
         if self.cfg.clip_norm is not None:
             factor = (self.cfg.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             grads = _times(grads, factor)
         targets = list(masters) if masters else self._shards(params)
-        if self.cfg.nonfinite_policy == "skip":
-            self._apply_unless(nonfinite, grads, inner, targets)
-        else:
-            self._apply(grads, inner, targets)
+        skips = self.cfg.nonfinite_policy == "skip"
+        apply = self._apply_unless if skips else self._apply
+        apply(nonfinite, grads, inner, targets, step)
         if masters or self.cfg.stage in (1, 2):
             self._publish(targets, params)
         mean = [self._mean_over_ranks(x, i) for i, x in enumerate(model_state)]
+        if skips:
+            pairs = zip(mean, before, strict=True)
+            mean = [torch.where(nonfinite, old, new) for new, old in pairs]
         if loss_scale is not None:
             assert self.cfg.scaling is not None
             loss_scale = scales.update(loss_scale, ~nonfinite, self.cfg.scaling)
@@ -116,13 +132,34 @@ class Update:
         whole, parts = [], []
         for grad, leaf in zip(grads, trained_leaves(self.layout), strict=True):
             (parts if split and leaf.dim is not None else whole).append(grad)
-        squares = tree_global_norm(parts).double().square()
-        stats = torch.stack([loss.detach().double(), squares.to(loss.device)])
+        shares = self._shares(parts, loss.device)
+        stats = torch.stack([loss.detach().double(), *shares])
         stats = all_reduce(stats, self.axes.shard, "loss, grad_norm")
         total = all_reduce(stats[0], self.axes.replicate, "loss")
-        norm = (stats[1] + tree_global_norm(whole).double().square()).sqrt()
+        norm = self._joined(stats, whole)
         wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         return total.to(loss.dtype), norm.to(wide)
+
+    def _shares(self, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+        """This rank's share in the norm of split leaves, as numbers that can be summed over ranks.
+
+        A sum of squares is one number. Other norms don't add up so easily, a maximum not at all:
+        there each rank tells its own norm, in a place of its own.
+        """
+        p, axis = self.cfg.norm_type, self.axes.shard
+        norm = tree_norm(list(parts), p).double()
+        if p == 2:
+            return [norm.square().to(device)]
+        places = (axis.rank, axis.size - 1 - axis.rank)
+        return torch.nn.functional.pad(norm.view(1).to(device), places).unbind()
+
+    def _joined(self, stats: Tensor, whole: Sequence[Tensor]) -> Tensor:
+        """The norm of everything, from every rank's share and the leaves that all have."""
+        p = self.cfg.norm_type
+        rest = tree_norm(list(whole), p).double()
+        if p == 2:
+            return (stats[1] + rest.square()).sqrt()
+        return tree_norm([stats[1:], rest.to(stats.device)], p)
 
     def _shards(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The parts of `params` that this rank updates; views where the memory allows it."""
@@ -133,25 +170,58 @@ class Update:
         return [leaf.split(p, rank).contiguous() for p, leaf in zip(params, leaves, strict=True)]
 
     def _apply(
-        self, grads: Sequence[Tensor], inner: Sequence[Tensor], targets: list[Tensor]
+        self,
+        nonfinite: Tensor,
+        grads: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        targets: list[Tensor],
+        step: Tensor | None,
     ) -> None:
+        """One step of the optimizer, in float32 where masters of 16 bits need it."""
+        del nonfinite
         assert self.opt.apply_ is not None
-        state = tree.unflatten(self.inner_spec, inner)
+        grads = [g.to(x.device) for g, x in zip(grads, targets, strict=True)]
+        wide, held = targets, list(inner)
+        if self._widens:
+            wide, held = [widened(x) for x in targets], [widened(x) for x in inner]
+        state = tree.unflatten(self.inner_spec, held)
         new = self.opt.apply_(
-            self.treedef(grads), state, self.treedef(targets), global_norm=self.global_norm
+            self.treedef(grads), state, self.treedef(wide), global_norm=self.global_norm
         )
         for old, leaf in zip(inner, tree.leaves(new), strict=True):
             if leaf is not old:
                 old.copy_(leaf)
+        leaves = trained_leaves(self.layout)
+        for old, x, leaf in zip(targets, wide, leaves, strict=True):
+            if x is not old:
+                old.copy_(self._rounded(x, old, leaf, step))
+
+    @property
+    def _widens(self) -> bool:
+        """Whether masters are too coarse for the optimizer to work on."""
+        dtypes = self.cfg.dtypes
+        return dtypes.stochastic_rounding or dtypes.state not in (None, dtypes.kept)
+
+    def _rounded(self, x: Tensor, old: Tensor, leaf: LeafLayout, step: Tensor | None) -> Tensor:
+        if not self.cfg.dtypes.stochastic_rounding or old.dtype != torch.bfloat16:
+            return x
+        assert step is not None
+        rank = self.axes.shard.rank if self.cfg.stage > 0 and leaf.dim is not None else None
+        return stochastically(x, random_bits(self.cfg.seed, step, leaf, x, rank))
 
     def _apply_unless(
-        self, skip: Tensor, grads: Sequence[Tensor], inner: Sequence[Tensor], targets: list[Tensor]
+        self,
+        skip: Tensor,
+        grads: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        targets: list[Tensor],
+        step: Tensor | None,
     ) -> None:
         """Apply, and take it back where `skip` is true: no host has to read it."""
         kept = [x.clone() for x in (*inner, *targets)]
-        self._apply(grads, inner, targets)
+        self._apply(skip, grads, inner, targets, step)
         for now, old in zip((*inner, *targets), kept, strict=True):
-            now.copy_(torch.where(skip, old, now))
+            now.copy_(torch.where(skip.to(now.device), old, now))
 
     def global_norm(self, values: PyTree) -> Tensor:
         """The norm over whole leaves of a tree that is like the trained shards."""
@@ -163,16 +233,22 @@ class Update:
             x for x, leaf in zip(leaves, layout, strict=True) if split and leaf.dim is not None
         ]
         whole = [x for x, leaf in zip(leaves, layout, strict=True) if not split or leaf.dim is None]
-        squares = all_reduce(
-            tree_global_norm(parts).double().square(), self.axes.shard, "global_norm"
-        )
-        dtype = tree_global_norm(leaves).dtype
-        return (squares + tree_global_norm(whole).double().square()).sqrt().to(dtype)
+        norm = tree_norm(parts, 2)
+        squares = norm.double().square()
+        if norm.device.type != self.device_type:  # of masters in host memory
+            squares = squares.to(self.device_type)
+        squares = all_reduce(squares, self.axes.shard, "global_norm").to(norm.device)
+        dtype = torch.promote_types(norm.dtype, tree_norm(whole, 2).dtype)
+        return (squares + tree_norm(whole, 2).double().square()).sqrt().to(dtype)
 
     def _publish(self, targets: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-        """Write the updated shards into the full params of every rank, a bucket at a time."""
+        """Write what was updated into the params: full ones on every rank, a bucket at a time."""
         leaves = trained_leaves(self.layout)
-        if self.cfg.stage == 0:
+        if any(x.device != p.device for x, p in zip(targets, params, strict=True)):
+            # cast first: half the bytes travel
+            pairs = zip(targets, params, strict=True)
+            targets = [x.to(p.dtype).to(p.device) for x, p in pairs]
+        if self.cfg.stage in (0, 3):
             torch._foreach_copy_(list(params), list(targets))
             return
         start = 0

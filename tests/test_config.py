@@ -21,6 +21,7 @@ LEGAL = {
     "stage": [0, 1, 2, 3],
     "accum_steps": [1, 7],
     "clip_norm": [None, 1, 0.5],
+    "norm_type": [1, 2.0, math.inf],
     "precision": [None, "bf16", "fp16", Precision(param=torch.float64)],
     "loss_scale": [None, "dynamic", 128, 2.0, LossScale(window=3)],
     "has_aux": [True, False],
@@ -49,6 +50,10 @@ ILLEGAL = [
     ("clip_norm", math.inf, "finite"),
     ("clip_norm", True, "number"),
     ("clip_norm", "1", "number"),
+    ("norm_type", 0, "> 0"),
+    ("norm_type", -math.inf, "> 0"),
+    ("norm_type", math.nan, "> 0"),
+    ("norm_type", "inf", "math.inf"),
     ("precision", "bfloat16", "Did you mean 'bf16'"),
     ("precision", torch.bfloat16, r"Did you mean Precision\(param=torch.bfloat16\)"),
     ("loss_scale", "static", "'dynamic'"),
@@ -229,9 +234,13 @@ def test_other_numerics() -> None:
     assert read({"bf16": {"enabled": True}, "communication_data_type": "bf16"}).dtypes == Precision(
         param=torch.bfloat16, reduce=torch.bfloat16, master=torch.float32
     )
-    cast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["a.B"]}
+    cast = {
+        "enabled": True,
+        "dtype": "bfloat16",
+        "lower_precision_safe_modules": ["torch.nn.Linear"],
+    }
     assert read({"torch_autocast": cast}).dtypes == Precision(
-        autocast=torch.bfloat16, lower_precision_safe_modules=("a.B",)
+        autocast=torch.bfloat16, lower_precision_safe_modules=("torch.nn.Linear",)
     )
 
 

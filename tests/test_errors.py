@@ -406,10 +406,16 @@ def test_complex_leaves_are_trained_as_pairs_of_real_numbers() -> None:
         step_fn.init({"w": leaf})
 
 
-def test_precision_that_would_be_ignored_is_refused() -> None:
-    for field in ("autocast", "output"):
-        cfg = Config(precision=fzero.Precision(**{field: torch.bfloat16}))
-        with pytest.raises(ConfigError, match=rf"Precision\.{field}=torch\.bfloat16 is not supp"):
-            fzero.make_train_step(
-                lambda params, batch: params["w"].sum(), fzero.optim.sgd(0.1), cfg
-            )
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_step_under_the_caller_s_autocast_is_refused(executor: Any) -> None:
+    cfg = Config(executor=executor)
+    step_fn = fzero.make_train_step(
+        lambda params, batch: params["w"].sum(), fzero.optim.sgd(0.1), cfg
+    )
+    state = step_fn.init({"w": torch.ones(2)})
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ConfigError, match=r"torch\.autocast.*Precision\(autocast=torch\.bfloat16\)"),
+    ):
+        step_fn(*state, X)
+    assert step_fn(*state, X)[1].step == 1

@@ -8,7 +8,7 @@ and fused kernels. Everything here is elementwise, so shards are all it needs to
 
 from fzero.optim.adam import AdamState, adam, adamw, scale_by_adam
 from fzero.optim.adapt import as_optimizer
-from fzero.optim.clip import clip_by_global_norm, tree_global_norm
+from fzero.optim.clip import clip_by_global_norm, tree_global_norm, tree_norm
 from fzero.optim.compose import MaskedState, chain, masked
 from fzero.optim.inplace import EmptyState
 from fzero.optim.lion import LionState, lion, scale_by_lion
@@ -60,6 +60,7 @@ __all__ = [
     "sgd",
     "trace",
     "tree_global_norm",
+    "tree_norm",
     "warmup_cosine",
     "warmup_linear",
 ]

@@ -3,6 +3,8 @@
 # torch.optim is built on torch._foreach_* and torch._fused_*, which have no public names.
 # pyright: reportPrivateImportUsage=false
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,38 @@ def tree_global_norm(values: PyTree) -> Tensor:
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
     same = [norm.to(device=leaves[0].device, dtype=dtype) for norm in found]
     return torch.linalg.vector_norm(torch.stack(same))
+
+
+def tree_norm(values: PyTree, p: float) -> Tensor:
+    """The p-norm of all numbers in a tree, as if they were one vector.
+
+    Args:
+        values: Tree of floating tensors of any shapes.
+        p: Above 0; `math.inf` for the largest magnitude.
+
+    Returns:
+        As `tree_global_norm` does; powers neither overflow nor vanish on the way, whatever p.
+
+    Examples:
+        >>> values = [torch.tensor([3.0, -4.0])]
+        >>> tree_norm(values, math.inf), tree_norm(values, 1)
+        (tensor(4.), tensor(7.))
+    """
+    leaves = [x for x in tree.leaves(values) if x.numel()]
+    if p == 2 or not leaves:
+        return tree_global_norm(leaves)
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in leaves) else torch.float32
+    device = leaves[0].device
+    norms = torch.stack([_norm(x.to(dtype), p).to(device) for x in leaves])
+    return _norm(norms, p)
+
+
+def _norm(x: Tensor, p: float) -> Tensor:
+    if p in (1, math.inf):
+        return torch.linalg.vector_norm(x, p)
+    largest = torch.linalg.vector_norm(x, math.inf)
+    unit = torch.where(largest > 0, largest, 1.0)
+    return torch.linalg.vector_norm(x / unit, p) * largest
 
 
 def clip_by_global_norm(max_norm: float) -> Optimizer:

@@ -1,0 +1,43 @@
+"""Which kinds of modules a parameter belongs to, told by the parameter itself.
+
+A model function takes a tree of tensors and says nothing of modules. `fzero.functionalize` knows
+them, and notes on each tensor that it returns the classes of the modules that hold it; whoever
+plans which dtype a parameter travels in reads the note. There is no table on the side: the note
+lives and dies with the tensor. Names are noted, not classes, so that a tensor with a note can be
+saved and loaded without running any code.
+"""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T", bound=Tensor)
+
+Owners = tuple[str, ...] | None
+"""Dotted names of classes, sorted; None for a tensor that nobody has made a note on."""
+
+_NOTE = "fzero_owners"
+
+
+def noted(x: T, owners: Iterable[str] | None) -> T:
+    """`x` itself, with a note of its owners; None makes none.
+
+    Examples:
+        >>> import torch
+        >>> owners_of(noted(torch.ones(2), ["torch.nn.modules.linear.Linear"]))
+        ('torch.nn.modules.linear.Linear',)
+    """
+    if owners is not None:
+        setattr(x, _NOTE, tuple(sorted(owners)))
+    return x
+
+
+def owners_of(x: Tensor) -> Owners:
+    """The note on `x`, or None."""
+    return getattr(x, _NOTE, None)
+
+
+def noted_like(x: T, other: Tensor) -> T:
+    """`x` itself, with the note that `other` has, if any."""
+    return noted(x, owners_of(other))
