@@ -7,6 +7,7 @@ params, opt_state = step_fn(params, opt_state, batch)
 
 from fzero import checkpoint, optim
 from fzero.config import Config
+from fzero.engine import Engine
 from fzero.errors import (
     BackwardError,
     CheckpointError,
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "Engine",
     "FzeroError",
     "LossScale",
     "OptState",

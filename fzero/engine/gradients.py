@@ -1,0 +1,155 @@
+"""The gradients of one step, as backward brings them: local, on their way, and reduced."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.engine.traffic import Flight, Traffic
+from fzero.layout import LeafLayout
+
+# Reductions that are under way at once: each holds its bucket twice.
+_FLIGHTS = 1
+
+
+class Gradients:
+    """What an engine holds of its trained leaves' gradients.
+
+    Args:
+        leaves: the trained leaves.
+        buckets: which of them are reduced together.
+        traffic: what reduces.
+        scatter: whether only this rank's shards of the sums are kept.
+        factors: on each gradient before, and on the sum after it is reduced.
+        like: an empty full gradient of a leaf.
+        gone: told of the leaves whose gradients have been sent.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[LeafLayout],
+        buckets: Sequence[Sequence[int]],
+        traffic: Traffic,
+        *,
+        scatter: bool,
+        factors: tuple[float, float],
+        device: torch.device,
+        gone: Callable[[Sequence[int]], None] = lambda places: None,
+    ) -> None:
+        self.leaves, self.buckets, self.traffic = leaves, buckets, traffic
+        self.scatter, self.factors, self.device, self.gone = scatter, factors, device, gone
+        # [Note: where a gradient is] `task` has what the running graph task brought, `aside` what
+        # backwards inside forwards did; `kept` has earlier tasks' sums that are full and this
+        # rank's own; `flights` and `landed` the running task's reductions; `reduced` their sum.
+        self.task: dict[int, Tensor] = {}
+        self.aside: dict[int, dict[int, Tensor]] = {}
+        self.kept: dict[int, Tensor] = {}
+        self.used: set[int] = set()  # of the kept ones, by the running task
+        self.flights: list[tuple[Sequence[int], Flight]] = []
+        self.landed: dict[int, Tensor] = {}
+        self.reduced: dict[int, Tensor] = {}
+        self.arrived: set[int] = set()  # leaves of the running task
+        self.present: set[int] = set()  # leaves that have a gradient of this rank
+
+    def take(self, place: int, grad: Tensor) -> None:
+        """A gradient for the running task."""
+        held = self.task.get(place)
+        self.arrived.add(place)
+        self.task[place] = grad if held is None else held.add_(grad)
+
+    def set_aside(self, place: int, forward: int, grad: Tensor) -> None:
+        """A gradient for the task that will reach this forward."""
+        mine = self.aside.setdefault(forward, {})
+        mine[place] = mine[place].add_(grad) if place in mine else grad
+
+    def adopt(self, forward: int, factor: Tensor | None) -> None:
+        """The running task has reached a forward: what was set aside for it is the task's."""
+        for place, grad in self.aside.pop(forward, {}).items():
+            self.take(place, grad if factor is None else grad.mul_(factor))
+
+    def forget(self, forward: int) -> None:
+        """Drop what was set aside for a forward."""
+        self.aside.pop(forward, None)
+
+    def launch(self, bucket: int) -> None:
+        """Reduce a bucket of what is kept and what the task has; zeros where there is nothing."""
+        places = self.buckets[bucket]
+        self._land(_FLIGHTS)
+        self.flights.append((places, self._send(places, [self._local(i) for i in places])))
+        self.gone(places)
+
+    def commit(self) -> None:
+        """The running task has ended well."""
+        self._land(0)
+        self.present |= self.arrived
+        self.arrived.clear()
+        for place in self.used:
+            del self.kept[place]
+        self.used.clear()
+        _add(self.reduced, self.landed)
+        for place, grad in self.task.items():
+            self.task[place] = grad.to(self.leaves[place].reduce or grad.dtype)
+        _add(self.kept, self.task)
+
+    def discard(self) -> None:
+        """The running task has raised: everything is as before it."""
+        self._land(0)
+        self.landed.clear()
+        self.task.clear()
+        self.used.clear()
+        self.arrived.clear()
+
+    def flush(self) -> None:
+        """Reduce all that was kept."""
+        for bucket in range(len(self.buckets)):
+            self.launch(bucket)
+        self.commit()
+
+    def clear(self) -> None:
+        """No gradients."""
+        self.kept.clear()
+        self.reduced.clear()
+        self.present.clear()
+
+    def zeros(self, place: int, *, full: bool) -> Tensor:
+        """What a leaf without a gradient has."""
+        leaf = self.leaves[place]
+        shape = leaf.shape if full else leaf.shard_shape(self.traffic.axes.shard.rank)
+        dtype = leaf.reduce or leaf.compute or leaf.dtype
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def one(self, place: int) -> Tensor:
+        """The sum of everything a leaf has, reduced, as `reduced` holds it; changes nothing."""
+        kept = self.kept.get(place)
+        total = self.reduced.get(place)
+        if total is None:
+            total = self.zeros(place, full=not self.scatter)
+        return total if kept is None else total + self._send([place], [kept.clone()]).wait()[0]
+
+    def _local(self, place: int) -> Tensor:
+        grad, kept = self.task.pop(place, None), self.kept.get(place)
+        if kept is None:
+            return self.zeros(place, full=True) if grad is None else grad
+        self.used.add(place)
+        return kept.clone() if grad is None else kept + grad  # kept stays, should the task raise
+
+    def _send(self, places: Sequence[int], grads: list[Tensor]) -> Flight:
+        before, after = self.factors
+        leaves = [self.leaves[i] for i in places]
+        return self.traffic.reduce(grads, leaves, scatter=self.scatter, before=before, after=after)
+
+    def _land(self, most: int) -> None:
+        """Wait until at most so many reductions are under way."""
+        while len(self.flights) > most:
+            places, flight = self.flights.pop(0)
+            self.landed.update(zip(places, flight.wait(), strict=True))
+
+
+def _add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
+    """Add one to the other, which is empty then."""
+    both = [place for place in more if place in total]
+    if both:
+        torch._foreach_add_([total[i] for i in both], [more[i] for i in both])
+    for place, grad in more.items():
+        total.setdefault(place, grad)
+    more.clear()

@@ -1,0 +1,66 @@
+"""The tensors in what a module takes and gives: nested containers, dataclasses, any order."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DEPTH = 20  # containers that hold themselves end somewhere
+
+
+def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Every tensor in a tuple, list, set, mapping, dataclass or object with attributes.
+
+    >>> [x.item() for x in tensors_in({"a": torch.tensor(1), "b": (2, [torch.tensor(3)])})]
+    [1, 3]
+    """
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth == 0:
+        return
+    if isinstance(value, Mapping):
+        inner: Any = value.values()
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        inner = value
+    elif hasattr(value, "__dict__") and not callable(value):
+        inner = vars(value).values()
+    else:
+        return
+    for item in inner:
+        yield from tensors_in(item, depth - 1)
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors of nested containers in `dtype`; everything else as it is.
+
+    >>> cast((torch.ones(1), {"n": torch.tensor(1)}), torch.bfloat16)
+    (tensor([1.], dtype=torch.bfloat16), {'n': tensor(1)})
+    """
+    return value if dtype is None else _map(lambda x: _low(x, dtype), value, _DEPTH)
+
+
+def _low(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def _map(fn: Callable[[Tensor], Tensor], value: Any, depth: int) -> Any:
+    if isinstance(value, Tensor):
+        return fn(value)
+    if depth == 0:
+        return value
+    if isinstance(value, tuple):
+        items = [_map(fn, x, depth - 1) for x in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is list:
+        return [_map(fn, x, depth - 1) for x in value]
+    if type(value) is dict:
+        return {key: _map(fn, x, depth - 1) for key, x in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if f.init]
+        return dataclasses.replace(
+            value, **{name: _map(fn, getattr(value, name), depth - 1) for name in fields}
+        )
+    return value

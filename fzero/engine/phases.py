@@ -1,0 +1,512 @@
+"""What the eager adapter does when: a pure function from (state, event) to (state, actions).
+
+[Note: graph tasks] Each call into autograd that runs a backward pass is a *graph task* with a
+number of its own. The user's call is the outermost one. Re-entrant checkpoints, and functions that
+run backward inside backward, start nested ones: gradients that arrive there count for the outermost
+task, and are complete once the leaf has got as many as the last time. A backward inside a
+*forward*, with no task around it, makes gradients that are set aside until the user's own backward
+reaches that forward's output.
+
+A task is a transaction: what it brought becomes part of the step's gradients at its end, or, if it
+raised, not at all.
+
+[Note: buckets] Leaves are reduced in buckets whose order is fixed, and each task reduces every
+bucket once, with zeros for what did not come: ranks whose backwards take different ways still run
+the same collectives.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from fzero.errors import BackwardError
+
+
+class Rules(NamedTuple):
+    """What does not change while an engine lives.
+
+    Args:
+        buckets: bit masks of the leaves that are reduced together, in the order of reduction.
+        reduces: whether a backward reduces; else gradients wait for the update, unreduced.
+        accum_steps: micro-batches per update.
+        scaled: whether gradients must carry a loss scale.
+    """
+
+    buckets: tuple[int, ...]
+    reduces: bool = True
+    accum_steps: int = 1
+    scaled: bool = False
+
+
+Counts = tuple[int, ...]
+"""How often each leaf has got a gradient: bit i of the k-th mask is set if more than k times."""
+
+
+class Task(NamedTuple):
+    """The outermost graph task that is running.
+
+    Args:
+        number: autograd's.
+        synced: whether its gradients are reduced.
+        scaled: whether the loss scale was applied in it.
+        seen: gradients that have arrived.
+        complete: mask of leaves that will get no more.
+        launched: how many buckets are under way.
+        gone: mask of their leaves.
+        late: mask of leaves that got one more gradient after that.
+        reached: the forwards whose outputs got a gradient.
+    """
+
+    number: int
+    synced: bool
+    scaled: bool = False
+    seen: Counts = ()
+    complete: int = 0
+    launched: int = 0
+    gone: int = 0
+    late: int = 0
+    reached: frozenset[int] = frozenset()
+
+
+class BackwardState(NamedTuple):
+    """Where an engine is between two events.
+
+    Args:
+        task: the running one, or None.
+        running: forwards that have started and not ended, innermost last.
+        aside: what forwards got from backwards inside them.
+        last: the arrivals of the last task that ended.
+        reached: forwards that a backward has reached since the last update.
+        kept: mask of leaves that have gradients which are not reduced.
+        moved: whether a backward has brought gradients since the last call of step.
+        fresh: whether a forward or a step came after the last backward.
+        paused: how many `no_sync` blocks are open.
+    """
+
+    task: Task | None = None
+    running: tuple[int, ...] = ()
+    aside: tuple[tuple[int, Counts], ...] = ()
+    last: Counts = ()
+    reached: frozenset[int] = frozenset()
+    kept: int = 0
+    moved: bool = False
+    fresh: bool = True
+    paused: int = 0
+
+
+# --- events: what happened -----------------------------------------------------------------------
+
+
+class ForwardStarted(NamedTuple):
+    forward: int
+
+
+class ForwardEnded(NamedTuple):
+    forward: int
+
+
+class ForwardRaised(NamedTuple):
+    forward: int
+
+
+class ForwardGone(NamedTuple):
+    """Nobody can call backward on its output any more."""
+
+    forward: int
+
+
+class OutputReached(NamedTuple):
+    """A gradient has come to an output of a forward."""
+
+    forward: int
+    task: int
+
+
+class ScaleApplied(NamedTuple):
+    """The gradients of a task carry the loss scale."""
+
+    task: int
+
+
+class GradientReady(NamedTuple):
+    """A leaf has got the gradient that one graph task had for it."""
+
+    leaf: int
+    task: int
+
+
+class TaskEnded(NamedTuple):
+    task: int
+
+
+class TaskRaised(NamedTuple):
+    task: int
+
+
+class SyncPaused(NamedTuple):
+    """A `no_sync` block was entered."""
+
+
+class SyncResumed(NamedTuple):
+    """A `no_sync` block was left."""
+
+
+class StepCalled(NamedTuple):
+    pass
+
+
+class GradientsZeroed(NamedTuple):
+    pass
+
+
+# --- actions: what to do -------------------------------------------------------------------------
+
+
+class Watch(NamedTuple):
+    """Have autograd tell when this task ends, or that it broke off."""
+
+    task: int
+
+
+class SetAside(NamedTuple):
+    """Keep the gradient that has just arrived for the task that will reach this forward."""
+
+    leaf: int
+    forward: int
+
+
+class Adopt(NamedTuple):
+    """What was set aside for this forward is the task's."""
+
+    forward: int
+
+
+class Forget(NamedTuple):
+    """Drop what was set aside for this forward."""
+
+    forward: int
+
+
+class Take(NamedTuple):
+    """The gradient that has just arrived is the task's."""
+
+    leaf: int
+
+
+class Launch(NamedTuple):
+    """Reduce a bucket: what was kept and what the task has of it, zeros for the rest."""
+
+    bucket: int
+
+
+class Commit(NamedTuple):
+    """Wait for the reductions; what they gave, and what is left unreduced, is the step's."""
+
+
+class Discard(NamedTuple):
+    """Drop what the task brought; what it took of the kept gradients is kept again."""
+
+
+class Flush(NamedTuple):
+    """Reduce all that was kept."""
+
+
+class Update(NamedTuple):
+    """Update the parameters from the step's gradients, which are then gone."""
+
+
+class Reshard(NamedTuple):
+    """Full parameters may be freed."""
+
+
+class Clear(NamedTuple):
+    """Drop the step's gradients."""
+
+
+Event = (
+    ForwardStarted
+    | ForwardEnded
+    | ForwardRaised
+    | ForwardGone
+    | OutputReached
+    | ScaleApplied
+    | GradientReady
+    | TaskEnded
+    | TaskRaised
+    | SyncPaused
+    | SyncResumed
+    | StepCalled
+    | GradientsZeroed
+)
+Action = (
+    Watch
+    | SetAside
+    | Adopt
+    | Forget
+    | Take
+    | Launch
+    | Commit
+    | Discard
+    | Flush
+    | Update
+    | Reshard
+    | Clear
+)
+Result = tuple[BackwardState, Sequence[Action]]
+
+
+def transition(rules: Rules, state: BackwardState, event: Event) -> Result:
+    """The state after an event, and what to do about it, in order.
+
+    Args:
+        rules: of the engine.
+        state: before the event; unchanged.
+        event: one that can happen now: autograd's tasks nest, forwards end in reverse order.
+
+    Raises:
+        BackwardError: the user did something out of order; the state stays as it was.
+
+    Examples:
+        >>> rules = Rules(buckets=(0b11,))
+        >>> state, actions = BackwardState(), []
+        >>> for event in (OutputReached(0, task=7), GradientReady(1, 7), GradientReady(0, 7)):
+        ...     state, actions = transition(rules, state, event)
+        >>> actions
+        (Take(leaf=0), Launch(bucket=0))
+        >>> transition(rules, state, TaskEnded(7))[1]
+        (Commit(), Reshard())
+    """
+    return _HANDLERS[type(event)](rules, state, event)
+
+
+def is_boundary(rules: Rules, state: BackwardState) -> bool:
+    """Whether the micro-batch of now is the last one before an update.
+
+    >>> rules = Rules((), accum_steps=2)
+    >>> is_boundary(rules, BackwardState()), is_boundary(rules, BackwardState(reached={0}))
+    (False, True)
+    """
+    return len(state.reached) + state.fresh >= rules.accum_steps
+
+
+# --- forward -------------------------------------------------------------------------------------
+
+
+def _forward_started(rules: Rules, state: BackwardState, event: ForwardStarted) -> Result:
+    return state._replace(running=(*state.running, event.forward), fresh=True), ()
+
+
+def _forward_ended(rules: Rules, state: BackwardState, event: ForwardEnded) -> Result:
+    return state._replace(running=_up_to(state.running, event.forward)), ()
+
+
+def _forward_raised(rules: Rules, state: BackwardState, event: ForwardRaised) -> Result:
+    running = _up_to(state.running, event.forward)
+    broken = state.running[len(running) :]
+    state = state._replace(running=running)
+    actions: list[Action] = []
+    for forward in broken:
+        state, more = _forward_gone(rules, state, ForwardGone(forward))
+        actions += more
+    return state, (*actions, Reshard()) if state.task is None else actions
+
+
+def _forward_gone(rules: Rules, state: BackwardState, event: ForwardGone) -> Result:
+    aside = tuple(pair for pair in state.aside if pair[0] != event.forward)
+    if len(aside) == len(state.aside):
+        return state, ()
+    return state._replace(aside=aside), (Forget(event.forward),)
+
+
+def _up_to(running: tuple[int, ...], forward: int) -> tuple[int, ...]:
+    return running[: running.index(forward)] if forward in running else running
+
+
+# --- backward ------------------------------------------------------------------------------------
+
+
+def _scale_applied(rules: Rules, state: BackwardState, event: ScaleApplied) -> Result:
+    task, actions = _task_of(rules, state, event.task)
+    return state._replace(task=task._replace(scaled=True)), actions
+
+
+def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) -> Result:
+    task, opened = _task_of(rules, state, event.task)
+    if event.forward in task.reached:
+        return state, ()
+    task = task._replace(reached=task.reached | {event.forward})
+    mine = dict(state.aside).get(event.forward)
+    if mine is None:
+        return state._replace(task=task), opened
+    aside = tuple(pair for pair in state.aside if pair[0] != event.forward)
+    seen = _sum(task.seen, mine)
+    task = task._replace(
+        seen=seen,
+        complete=task.complete | _as_often(seen, state.last),
+        late=task.late | mine[0] & task.gone,
+    )
+    return state._replace(task=task, aside=aside), (*opened, Adopt(event.forward))
+
+
+def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) -> Result:
+    bit, task, actions = 1 << event.leaf, state.task, ()
+    if task is None:
+        if state.running:
+            forward = state.running[-1]
+            counts = dict(state.aside)
+            counts[forward] = _count(counts.get(forward, ()), bit)
+            return state._replace(aside=tuple(counts.items())), (SetAside(event.leaf, forward),)
+        task, actions = _task_of(rules, state, event.task)
+    if rules.scaled and not task.scaled:
+        raise BackwardError(
+            "backward reached a parameter, and the gradient does not carry the loss scale. With a "
+            "loss scale every backward needs it: call engine.backward(loss), or "
+            "engine.scale(loss).backward(). No gradient was changed."
+        )
+    seen = _count(task.seen, bit)
+    complete = task.complete
+    # a nested task may come again for this leaf
+    if event.task == task.number or bit & _as_often(seen, state.last):
+        complete |= bit
+    actions, launched, gone, buckets = (*actions, Take(event.leaf)), task.launched, task.gone, ()
+    late = task.late | bit & gone
+    if task.synced:
+        buckets = rules.buckets
+    while launched < len(buckets) and not buckets[launched] & ~complete:
+        actions = (*actions, Launch(launched))
+        gone |= buckets[launched]
+        launched += 1
+    task = Task(
+        task.number, task.synced, task.scaled, seen, complete, launched, gone, late, task.reached
+    )
+    return state._replace(task=task), actions
+
+
+def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
+    task = state.task
+    if task is None or task.number != event.task:
+        return state, ()
+    state = state._replace(task=None)
+    if not task.seen:  # torch.autograd.grad, which is none of our business
+        return state, (Reshard(),)
+    state = state._replace(
+        last=task.seen, reached=state.reached | task.reached, moved=True, fresh=False
+    )
+    if not task.synced:
+        return state._replace(kept=state.kept | task.seen[0]), (Commit(), Reshard())
+    rest = tuple(Launch(i) for i in range(task.launched, len(rules.buckets)))
+    return state._replace(kept=task.late), (*rest, Commit(), Reshard())
+
+
+def _task_raised(rules: Rules, state: BackwardState, event: TaskRaised) -> Result:
+    if state.task is None or state.task.number != event.task:
+        return state, ()
+    return state._replace(task=None), (Discard(), Reshard())
+
+
+def _task_of(rules: Rules, state: BackwardState, number: int) -> tuple[Task, tuple[Action, ...]]:
+    """The outermost task, opened if there is none."""
+    if state.task is not None:
+        return state.task, ()
+    return Task(number, synced=rules.reduces and not state.paused), (Watch(number),)
+
+
+# --- between backwards ---------------------------------------------------------------------------
+
+
+def _sync_paused(rules: Rules, state: BackwardState, event: SyncPaused) -> Result:
+    return state._replace(paused=state.paused + 1), ()
+
+
+def _sync_resumed(rules: Rules, state: BackwardState, event: SyncResumed) -> Result:
+    return state._replace(paused=state.paused - 1), ()
+
+
+def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Result:
+    _refuse_inside(state, "step()")
+    if state.paused:
+        raise BackwardError(
+            "engine.step() was called inside engine.no_sync(), where gradients are not reduced. "
+            "Leave the block first: the next step() reduces what it kept."
+        )
+    if not state.moved:
+        raise BackwardError(
+            "engine.step() was called, and no backward has brought a gradient since the last "
+            "step(). Call loss.backward() first, on a loss that depends on the engine's parameters."
+        )
+    state = state._replace(moved=False, fresh=True)
+    if rules.accum_steps > 1 and len(state.reached) < rules.accum_steps:
+        return state, ()
+    flush = (Flush(),) if state.kept and rules.reduces else ()
+    return state._replace(reached=frozenset(), kept=0), (*flush, Update(), Reshard())
+
+
+def _gradients_zeroed(rules: Rules, state: BackwardState, event: GradientsZeroed) -> Result:
+    _refuse_inside(state, "zero_grad()")
+    state = state._replace(reached=frozenset(), kept=0, moved=False, fresh=True)
+    return state, (Clear(),)
+
+
+def _refuse_inside(state: BackwardState, what: str) -> None:
+    if state.task is not None or state.running:
+        where = "a backward" if state.task is not None else "a forward"
+        raise BackwardError(
+            f"engine.{what} was called inside {where} of this engine. Call it between passes."
+        )
+
+
+# --- counting ------------------------------------------------------------------------------------
+
+
+def _count(counts: Counts, bits: int) -> Counts:
+    """One more of each of `bits`."""
+    new: list[int] = []
+    for mask in counts:
+        new.append(mask | bits)
+        bits &= mask
+        if not bits:
+            return (*new, *counts[len(new) :])
+    return (*new, bits)
+
+
+def _sum(a: Counts, b: Counts) -> Counts:
+    for mask in b:
+        a = _count(a, mask)
+    return a
+
+
+def _as_often(seen: Counts, last: Counts) -> int:
+    """Leaves that have come exactly as often as in the last task."""
+    same = 0
+    for k, mask in enumerate(last):
+        if k >= len(seen):
+            break
+        more_last = last[k + 1] if k + 1 < len(last) else 0
+        more_seen = seen[k + 1] if k + 1 < len(seen) else 0
+        same |= mask & ~more_last & seen[k] & ~more_seen
+    return same
+
+
+_HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {
+    ForwardStarted: _forward_started,
+    ForwardEnded: _forward_ended,
+    ForwardRaised: _forward_raised,
+    ForwardGone: _forward_gone,
+    OutputReached: _output_reached,
+    ScaleApplied: _scale_applied,
+    GradientReady: _gradient_ready,
+    TaskEnded: _task_ended,
+    TaskRaised: _task_raised,
+    SyncPaused: _sync_paused,
+    SyncResumed: _sync_resumed,
+    StepCalled: _step_called,
+    GradientsZeroed: _gradients_zeroed,
+}
+
+
+def masks(buckets: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """Each bucket's leaves as a bit mask.
+
+    >>> masks([[0, 2], [1]])
+    (5, 2)
+    """
+    return tuple(sum(1 << leaf for leaf in bucket) for bucket in buckets)
