@@ -5,9 +5,20 @@ params, opt_state = fzero.checkpoint.load("runs/a", params, opt_state)
 """
 
 from fzero.checkpoint.background import wait
+from fzero.checkpoint.deepspeed import deepspeed_param_groups, import_deepspeed_universal
 from fzero.checkpoint.folders import latest
 from fzero.checkpoint.load import load
+from fzero.checkpoint.safetensors import export_safetensors
 from fzero.checkpoint.save import save
 from fzero.checkpoint.storage import Reader
 
-__all__ = ["Reader", "latest", "load", "save", "wait"]
+__all__ = [
+    "Reader",
+    "deepspeed_param_groups",
+    "export_safetensors",
+    "import_deepspeed_universal",
+    "latest",
+    "load",
+    "save",
+    "wait",
+]

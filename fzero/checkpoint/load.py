@@ -1,19 +1,22 @@
 """`load`: from any world size, stage and mesh into the tensors that are there."""
 
+import hashlib
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from fzero.checkpoint import background, folders, manifest
+from fzero.checkpoint import background, folders, foreign, manifest
 from fzero.checkpoint.crew import crew_of, together
-from fzero.checkpoint.flat import Flat, Scalar, flatten
-from fzero.checkpoint.manifest import Manifest
-from fzero.checkpoint.progress import Progress, progress
+from fzero.checkpoint.flat import Flat, flatten
+from fzero.checkpoint.progress import progress
 from fzero.checkpoint.report import compare, refuse
+from fzero.checkpoint.safetensors import is_safetensors, open_safetensors
+from fzero.checkpoint.sources import Source
 from fzero.checkpoint.storage import Reader
 from fzero.dtensor import local_tensor
 from fzero.errors import CheckpointError
@@ -23,24 +26,6 @@ _UNREAD = (
     "the checkpoint was not loaded, and params and opt_state may hold parts of it by now",
     "Load another checkpoint, or build params and opt_state anew.",
 )
-
-
-class Source(NamedTuple):
-    """Something that can be loaded.
-
-    Args:
-        where: it is, for messages.
-        reader: reads it.
-        metadata: what it holds, under the keys of a checkpoint of fzero.
-        scalars: plain values by key.
-        identity: the same on all ranks if they see the same checkpoint.
-    """
-
-    where: str
-    reader: StorageReader
-    metadata: Metadata
-    scalars: dict[str, Scalar]
-    identity: str
 
 
 def load(
@@ -60,7 +45,9 @@ def load(
 
     Args:
         path: the folder that `save` was given (the newest whole checkpoint in it is taken), or one
-            checkpoint in it.
+            checkpoint in it. Also a safetensors file, its index or the folder with either; or a
+            checkpoint of `torch.distributed.checkpoint`, FSDP2's for one, whose parameters have the
+            same names, after any one prefix.
         params_like: params as `TrainStep.init` gives them, or None.
         opt_state_like: the state likewise, or None to leave it aside.
         strict: False: leaves that are missing, extra or of another shape keep their values, and a
@@ -83,58 +70,94 @@ def load(
         >>> load(run, {"w": torch.zeros(2)}, {"lr": 0.0})
         ({'w': tensor([1., 1.])}, {'lr': 0.5})
     """
+    where = Path(path)
+    return fill(
+        lambda: _choose(where),
+        _open,
+        params_like,
+        opt_state_like,
+        strict=strict,
+        cast=cast,
+        timeout=timeout,
+    )
+
+
+def fill(
+    choose: Callable[[], str],
+    open_source: Callable[[str, Flat, Callable[[int], None]], Source],
+    params_like: PyTree,
+    opt_state_like: PyTree,
+    *,
+    strict: bool,
+    cast: bool,
+    timeout: float,
+) -> tuple[PyTree, PyTree]:
+    """`load` from any kind of source.
+
+    Args:
+        choose: on the leading rank, says where the source is.
+        open_source: opens it there, on every rank.
+        params_like, opt_state_like, strict, cast, timeout: as for `load`.
+    """
     background.wait()
     flat = flatten(params_like, opt_state_like)
     crew = crew_of(flat.tensors.values(), timeout)
-    found = together(
-        crew, "which checkpoint", lambda: str(_choose(Path(path))) if crew.leads else None, _UNREAD
-    )[0]
+    found = together(crew, "which checkpoint", lambda: choose() if crew.leads else None, _UNREAD)[0]
     shown = progress(f"loading {found}", _nbytes(flat), shown=crew.leads)
     opened: list[Source] = []
 
     def open_() -> str:
-        opened.append(_open(Path(found), shown))
-        return opened[0].identity
+        opened.append(open_source(found, flat, shown))
+        return hashlib.blake2b(opened[0].identity.encode(), digest_size=16).hexdigest()
 
-    identities = together(crew, "what they read", open_, _UNREAD)
-    if len(set(identities)) > 1:
+    if len(set(together(crew, "what they read", open_, _UNREAD))) > 1:
         raise CheckpointError(
             f"ranks see different checkpoints at {found}. All ranks must reach the same folder."
         )
     source = opened[0]
     report = compare(flat, source.metadata, source.scalars)
     refuse(report, source.where, strict=strict, cast=cast)
-    if report and crew.leads:
-        warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=2)
+    if report and not strict and crew.leads:
+        warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=3)
     skip = {*report.missing, *report.misshapen}
-    together(crew, "whether they have read it", lambda: _fill(flat, source, skip), _UNREAD)
+    together(crew, "whether they have read it", lambda: _read(flat, source, skip), _UNREAD)
     shown.close()
     return flat.rebuild({k: v for k, v in source.scalars.items() if k not in skip})
 
 
-def _choose(path: Path) -> Path:
-    if (path / manifest.NAME).exists():
-        return path.absolute()
+def _choose(path: Path) -> str:
+    if (path / manifest.NAME).exists() or (path / foreign.NAME).exists() or is_safetensors(path):
+        return str(path.absolute())
     newest = folders.latest(path)
     if newest is None:
         raise CheckpointError(
             f"{path} is no checkpoint and holds none that is whole. Pass the folder that save was "
             "given, or one checkpoint in it; python -m fzero.checkpoint verify says what is there."
         )
-    return newest.absolute()
+    return str(newest.absolute())
 
 
-def _open(path: Path, told: Progress) -> Source:
-    reader = Reader(path, told)
-    found: Manifest = reader.manifest
-    return Source(str(path), reader, found.metadata(), found.scalars, found.dumps()[:60])
+def _open(where: str, flat: Flat, told: Callable[[int], None]) -> Source:
+    path = Path(where)
+    if (path / manifest.NAME).exists():
+        reader = Reader(path, told)
+        found = reader.manifest
+        identity = found.dumps()
+        return Source(where, reader, found.metadata(), found.scalars, identity=identity)
+    if is_safetensors(path):
+        return open_safetensors(path, list(flat.tensors), told)
+    return foreign.open_dcp(path, flat, told)
 
 
 @torch.no_grad()
-def _fill(flat: Flat, source: Source, skip: set[str]) -> None:
+def _read(flat: Flat, source: Source, skip: set[str]) -> None:
     """Read into masters and whatever has none, then into the rounded copies of masters."""
+    for key, value in source.values.items():
+        if key in flat.tensors and key not in skip:
+            local_tensor(flat.tensors[key]).copy_(value)
+    done = {*skip, *source.values}
     for tensors in (flat.tensors, flat.rounded):
-        wanted: dict[str, Any] = {key: x for key, x in tensors.items() if key not in skip}
+        wanted: dict[str, Any] = {key: x for key, x in tensors.items() if key not in done}
         if not wanted:
             continue
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

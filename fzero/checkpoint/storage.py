@@ -39,7 +39,7 @@ from fzero.errors import CheckpointError
 
 Told = Callable[[int], None]
 
-_NAMES = {
+ST_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -363,7 +363,7 @@ def _header(
     for key, dtype, shape in items:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         # A dtype that the format lacks is kept as its bytes; the manifest knows better.
-        name, sizes = (_NAMES[dtype], list(shape)) if dtype in _NAMES else ("U8", [nbytes])
+        name, sizes = (ST_DTYPES[dtype], list(shape)) if dtype in ST_DTYPES else ("U8", [nbytes])
         table[key] = {"dtype": name, "shape": sizes, "data_offsets": [start, start + nbytes]}
         start += nbytes
     text = json.dumps(table, separators=(",", ":")).encode()

@@ -1,0 +1,224 @@
+"""Safetensors, as Hugging Face lays them out: parameters out, and parameters in.
+
+    model.safetensors.index.json        {"metadata": {...}, "weight_map": {name: file}}
+    model-00001-of-00002.safetensors
+
+References: https://huggingface.co/docs/safetensors/index#format, and
+https://huggingface.co/docs/hub/models-adding-libraries for the names of the files.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fzero import tree
+from fzero.checkpoint import _files
+from fzero.checkpoint.crew import crew_of, together
+from fzero.checkpoint.flat import keys
+from fzero.checkpoint.progress import progress
+from fzero.checkpoint.sources import Lazy, LazyReader, Source, names_of, shared_prefix
+from fzero.checkpoint.storage import ST_DTYPES, write_file
+from fzero.errors import CheckpointError
+from fzero.tree import PyTree
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_UNWRITTEN = ("the parameters were not exported", "See that the disk has room, then export again.")
+
+
+def export_safetensors(
+    path: str | os.PathLike[str],
+    params: PyTree,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    timeout: float = 600.0,
+) -> Path:
+    """Write full parameters as safetensors that `transformers` loads; every rank must call it.
+
+    Leaves are gathered one at a time. Ranks take turns with the files.
+
+    Args:
+        path: folder for the files, such as one with the model's config.json; made if need be.
+        params: pytree of tensors or DTensors; names are its keys joined by dots.
+        dtype: what floating leaves are converted to; None leaves them.
+        max_file_bytes: a file is closed before it would grow beyond this, unless one leaf does.
+        timeout: seconds that ranks wait for each other.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: a leaf that the format can't hold, files that are there already, a disk
+            that is full.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = export_safetensors(tempfile.mkdtemp(), {"w": torch.ones(2, 3)})
+        >>> sorted(file.name for file in folder.iterdir())
+        ['model-00001-of-00001.safetensors', 'model.safetensors.index.json']
+    """
+    leaves = tree.leaves(params)
+    names = [key.removeprefix("params.") for key in keys("params", params)]
+    crew = crew_of([x for x in leaves if isinstance(x, Tensor)], timeout)
+    folder = Path(path).absolute()
+    items = [_item(name, x, dtype) for name, x in zip(names, leaves, strict=True)]
+    crew.same("what they export", {name: f"{d} {shape}" for name, d, shape in items})
+    sizes = [torch.Size(shape).numel() * d.itemsize for _, d, shape in items]
+    files = _files_of(sizes, max_file_bytes)
+    file_names = [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    shown = progress(f"exporting to {folder}", sum(sizes), shown=crew.leads)
+
+    def prepare() -> None:
+        if crew.leads:
+            _files.make_folder(folder)
+            there = [n for n in (*file_names, INDEX, SINGLE) if (folder / n).exists()]
+            if there:
+                raise CheckpointError(
+                    f"{folder} has {', '.join(there[:3])} already. Export to another folder, or "
+                    "remove them first."
+                )
+
+    together(crew, "whether the folder is there", prepare, _UNWRITTEN)
+    for place, (name, members) in enumerate(zip(file_names, files, strict=True)):
+        mine = place % len(crew.ranks) == crew.place
+        full = (_full(leaves[i], items[i][1], keep=mine) for i in members)
+
+        def write(name: str = name, members: range = members, full: Any = full) -> None:
+            part = folder / f".{name}.part"
+            part.unlink(missing_ok=True)  # of an export that was cut short
+            rows = [items[i] for i in members]
+            write_file(part, rows, full, about={"format": "pt"}, told=shown)
+            _files.rename(part, folder / name)
+
+        def attend(full: Any = full) -> None:
+            for _ in full:
+                pass
+
+        together(crew, f"whether {name} is written", write if mine else attend, _UNWRITTEN)
+    where = {names[i]: name for name, f in zip(file_names, files, strict=True) for i in f}
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
+
+    def finish() -> None:
+        if crew.leads:
+            part = folder / f".{INDEX}.part"
+            part.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            _files.rename(part, folder / INDEX)
+            _files.sync_folder(folder)
+
+    together(crew, "whether the index is written", finish, _UNWRITTEN)
+    shown.close()
+    return folder
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether `path` is a safetensors file, an index of them, or a folder with either."""
+    inside = path.is_dir() and ((path / INDEX).exists() or (path / SINGLE).exists())
+    return inside or path.name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def open_safetensors(path: Path, wanted: Sequence[str], told: Callable[[int], None]) -> Source:
+    """A safetensors file, or what an index lists, as a source of parameters.
+
+    Args:
+        path: of the file, the index, or the folder with either.
+        wanted: our keys.
+        told: called with the bytes of each piece that is read.
+
+    Raises:
+        CheckpointError: a file is damaged, missing, or not in the folder.
+    """
+    found = {name: file for file in _members(path) for name in _names_in(file)}
+    prefix = shared_prefix(names_of(wanted), found)
+    leaves = {
+        f"params.{name.removeprefix(prefix)}": _lazy(file, name)
+        for name, file in found.items()
+        if name.startswith(prefix)
+    }
+    reader = LazyReader(leaves, told)
+    identity = json.dumps(sorted((name, file.stat().st_size) for name, file in found.items()))
+    return Source(str(path), reader, reader.read_metadata(), identity=identity)
+
+
+def _item(name: str, x: Any, dtype: torch.dtype | None) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    if not isinstance(x, Tensor):
+        raise CheckpointError(
+            f"params.{name} is a {type(x).__name__}; safetensors hold tensors only. Keep it out of "
+            "the tree."
+        )
+    to = dtype if dtype is not None and x.is_floating_point() else x.dtype
+    if to not in ST_DTYPES:
+        raise CheckpointError(
+            f"params.{name} is {to}, which safetensors can't hold. Pass a dtype, or convert it."
+        )
+    return name, to, tuple(x.shape)
+
+
+def _full(x: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
+    full = x.full_tensor() if isinstance(x, DTensor) else x
+    return full.detach().to(dtype) if keep else full
+
+
+def _files_of(sizes: Sequence[int], limit: int) -> list[range]:
+    """Consecutive leaves for each file."""
+    borders, held = [0], 0
+    for i, size in enumerate(sizes):
+        if held and held + size > limit:
+            borders.append(i)
+            held = 0
+        held += size
+    return [range(a, b) for a, b in zip(borders, [*borders[1:], len(sizes)], strict=True)]
+
+
+def _members(path: Path) -> list[Path]:
+    """The safetensors files of a file, an index, or a folder."""
+    if path.is_dir():
+        path = path / INDEX if (path / INDEX).exists() else path / SINGLE
+    if not path.name.endswith(".json"):
+        return [path]
+    try:
+        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors: {error!r}.") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise CheckpointError(
+                f"{path} names the file {name!r}; it may name only files in its own folder. Don't "
+                "trust it."
+            )
+    return [path.parent / name for name in names]
+
+
+def _names_in(file: Path) -> Iterator[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield from opened.keys()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}. It is damaged or no safetensors file."
+        ) from error
+
+
+def _lazy(file: Path, name: str) -> Lazy:
+    with safe_open(file, framework="pt") as opened:
+        view = opened.get_slice(name)
+        shape, stored = tuple(view.get_shape()), view.get_dtype()
+    by_name = {text: dtype for dtype, text in ST_DTYPES.items()}
+    if stored not in by_name:
+        raise CheckpointError(f"{file}: {name} is {stored}, which torch does not have.")
+
+    def read(region: tuple[slice, ...]) -> Tensor:
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_slice(name)[region] if region else opened.get_tensor(name)
+
+    return Lazy(by_name[stored], shape, read)

@@ -1,0 +1,163 @@
+"""What can be loaded, whoever wrote it, as one value: a reader and its leaves."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+from fzero.checkpoint.flat import Scalar
+from fzero.checkpoint.pieces import pieces
+
+Region = tuple[slice, ...]
+
+# Fields of the states of fzero.optim, and what torch.optim calls the same thing.
+TORCH_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Something that can be loaded.
+
+    Args:
+        where: it is, for messages.
+        reader: reads it.
+        metadata: what it holds, under the keys of a checkpoint of fzero.
+        scalars: plain values by key.
+        values: small tensors that are known already, by key; in the metadata too.
+        identity: the same on all ranks if they see the same checkpoint.
+    """
+
+    where: str
+    reader: StorageReader
+    metadata: Metadata
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    identity: str = ""
+
+
+class Lazy(NamedTuple):
+    """A tensor in somebody else's file.
+
+    Args:
+        dtype: of it.
+        shape: of it.
+        read: a region of it, in new memory or mapped from the file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[Region], Tensor]
+
+    def metadata(self) -> TensorStorageMetadata:
+        """As `torch.distributed.checkpoint` knows it."""
+        size = torch.Size(self.shape)
+        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        chunks = [whole] if size.numel() else []
+        return TensorStorageMetadata(TensorProperties(dtype=self.dtype), size, chunks)
+
+
+class LazyReader(StorageReader):
+    """Reads regions of tensors in other formats, a few MiB at a time.
+
+    Args:
+        leaves: by key.
+        told: called with the bytes of each piece.
+    """
+
+    def __init__(self, leaves: Mapping[str, Lazy], told: Callable[[int], None]) -> None:
+        self.leaves, self.told = leaves, told
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """The leaves stay the ones that it was made for."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What there is."""
+        return Metadata({key: leaf.metadata() for key, leaf in self.leaves.items()})
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """All is known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what the plan names into the planner's tensors."""
+        for item in plan.items:
+            leaf = self.leaves[item.storage_index.fqn]
+            target = planner.resolve_tensor(item).detach()
+            for piece in pieces(tuple(target.shape), leaf.dtype.itemsize):
+                starts, sizes = list(item.storage_offsets), list(target.shape)
+                for dim, start, length in piece.cuts:
+                    starts[dim], sizes[dim] = starts[dim] + start, length
+                region = tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
+                piece.of(target).copy_(leaf.read(region))
+                self.told(piece.nbytes)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """The leaves say all there is to say."""
+        return checkpoint_id is None
+
+
+def names_of(keys: Iterable[str]) -> list[str]:
+    """The names of the parameters among the keys.
+
+    >>> names_of(["params.a.w", "opt_state.step"])
+    ['a.w']
+    """
+    return [key.removeprefix("params.") for key in keys if key.startswith("params.")]
+
+
+def shared_prefix(names: Sequence[str], foreign: Iterable[str]) -> str:
+    """What the others put before our names: the prefix under which most of them are found.
+
+    >>> shared_prefix(["a.w", "b.w"], ["model.a.w", "model.b.w", "ema.a.w"])
+    'model.'
+    """
+    held = set(foreign)
+    found = {key[: -len(n)] for n in names[:3] for key in held if f".{key}".endswith(f".{n}")}
+    ranked = [(-sum(f"{p}{n}" in held for n in names), len(p), p) for p in found]
+    return min(ranked)[2] if ranked else ""
+
+
+def moment_of(key: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """Whose state a key of ours is, and what torch.optim calls it: `("a.w", "exp_avg")`.
+
+    >>> moment_of("opt_state.inner.0.mu.a.w", ["a.w", "w"])
+    ('a.w', 'exp_avg')
+    """
+    for ours, theirs in TORCH_NAMES.items():
+        found = re.search(rf"\.{ours}\.", key)
+        if key.startswith("opt_state.") and found and key[found.end() :] in names:
+            return key[found.end() :], theirs
+    return None
+
+
+def is_step(key: str) -> bool:
+    """Whether a key of ours counts updates.
+
+    >>> is_step("opt_state.inner.0.step"), is_step("params.step")
+    (True, False)
+    """
+    return key.startswith("opt_state.") and key.endswith(".step")
