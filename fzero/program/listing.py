@@ -21,6 +21,7 @@ class Collective(NamedTuple):
         wire_bytes: bytes that each rank sends, bandwidth-optimally.
         times: how often a step runs it.
         group: name of the process group it runs over.
+        dtype: that it travels in.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Collective(NamedTuple):
     wire_bytes: int
     times: int = 1
     group: str = ""
+    dtype: torch.dtype | None = None
 
 
 def collectives(program: Program) -> list[Collective]:
@@ -39,11 +41,16 @@ def collectives(program: Program) -> list[Collective]:
         for node in part.graph.nodes:
             if bucket := node.meta.get("bucket"):
                 names = tuple(leaf.name for leaf in bucket.leaves)
-                sizes = bucket.nbytes, bucket.wire_bytes
-                phase = node.meta["phase"]
                 rows.append(
                     Collective(
-                        bucket.kind, names, sizes[0], phase, sizes[1], part.times, bucket.group
+                        bucket.kind,
+                        names,
+                        bucket.nbytes,
+                        node.meta["phase"],
+                        bucket.wire_bytes,
+                        part.times,
+                        bucket.group,
+                        bucket.dtype,
                     )
                 )
     return rows
