@@ -156,6 +156,8 @@ class Engine:
         self._losses: list[Tensor] = []  # given to backward()
         self._scalars: dict[int, Tensor] = {}  # outputs that look like losses, by forward
         self._divided = True
+        # leaves of an unsynced task that have their gradients; None: each arrival is an event
+        self._late: list[int] | None = None
         self._correction: Tensor | float | None = None  # on every gradient of the running task
         self._install(slots, params)
 
@@ -376,7 +378,12 @@ class Engine:
                 gradients.forget(forward)
             case phases.Commit():
                 gradients.commit()
+            case phases.TakeAll():
+                self._take_all()
             case phases.Discard():
+                for place in self._late or ():
+                    self._by_place[place].grad = None
+                self._late = None
                 gradients.discard()
             case phases.Flush():
                 self._journal.enter("flush")
@@ -396,15 +403,16 @@ class Engine:
         """What autograd calls when it has accumulated a gradient into a parameter."""
 
         def take(param: Tensor) -> None:
+            late = self._late
+            if late is not None:  # nothing waits for it: it stays where it is till the task ends
+                late.append(place)
+                return
             grad = param.grad
             assert grad is not None
             param.grad = None
+            grad = _plain(grad)
             event = phases.GradientReady(place, current_task())
             self._state, actions = transition(self._rules, self._state, event)
-            if grad.requires_grad:
-                grad = grad.detach()
-            if grad.layout != torch.strided:
-                grad = grad.to_dense()
             for action in actions:
                 kind = type(action)
                 if kind is phases.Take:
@@ -415,8 +423,31 @@ class Engine:
                     self._gradients.set_aside(place, action.forward, grad)  # pyright: ignore
                 else:
                     self._do(action)
+            task = self._state.task
+            if task is not None and not task.synced:
+                self._late = []
 
         return take
+
+    def _take_late(self) -> None:
+        """The gradients of an unsynced task, which are where autograd has put them."""
+        if self._late:
+            task = self._state.task
+            assert task is not None
+            self._on(phases.GradientsReady(task.number))
+        self._late = None
+
+    def _take_all(self) -> None:
+        places = list(dict.fromkeys(self._late or ()))
+        params = [self._by_place[place] for place in places]
+        grads: list[Any] = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        if any(grad.requires_grad or grad.layout is not torch.strided for grad in grads):
+            grads = [_plain(grad) for grad in grads]
+        if self._correction is not None:
+            torch._foreach_mul_(grads, self._correction)
+        self._gradients.take_all(places, grads)
 
     def _scaled(self, factor: Tensor) -> None:
         """Gradients that carry `factor` start on their way through the running task."""
@@ -428,6 +459,7 @@ class Engine:
 
     def _ended(self, task: int) -> None:
         try:
+            self._take_late()
             self._on(phases.TaskEnded(task))
         except BaseException:
             self._gradients.discard()
@@ -486,6 +518,7 @@ class Engine:
     def _install(self, slots: ParameterSlots, params: dict[str, nn.Parameter]) -> None:
         """Make the module's parameters this engine's."""
         self._order = list(params)
+        self._by_place: dict[int, Tensor] = {}
         new: dict[str, Tensor] = {}
         for name, param in params.items():
             place = self._names.index(name)
@@ -499,6 +532,7 @@ class Engine:
                 param.data = self._locals[place]
                 param.requires_grad_(trainable)
             if trainable:
+                self._by_place[place] = new[name]
                 new[name].register_post_accumulate_grad_hook(self._taker(place))
         slots.install(new)
 
@@ -640,6 +674,13 @@ def _no_loss(loss: Any) -> str:
         ".detach() it, and compute it outside of torch.no_grad(); outputs of other shapes go "
         "through engine.scale(out).backward(gradient)."
     )
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """A gradient, dense and without a graph."""
+    if grad.requires_grad:
+        grad = grad.detach()
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _ignore(places: Sequence[int]) -> None:

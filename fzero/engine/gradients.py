@@ -38,6 +38,11 @@ class Gradients:
     ) -> None:
         self.leaves, self.buckets, self.traffic = leaves, buckets, traffic
         self.scatter, self.factors, self.device, self.gone = scatter, factors, device, gone
+        self.wider = {
+            place: leaf.reduce
+            for place, leaf in enumerate(leaves)
+            if leaf.reduce not in (None, leaf.compute or leaf.dtype)
+        }
         # [Note: where a gradient is] `task` has what the running graph task brought, `aside` what
         # backwards inside forwards did; `kept` has earlier tasks' sums that are full and this
         # rank's own; `flights` and `landed` the running task's reductions; `reduced` their sum.
@@ -56,6 +61,11 @@ class Gradients:
         held = self.task.get(place)
         self.arrived.add(place)
         self.task[place] = grad if held is None else held.add_(grad)
+
+    def take_all(self, places: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Gradients of many leaves for the running task."""
+        self.arrived.update(places)
+        _add(self.task, dict(zip(places, grads, strict=True)))
 
     def set_aside(self, place: int, forward: int, grad: Tensor) -> None:
         """A gradient for the task that will reach this forward."""
@@ -87,8 +97,9 @@ class Gradients:
             del self.kept[place]
         self.used.clear()
         _add(self.reduced, self.landed)
-        for place, grad in self.task.items():
-            self.task[place] = grad.to(self.leaves[place].reduce or grad.dtype)
+        for place, dtype in self.wider.items():
+            if place in self.task:
+                self.task[place] = self.task[place].to(dtype)
         _add(self.kept, self.task)
 
     def discard(self) -> None:
@@ -147,9 +158,8 @@ class Gradients:
 
 def _add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
     """Add one to the other, which is empty then."""
-    both = [place for place in more if place in total]
+    both = total.keys() & more.keys()
     if both:
-        torch._foreach_add_([total[i] for i in both], [more[i] for i in both])
-    for place, grad in more.items():
-        total.setdefault(place, grad)
+        torch._foreach_add_([total[i] for i in both], [more.pop(i) for i in both])
+    total.update(more)
     more.clear()

@@ -74,9 +74,9 @@ class BackwardState(NamedTuple):
         task: the running one, or None.
         running: forwards that have started and not ended, innermost last.
         aside: what forwards got from backwards inside them.
-        last: the arrivals of the last task that ended.
+        last: the arrivals of the last synced task.
         reached: forwards that a backward has reached since the last update.
-        kept: mask of leaves that have gradients which are not reduced.
+        kept: whether there are gradients that are not reduced.
         moved: whether a backward has brought gradients since the last call of step.
         fresh: whether a forward or a step came after the last backward.
         paused: how many `no_sync` blocks are open.
@@ -87,7 +87,7 @@ class BackwardState(NamedTuple):
     aside: tuple[tuple[int, Counts], ...] = ()
     last: Counts = ()
     reached: frozenset[int] = frozenset()
-    kept: int = 0
+    kept: bool = False
     moved: bool = False
     fresh: bool = True
     paused: int = 0
@@ -131,6 +131,12 @@ class GradientReady(NamedTuple):
     """A leaf has got the gradient that one graph task had for it."""
 
     leaf: int
+    task: int
+
+
+class GradientsReady(NamedTuple):
+    """More leaves of a task that is not synced have got gradients; told at once, before its end."""
+
     task: int
 
 
@@ -192,6 +198,10 @@ class Take(NamedTuple):
     leaf: int
 
 
+class TakeAll(NamedTuple):
+    """The gradients that have arrived since the last word of them are the task's."""
+
+
 class Launch(NamedTuple):
     """Reduce a bucket: what was kept and what the task has of it, zeros for the rest."""
 
@@ -230,6 +240,7 @@ Event = (
     | OutputReached
     | ScaleApplied
     | GradientReady
+    | GradientsReady
     | TaskEnded
     | TaskRaised
     | SyncPaused
@@ -243,6 +254,7 @@ Action = (
     | Adopt
     | Forget
     | Take
+    | TakeAll
     | Launch
     | Commit
     | Discard
@@ -381,6 +393,13 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
     return state._replace(task=task), actions
 
 
+def _gradients_ready(rules: Rules, state: BackwardState, event: GradientsReady) -> Result:
+    task = state.task
+    assert task is not None, "told before any gradient"
+    assert not task.synced, "reductions have to know one by one"
+    return state, (TakeAll(),)
+
+
 def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
     task = state.task
     if task is None or task.number != event.task:
@@ -388,13 +407,11 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
     state = state._replace(task=None)
     if not task.seen:  # torch.autograd.grad, which is none of our business
         return state, (Reshard(),)
-    state = state._replace(
-        last=task.seen, reached=state.reached | task.reached, moved=True, fresh=False
-    )
+    state = state._replace(reached=state.reached | task.reached, moved=True, fresh=False)
     if not task.synced:
-        return state._replace(kept=state.kept | task.seen[0]), (Commit(), Reshard())
+        return state._replace(kept=True), (Commit(), Reshard())
     rest = tuple(Launch(i) for i in range(task.launched, len(rules.buckets)))
-    return state._replace(kept=task.late), (*rest, Commit(), Reshard())
+    return state._replace(last=task.seen, kept=bool(task.late)), (*rest, Commit(), Reshard())
 
 
 def _task_raised(rules: Rules, state: BackwardState, event: TaskRaised) -> Result:
@@ -437,12 +454,12 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
     if rules.accum_steps > 1 and len(state.reached) < rules.accum_steps:
         return state, ()
     flush = (Flush(),) if state.kept and rules.reduces else ()
-    return state._replace(reached=frozenset(), kept=0), (*flush, Update(), Reshard())
+    return state._replace(reached=frozenset(), kept=False), (*flush, Update(), Reshard())
 
 
 def _gradients_zeroed(rules: Rules, state: BackwardState, event: GradientsZeroed) -> Result:
     _refuse_inside(state, "zero_grad()")
-    state = state._replace(reached=frozenset(), kept=0, moved=False, fresh=True)
+    state = state._replace(reached=frozenset(), kept=False, moved=False, fresh=True)
     return state, (Clear(),)
 
 
@@ -494,6 +511,7 @@ _HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {
     OutputReached: _output_reached,
     ScaleApplied: _scale_applied,
     GradientReady: _gradient_ready,
+    GradientsReady: _gradients_ready,
     TaskEnded: _task_ended,
     TaskRaised: _task_raised,
     SyncPaused: _sync_paused,
