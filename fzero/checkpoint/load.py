@@ -117,7 +117,7 @@ def fill(
     source = opened[0]
     report = compare(flat, source.metadata, source.scalars)
     refuse(report, source.where, strict=strict, cast=cast)
-    if report and not strict and crew.leads:
+    if (report.missing or report.extra or report.misshapen) and crew.leads:
         warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=3)
     skip = {*report.missing, *report.misshapen}
     together(crew, "whether they have read it", lambda: _read(flat, source, skip), _UNREAD)

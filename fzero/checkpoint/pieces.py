@@ -47,9 +47,13 @@ def pieces(shape: tuple[int, ...], itemsize: int, limit: int = PIECE) -> Iterato
 
 
 def stream(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor on any device and with any strides, row by row, a piece at a time."""
+    """The bytes of a tensor on any device and with any strides, row by row, a piece at a time.
+
+    A piece may be looked at until the next one is asked for.
+    """
     for piece in pieces(tuple(tensor.shape), tensor.element_size()):
-        yield bytes_of(piece.of(tensor).detach().cpu().contiguous())
+        part = piece.of(tensor).detach().cpu().contiguous()  # keeps the memory while we wait
+        yield bytes_of(part)
 
 
 class Checks:

@@ -10,8 +10,9 @@ https://huggingface.co/docs/hub/models-adding-libraries for the names of the fil
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.checkpoint import _files
-from fzero.checkpoint.crew import crew_of, together
+from fzero.checkpoint.crew import Crew, crew_of, together
 from fzero.checkpoint.flat import keys
 from fzero.checkpoint.progress import progress
 from fzero.checkpoint.sources import Lazy, LazyReader, Source, names_of, shared_prefix
@@ -30,6 +31,7 @@ from fzero.tree import PyTree
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_FILE_BYTES = 5 * 10**9
 
 _UNWRITTEN = ("the parameters were not exported", "See that the disk has room, then export again.")
 
@@ -39,7 +41,7 @@ def export_safetensors(
     params: PyTree,
     *,
     dtype: torch.dtype | None = None,
-    max_file_bytes: int = 5 * 10**9,
+    max_file_bytes: int = MAX_FILE_BYTES,
     timeout: float = 600.0,
 ) -> Path:
     """Write full parameters as safetensors that `transformers` loads; every rank must call it.
@@ -69,53 +71,78 @@ def export_safetensors(
     leaves = tree.leaves(params)
     names = [key.removeprefix("params.") for key in keys("params", params)]
     crew = crew_of([x for x in leaves if isinstance(x, Tensor)], timeout)
-    folder = Path(path).absolute()
-    items = [_item(name, x, dtype) for name, x in zip(names, leaves, strict=True)]
-    crew.same("what they export", {name: f"{d} {shape}" for name, d, shape in items})
-    sizes = [torch.Size(shape).numel() * d.itemsize for _, d, shape in items]
-    files = _files_of(sizes, max_file_bytes)
-    file_names = [
-        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
-    ]
+    items = [_whole(name, x, dtype) for name, x in zip(names, leaves, strict=True)]
+    return write_folder(Path(path).absolute(), items, crew, max_file_bytes)
+
+
+class Whole(NamedTuple):
+    """A full leaf that isn't there yet.
+
+    Args:
+        name: in the file.
+        dtype: in the file.
+        shape: of the leaf.
+        make: the leaf; every rank of the crew calls it, and says whether it wants the result.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[bool], Tensor | None]
+
+
+def write_folder(
+    folder: Path, leaves: Sequence[Whole], crew: Crew, max_file_bytes: int = MAX_FILE_BYTES
+) -> Path:
+    """`export_safetensors` of leaves that are made one at a time."""
+    bad = [f"{leaf.name} ({leaf.dtype})" for leaf in leaves if leaf.dtype not in ST_DTYPES]
+    if bad:
+        raise CheckpointError(
+            f"safetensors can't hold {', '.join(bad)}. Pass a dtype, or convert these leaves."
+        )
+    crew.same("what they export", {leaf.name: f"{leaf.dtype} {leaf.shape}" for leaf in leaves})
+    sizes = [torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in leaves]
+    members = _files_of(sizes, max_file_bytes)
+    files = [f"model-{i:05d}-of-{len(members):05d}.safetensors" for i in range(1, len(members) + 1)]
     shown = progress(f"exporting to {folder}", sum(sizes), shown=crew.leads)
 
     def prepare() -> None:
         if crew.leads:
             _files.make_folder(folder)
-            there = [n for n in (*file_names, INDEX, SINGLE) if (folder / n).exists()]
+            there = [n for n in (*files, INDEX, SINGLE) if (folder / n).exists()]
             if there:
                 raise CheckpointError(
                     f"{folder} has {', '.join(there[:3])} already. Export to another folder, or "
                     "remove them first."
                 )
 
-    together(crew, "whether the folder is there", prepare, _UNWRITTEN)
-    for place, (name, members) in enumerate(zip(file_names, files, strict=True)):
-        mine = place % len(crew.ranks) == crew.place
-        full = (_full(leaves[i], items[i][1], keep=mine) for i in members)
-
-        def write(name: str = name, members: range = members, full: Any = full) -> None:
-            part = folder / f".{name}.part"
-            part.unlink(missing_ok=True)  # of an export that was cut short
-            rows = [items[i] for i in members]
-            write_file(part, rows, full, about={"format": "pt"}, told=shown)
-            _files.rename(part, folder / name)
-
-        def attend(full: Any = full) -> None:
-            for _ in full:
-                pass
-
-        together(crew, f"whether {name} is written", write if mine else attend, _UNWRITTEN)
-    where = {names[i]: name for name, f in zip(file_names, files, strict=True) for i in f}
-    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
+    def write(place: int) -> None:
+        name, rows = files[place], [leaves[i] for i in members[place]]
+        if place % len(crew.ranks) != crew.place:
+            for leaf in rows:
+                leaf.make(False)
+            return
+        part = folder / f".{name}.part"
+        part.unlink(missing_ok=True)  # of an export that was cut short
+        described = [(leaf.name, leaf.dtype, leaf.shape) for leaf in rows]
+        tensors = (_made(leaf) for leaf in rows)
+        write_file(part, described, tensors, about={"format": "pt"}, told=shown)
+        _files.rename(part, folder / name)
 
     def finish() -> None:
         if crew.leads:
+            where = {
+                leaves[i].name: file for file, f in zip(files, members, strict=True) for i in f
+            }
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
             part = folder / f".{INDEX}.part"
             part.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
             _files.rename(part, folder / INDEX)
             _files.sync_folder(folder)
 
+    together(crew, "whether the folder is there", prepare, _UNWRITTEN)
+    for place, name in enumerate(files):
+        together(crew, f"whether {name} is written", partial(write, place), _UNWRITTEN)
     together(crew, "whether the index is written", finish, _UNWRITTEN)
     shown.close()
     return folder
@@ -150,23 +177,25 @@ def open_safetensors(path: Path, wanted: Sequence[str], told: Callable[[int], No
     return Source(str(path), reader, reader.read_metadata(), identity=identity)
 
 
-def _item(name: str, x: Any, dtype: torch.dtype | None) -> tuple[str, torch.dtype, tuple[int, ...]]:
+def _whole(name: str, x: Any, dtype: torch.dtype | None) -> Whole:
     if not isinstance(x, Tensor):
         raise CheckpointError(
             f"params.{name} is a {type(x).__name__}; safetensors hold tensors only. Keep it out of "
             "the tree."
         )
     to = dtype if dtype is not None and x.is_floating_point() else x.dtype
-    if to not in ST_DTYPES:
-        raise CheckpointError(
-            f"params.{name} is {to}, which safetensors can't hold. Pass a dtype, or convert it."
-        )
-    return name, to, tuple(x.shape)
+
+    def make(keep: bool) -> Tensor | None:
+        full = x.full_tensor() if isinstance(x, DTensor) else x
+        return full.detach().to(to) if keep else None
+
+    return Whole(name, to, tuple(x.shape), make)
 
 
-def _full(x: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
-    full = x.full_tensor() if isinstance(x, DTensor) else x
-    return full.detach().to(dtype) if keep else full
+def _made(leaf: Whole) -> Tensor:
+    full = leaf.make(True)
+    assert full is not None
+    return full
 
 
 def _files_of(sizes: Sequence[int], limit: int) -> list[range]:

@@ -1,0 +1,162 @@
+"""Safetensors out and in, held against the library that defines them, and against transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.checkpoint import export_safetensors, load
+from tests.checkpoint.cases import Job, full, make
+from tests.ranks import run_ranks
+
+
+def _tree() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "a.weight": torch.randn(5, 7),
+        "a.bias": torch.randn(5).bfloat16(),
+        "n": torch.tensor(3),
+        "mask": torch.tensor([True, False]),
+        "empty": torch.zeros(0, 3),
+        "b": torch.randn(3, 4).t(),
+    }
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {}
+    for file in set(index["weight_map"].values()):
+        for name, x in safetensors.torch.load_file(folder / file).items():
+            assert index["weight_map"][name] == file
+            found[name] = x
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+    assert found.keys() == index["weight_map"].keys()
+    return found
+
+
+def _export(run: Path, limit: int) -> dict[str, Tensor]:
+    params, opt_state, _ = make(Job(2, 3), 5)
+    export_safetensors(run, params, max_file_bytes=limit)
+    return full(params, opt_state)
+
+
+@pytest.mark.parametrize("limit", [1, 200, 10**9])
+def test_what_is_exported_is_what_the_library_reads(limit: int, tmp_path: Path) -> None:
+    export_safetensors(tmp_path, _tree(), max_file_bytes=limit)
+    found = _read(tmp_path)
+    assert {name: x.tolist() for name, x in found.items()} == {
+        name: x.tolist() for name, x in _tree().items()
+    }
+    assert all(found[name].dtype == x.dtype for name, x in _tree().items())
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert files == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    assert all((tmp_path / file).stat().st_size <= limit + 500 for file in files if limit > 1)
+
+
+def test_ranks_export_whole_leaves(tmp_path: Path) -> None:
+    values, _ = run_ranks(2, _export, tmp_path, 300)
+    found = _read(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    for name, x in found.items():
+        assert torch.equal(x, values[f"['{name}']"])
+
+
+def test_files_that_are_there_are_not_overwritten(tmp_path: Path) -> None:
+    export_safetensors(tmp_path, _tree())
+    with pytest.raises(fzero.CheckpointError, match="already"):
+        export_safetensors(tmp_path, _tree())
+
+
+@pytest.mark.parametrize("which", ["file", "index", "folder"])
+def test_a_file_an_index_and_a_folder_load(which: str, tmp_path: Path) -> None:
+    kept = {f"model.{name}": x.contiguous() for name, x in _tree().items()}
+    if which == "file":
+        safetensors.torch.save_file(kept, tmp_path / "any.safetensors")
+    else:
+        export_safetensors(tmp_path, kept, max_file_bytes=100)
+    path = {
+        "file": tmp_path / "any.safetensors",
+        "index": tmp_path / "model.safetensors.index.json",
+        "folder": tmp_path,
+    }[which]
+    # the names in the file have a prefix that ours don't
+    params, state = load(path, {name: torch.zeros_like(x) for name, x in _tree().items()})
+    assert state is None
+    for name, x in _tree().items():
+        assert torch.equal(params[name], x), name
+
+
+def _load_shards(path: Path) -> list[Any]:
+    """Loads into shards, and the most bytes that any one region read had."""
+    from fzero.checkpoint import sources
+
+    largest = [0]
+    real = sources.LazyReader.read_data
+
+    def read_data(self: sources.LazyReader, plan: Any, planner: Any) -> Any:
+        def watched(leaf: sources.Lazy) -> sources.Lazy:
+            def read(region: Any) -> Tensor:
+                found = leaf.read(region)
+                largest[0] = max(largest[0], found.nbytes)
+                return found
+
+            return leaf._replace(read=read)
+
+        self.leaves = {key: watched(leaf) for key, leaf in self.leaves.items()}
+        return real(self, plan, planner)
+
+    sources.LazyReader.read_data = read_data
+    try:
+        like = fzero.shard({"w": torch.zeros(8, 1000), "t": torch.zeros(3, 1000)})
+        params, _ = load(path, like)
+    finally:
+        sources.LazyReader.read_data = real
+    return [fzero.unshard(params), largest[0]]
+
+
+def test_no_rank_reads_more_than_its_shard(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    full = {"w": torch.randn(8, 1000), "t": torch.randn(3, 1000)}
+    safetensors.torch.save_file(full, tmp_path / "model.safetensors")
+    for params, largest in run_ranks(2, _load_shards, tmp_path / "model.safetensors"):
+        assert torch.equal(params["w"], full["w"])
+        assert torch.equal(params["t"], full["t"])
+        assert largest <= full["w"].nbytes // 2
+
+
+def test_masters_take_the_values_too(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.full((3, 2), 1.0009765)}, tmp_path / "m.safetensors")
+    cfg = fzero.Config(stage=2, precision="bf16")
+    step_fn = fzero.make_train_step(lambda p, b: (p["w"] * b).sum(), fzero.optim.sgd(0.1), cfg)
+    params, opt_state = step_fn.init({"w": torch.zeros(3, 2)})
+    with pytest.warns(UserWarning, match=r"not in the checkpoint: opt_state\.step"):
+        params, opt_state = load(tmp_path / "m.safetensors", params, opt_state, strict=False)
+    assert params["w"].unique().tolist() == [1.0]
+    assert fzero.unshard(opt_state.master)["w"].unique().tolist() == [pytest.approx(1.0009765)]
+
+
+def test_transformers_loads_an_export_and_we_load_theirs(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(2)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
+    config = transformers.LlamaConfig(
+        **shape, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False
+    )
+    model = transformers.LlamaForCausalLM(config)
+    _, params = fzero.functionalize(model)
+    config.save_pretrained(tmp_path / "ours")
+    export_safetensors(tmp_path / "ours", fzero.shard(params), max_file_bytes=5000)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours")
+    ids = torch.arange(12).view(2, 6)
+    assert torch.equal(theirs(ids).logits, model(ids).logits)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    like = fzero.shard({name: torch.zeros_like(x) for name, x in params.items()})
+    loaded = fzero.unshard(load(tmp_path / "theirs", like)[0])
+    assert all(torch.equal(loaded[name], x) for name, x in params.items())
