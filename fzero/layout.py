@@ -9,6 +9,7 @@ Rows are dealt out as `torch.chunk` and `DTensor`'s `Shard(dim)` do: `ceil(rows 
 rank until none are left, so the last ranks may get fewer, or none.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class LeafLayout:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the full leaf."""
         return torch.Size(self.shape).numel()
@@ -57,13 +58,13 @@ class LeafLayout:
         """Bytes of the full leaf in the dtype it is gathered in."""
         return self.numel * (self.compute or self.dtype).itemsize
 
-    @property
+    @functools.cached_property
     def padded_rows(self) -> int:
         """Rows along `dim` of the padded shard."""
         assert self.dim is not None
         return -(-self.shape[self.dim] // self.world)
 
-    @property
+    @functools.cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of the padded shard, with `dim` moved to the front."""
         assert self.dim is not None

@@ -179,15 +179,14 @@ def _inner(x: Any) -> Any:
 
 def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: Any) -> Any:
     """A view that is lazy: computed on the full parameter, of which only the geometry is kept."""
-    return pytree.tree_map_only(
-        Tensor,
-        lambda y: (
-            LazyParameter(x.units, x.place, (y.size(), y.stride(), int(y.storage_offset())))
-            if y.dtype == x.dtype
-            else y
-        ),
-        func(_full(x), *rest, **(kwargs or {})),
-    )
+
+    def lazy(y: Tensor) -> Tensor:
+        if y.dtype != x.dtype:  # bits read as another type
+            return y
+        return LazyParameter(x.units, x.place, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
+
+    view = func(_full(x), *rest, **(kwargs or {}))
+    return lazy(view) if type(view) is Tensor else pytree.tree_map_only(Tensor, lazy, view)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
