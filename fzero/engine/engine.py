@@ -373,7 +373,8 @@ class Engine:
                 watch(lambda: self._ended(task), lambda: self._on(phases.TaskRaised(task)))
             case phases.Adopt(forward):
                 scale = self._opt_state.loss_scale
-                gradients.adopt(forward, None if scale is None else scale.scale)
+                factor = 1.0 if self._divided else float(self.cfg.accum_steps)
+                gradients.adopt(forward, factor if scale is None else scale.scale * factor)
             case phases.Forget(forward):
                 gradients.forget(forward)
             case phases.Commit():

@@ -1,6 +1,7 @@
 """The gradients of one step, as backward brings them: local, on their way, and reduced."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +45,13 @@ class Gradients:
             if leaf.reduce not in (None, leaf.compute or leaf.dtype)
         }
         # [Note: where a gradient is] `task` has what the running graph task brought, `aside` what
-        # backwards inside forwards did; `kept` has earlier tasks' sums that are full and this
-        # rank's own; `flights` and `landed` the running task's reductions; `reduced` their sum.
+        # backwards inside forwards did, of which `borrowed` is the task's; `kept` has earlier
+        # tasks' sums that are full and this rank's own; `flights` and `landed` the running task's
+        # reductions; `reduced` their sum.
         self.task: dict[int, Tensor] = {}
         self.aside: dict[int, dict[int, Tensor]] = {}
+        self.adopted: set[int] = set()  # forwards, by the running task
+        self.borrowed: dict[int, list[tuple[Tensor, Tensor | float]]] = {}  # with their factors
         self.kept: dict[int, Tensor] = {}
         self.used: set[int] = set()  # of the kept ones, by the running task
         self.flights: list[tuple[Sequence[int], Flight]] = []
@@ -72,13 +76,15 @@ class Gradients:
         mine = self.aside.setdefault(forward, {})
         mine[place] = mine[place].add_(grad) if place in mine else grad
 
-    def adopt(self, forward: int, factor: Tensor | None) -> None:
+    def adopt(self, forward: int, factor: Tensor | float) -> None:
         """The running task has reached a forward: what was set aside for it is the task's."""
-        for place, grad in self.aside.pop(forward, {}).items():
-            self.take(place, grad if factor is None else grad.mul_(factor))
+        self.adopted.add(forward)
+        for place, grad in self.aside[forward].items():
+            self.arrived.add(place)
+            self.borrowed.setdefault(place, []).append((grad, factor))
 
     def forget(self, forward: int) -> None:
-        """Drop what was set aside for a forward."""
+        """Drop what was set aside for a forward, once the running task is over."""
         self.aside.pop(forward, None)
 
     def launch(self, bucket: int) -> None:
@@ -97,6 +103,11 @@ class Gradients:
             del self.kept[place]
         self.used.clear()
         _add(self.reduced, self.landed)
+        for place in [*self.borrowed]:  # their buckets were under way already
+            self.task[place] = self._brought(place)
+        for forward in self.adopted:
+            self.aside.pop(forward, None)
+        self.adopted.clear()
         for place, dtype in self.wider.items():
             if place in self.task:
                 self.task[place] = self.task[place].to(dtype)
@@ -107,6 +118,8 @@ class Gradients:
         self._land(0)
         self.landed.clear()
         self.task.clear()
+        self.borrowed.clear()
+        self.adopted.clear()
         self.used.clear()
         self.arrived.clear()
 
@@ -138,11 +151,18 @@ class Gradients:
         return total if kept is None else total + self._send([place], [kept.clone()]).wait()[0]
 
     def _local(self, place: int) -> Tensor:
-        grad, kept = self.task.pop(place, None), self.kept.get(place)
+        grad, kept = self._brought(place), self.kept.get(place)
         if kept is None:
             return self.zeros(place, full=True) if grad is None else grad
         self.used.add(place)
         return kept.clone() if grad is None else kept + grad  # kept stays, should the task raise
+
+    def _brought(self, place: int) -> Any:
+        """What the task has of a leaf and no longer holds then, or None."""
+        grad = self.task.pop(place, None)
+        for aside, factor in self.borrowed.pop(place, ()):  # stays, should the task raise
+            grad = aside * factor if grad is None else grad.add_(aside * factor)
+        return grad
 
     def _send(self, places: Sequence[int], grads: list[Tensor]) -> Flight:
         before, after = self.factors

@@ -54,6 +54,7 @@ class Task(NamedTuple):
         gone: mask of their leaves.
         late: mask of leaves that got one more gradient after that.
         reached: the forwards whose outputs got a gradient.
+        adopted: what was set aside for them, which is again if the task raises.
     """
 
     number: int
@@ -65,6 +66,7 @@ class Task(NamedTuple):
     gone: int = 0
     late: int = 0
     reached: frozenset[int] = frozenset()
+    adopted: tuple[tuple[int, Counts], ...] = ()
 
 
 class BackwardState(NamedTuple):
@@ -213,7 +215,7 @@ class Commit(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Drop what the task brought; what it took of the kept gradients is kept again."""
+    """Drop what the task brought; what it took of those kept and set aside is so again."""
 
 
 class Flush(NamedTuple):
@@ -323,10 +325,20 @@ def _forward_raised(rules: Rules, state: BackwardState, event: ForwardRaised) ->
 
 
 def _forward_gone(rules: Rules, state: BackwardState, event: ForwardGone) -> Result:
-    aside = tuple(pair for pair in state.aside if pair[0] != event.forward)
-    if len(aside) == len(state.aside):
-        return state, ()
-    return state._replace(aside=aside), (Forget(event.forward),)
+    task, aside = state.task, _without(state.aside, event.forward)
+    if len(aside) < len(state.aside):
+        return state._replace(aside=aside), (Forget(event.forward),)
+    if task is not None and len(adopted := _without(task.adopted, event.forward)) < len(
+        task.adopted
+    ):
+        return state._replace(task=task._replace(adopted=adopted)), (Forget(event.forward),)
+    return state, ()
+
+
+def _without(
+    pairs: tuple[tuple[int, Counts], ...], forward: int
+) -> tuple[tuple[int, Counts], ...]:
+    return tuple(pair for pair in pairs if pair[0] != forward)
 
 
 def _up_to(running: tuple[int, ...], forward: int) -> tuple[int, ...]:
@@ -349,12 +361,13 @@ def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) ->
     mine = dict(state.aside).get(event.forward)
     if mine is None:
         return state._replace(task=task), opened
-    aside = tuple(pair for pair in state.aside if pair[0] != event.forward)
+    aside = _without(state.aside, event.forward)
     seen = _sum(task.seen, mine)
     task = task._replace(
         seen=seen,
         complete=task.complete | _as_often(seen, state.last),
         late=task.late | mine[0] & task.gone,
+        adopted=(*task.adopted, (event.forward, mine)),
     )
     return state._replace(task=task, aside=aside), (*opened, Adopt(event.forward))
 
@@ -387,8 +400,17 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
         actions = (*actions, Launch(launched))
         gone |= buckets[launched]
         launched += 1
-    task = Task(
-        task.number, task.synced, task.scaled, seen, complete, launched, gone, late, task.reached
+    task = Task(  # not _replace, which takes three times as long
+        task.number,
+        task.synced,
+        task.scaled,
+        seen,
+        complete,
+        launched,
+        gone,
+        late,
+        task.reached,
+        task.adopted,
     )
     return state._replace(task=task), actions
 
@@ -417,7 +439,8 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
 def _task_raised(rules: Rules, state: BackwardState, event: TaskRaised) -> Result:
     if state.task is None or state.task.number != event.task:
         return state, ()
-    return state._replace(task=None), (Discard(), Reshard())
+    aside = (*state.aside, *state.task.adopted)
+    return state._replace(task=None, aside=aside), (Discard(), Reshard())
 
 
 def _task_of(rules: Rules, state: BackwardState, number: int) -> tuple[Task, tuple[Action, ...]]:

@@ -1,0 +1,446 @@
+"""Random legal histories of an engine, without autograd: what can happen, and what must come of it.
+
+`Walk` plays the user and autograd: passes nest, forwards end in reverse order, a graph task brings
+each leaf at most once. Gradients are numbers in dictionaries that actions move, so that at any time
+it can be said where each one is; `Truth` says, from what happened alone, where each must be.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from fzero.engine import phases
+from fzero.engine.phases import BackwardState, Rules, transition
+from fzero.errors import BackwardError
+
+Piles = dict[int, list[int]]
+"""For each leaf the gradients, each a number of its own."""
+
+
+def move(source: Piles, target: Piles) -> None:
+    for leaf, ids in source.items():
+        target.setdefault(leaf, []).extend(ids)
+    source.clear()
+
+
+def label(action: phases.Action) -> tuple[str, *tuple[Any, ...]]:
+    """An action as something that differs from other kinds (named tuples of equal fields don't)."""
+    return (type(action).__name__, *action)
+
+
+def ids_in(piles: Piles) -> Counter[int]:
+    return Counter(i for ids in piles.values() for i in ids)
+
+
+@dataclass
+class Hands:
+    """Carries out actions as an engine does, on numbers."""
+
+    buckets: list[list[int]]
+    arrived: int = -1
+    task: Piles = field(default_factory=dict)
+    aside: dict[int, Piles] = field(default_factory=dict)
+    adopted: dict[int, Piles] = field(default_factory=dict)
+    kept: Piles = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+    landed: Piles = field(default_factory=dict)
+    reduced: Piles = field(default_factory=dict)
+    launched: list[int] = field(default_factory=list)
+    updates: list[Counter[int]] = field(default_factory=list)
+
+    def do(self, action: phases.Action, reduces: bool) -> None:
+        match action:
+            case phases.Take(leaf):
+                self.task.setdefault(leaf, []).append(self.arrived)
+            case phases.SetAside(leaf, forward):
+                self.aside.setdefault(forward, {}).setdefault(leaf, []).append(self.arrived)
+            case phases.Adopt(forward):
+                self.adopted[forward] = self.aside.pop(forward)
+                move({leaf: [*ids] for leaf, ids in self.adopted[forward].items()}, self.task)
+            case phases.Forget(forward):
+                del self.aside[forward]
+            case phases.Launch(bucket):
+                self.launched.append(bucket)
+                for leaf in self.buckets[bucket]:
+                    self.used |= {leaf} & self.kept.keys()
+                    ids = [*self.kept.get(leaf, []), *self.task.pop(leaf, [])]
+                    self.landed.setdefault(leaf, []).extend(ids)
+            case phases.Commit():
+                for leaf in self.used:
+                    del self.kept[leaf]
+                self.used.clear()
+                self.adopted.clear()
+                self.launched.clear()
+                move(self.landed, self.reduced)
+                move(self.task, self.kept)
+            case phases.Discard():
+                for gone in (self.task, self.landed, self.used, self.launched):
+                    gone.clear()
+                self.aside |= self.adopted
+                self.adopted.clear()
+            case phases.Flush():
+                assert reduces
+                move(self.kept, self.reduced)
+            case phases.Update():
+                self.updates.append(ids_in(self.reduced if reduces else self.kept))
+                assert not (self.kept if reduces else self.reduced), "some were not reduced"
+                self.reduced.clear()
+                self.kept.clear()
+            case phases.Clear():
+                self.reduced.clear()
+                self.kept.clear()
+
+
+@dataclass
+class Frame:
+    """A pass that is running: a forward, or a graph task and the leaves that it has brought."""
+
+    kind: str
+    number: int
+    brought: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Tape:
+    """Choices from bytes; all zeros when they are used up."""
+
+    bytes: bytes
+    at: int = 0
+
+    def pick(self, options: int) -> int:
+        self.at += 1
+        return self.bytes[self.at - 1] % options if self.at <= len(self.bytes) else 0
+
+    @property
+    def left(self) -> bool:
+        return self.at < len(self.bytes)
+
+
+class Walk:
+    """One history; `run` plays it and checks the laws at every event."""
+
+    def __init__(self, choices: bytes) -> None:
+        self.tape = tape = Tape(choices)
+        self.leaves = 1 + tape.pick(6)
+        buckets: list[list[int]] = [[]]
+        for leaf in range(self.leaves):
+            if buckets[-1] and tape.pick(2):
+                buckets.append([])
+            buckets[-1].append(leaf)
+        masks = list(phases.masks(buckets))
+        if tape.pick(4) == 3:  # a bucket that waits for the end, as modules of some ranks do
+            masks[-1] |= 1 << self.leaves
+        reduces = tape.pick(4) != 3
+        self.rules = Rules(
+            tuple(masks) if reduces else (),
+            reduces=reduces,
+            accum_steps=1 + tape.pick(4),
+            scaled=tape.pick(3) == 2,
+        )
+        self.hands = Hands(buckets)
+        # any history: the last task may have been anything
+        last = tuple(tape.pick(1 << self.leaves) for _ in range(tape.pick(3)))
+        last = tuple(m for k, m in enumerate(last) if m and not k or m & last[k - 1] == m != 0)
+        self.state = BackwardState(last=last if last and last[0] else ())
+        self.frames: list[Frame] = []
+        self.forwards = self.tasks = self.gradients = 0
+        self.live: list[int] = []  # forwards that have ended and whose outputs are there
+        self.paused = 0
+        self.events = 0
+        # the truth: where each gradient must be
+        self.open: int | None = None  # the outermost task that has touched the engine
+        self.before: BackwardState | None = None
+        self.synced = self.scaled = False
+        self.pending: Counter[int] = Counter()  # of the open task
+        self.reached: set[int] = set()  # by the open task
+        self.aside: dict[int, Counter[int]] = {}
+        self.adopted: dict[int, Counter[int]] = {}
+        self.alive: Counter[int] = Counter()  # what the next update must have
+        self.micro: set[int] = set()  # micro-batches
+        self.moved = False
+
+    def run(self) -> None:
+        while self.tape.left:
+            self.play()
+        while self.frames:
+            self.leave()
+        while self.paused:
+            self.resume()
+        self.zero()
+        for forward in [*self.live]:
+            self.gone(forward)
+        assert self.state._replace(last=()) == BackwardState(), "state is left over"
+        hands = self.hands
+        assert not (hands.task or hands.kept or hands.reduced or hands.landed or hands.aside)
+
+    # --- what can happen ---
+
+    def play(self) -> None:
+        kind = self.frames[-1].kind if self.frames else "none"
+        moves = {
+            "none": [
+                self.start_task,
+                self.start_forward,
+                self.start_task,
+                self.step,
+                self.start_forward,
+                self.pause,
+                self.resume,
+                self.step,
+                self.zero,
+                self.gone,
+                self.stale,
+            ],
+            "forward": [
+                self.leave,
+                self.leave,
+                self.start_task,
+                self.start_forward,
+                self.throw,
+                self.step,
+                self.zero,
+            ],
+            "task": [
+                self.gradient,
+                self.gradient,
+                self.output,
+                self.leave,
+                self.gradient,
+                self.start_task,
+                self.scale,
+                self.output,
+                self.gradient,
+                self.start_forward,
+                self.throw,
+                self.step,
+                self.stale,
+            ],
+        }[kind]
+        moves[self.tape.pick(len(moves))]()
+
+    def start_forward(self) -> None:
+        self.forwards += 1
+        self.frames.append(Frame("forward", self.forwards))
+        assert not self.send(phases.ForwardStarted(self.forwards))
+
+    def start_task(self) -> None:
+        self.tasks += 1
+        self.frames.append(Frame("task", self.tasks))
+
+    def leave(self) -> None:
+        """The innermost pass ends well."""
+        frame = self.frames.pop()
+        if frame.kind == "forward":
+            self.live.append(frame.number)
+            assert not self.send(phases.ForwardEnded(frame.number))
+        elif frame.number == self.open:
+            self.end()
+        else:  # nested, or nothing of the engine's was in it: nobody asked to be told
+            assert self.state.task is None or self.state.task.number != frame.number
+
+    def throw(self) -> None:
+        """The innermost pass raises, and so do those around it up to whoever catches it."""
+        while self.frames:
+            frame = self.frames.pop()
+            if frame.kind == "forward":
+                actions = self.send(phases.ForwardRaised(frame.number))
+                assert (frame.number in self.aside) == (("Forget", frame.number) in actions)
+                assert (("Reshard",) in actions) == (self.open is None)
+                self.aside.pop(frame.number, None)
+            elif frame.number == self.open:
+                self.broken()
+            if self.tape.pick(2):
+                break
+
+    def gradient(self) -> None:
+        frame = self.frames[-1]
+        missing = [leaf for leaf in range(self.leaves) if leaf not in frame.brought]
+        if not missing:
+            return
+        leaf = missing[self.tape.pick(len(missing))]
+        frame.brought.add(leaf)
+        self.gradients += 1
+        self.hands.arrived = self.gradients
+        running = [f.number for f in self.frames if f.kind == "forward"]
+        if self.open is None and running:
+            assert self.send(phases.GradientReady(leaf, frame.number)) == [
+                ("SetAside", leaf, running[-1])
+            ]
+            self.aside.setdefault(running[-1], Counter())[self.gradients] += 1
+            return
+        if self.rules.scaled and not (self.open is not None and self.scaled):
+            self.refused(phases.GradientReady(leaf, frame.number), "scale")
+            return self.throw()
+        actions = self.send(phases.GradientReady(leaf, frame.number), opens=frame.number)
+        assert [a for a in actions if a[0] == "Take"] == [("Take", leaf)]
+        self.pending[self.gradients] += 1
+
+    def output(self) -> None:
+        if not self.live:
+            return
+        forward = self.live[self.tape.pick(len(self.live))]
+        number = self.frames[-1].number
+        actions = self.send(phases.OutputReached(forward, number), opens=number)
+        assert (("Adopt", forward) in actions) == (forward in self.aside)
+        self.reached.add(forward)
+        if forward in self.aside:
+            self.adopted[forward] = self.aside.pop(forward)
+            self.pending += self.adopted[forward]
+
+    def scale(self) -> None:
+        number = self.frames[-1].number
+        self.send(phases.ScaleApplied(number), opens=number)
+        self.scaled = True
+
+    def pause(self) -> None:
+        self.paused += 1
+        assert not self.send(phases.SyncPaused())
+
+    def resume(self) -> None:
+        if self.paused:
+            self.paused -= 1
+            assert not self.send(phases.SyncResumed())
+
+    def gone(self, forward: int | None = None) -> None:
+        if not self.live:
+            return
+        forward = self.live[self.tape.pick(len(self.live))] if forward is None else forward
+        self.live.remove(forward)
+        actions = self.send(phases.ForwardGone(forward))
+        assert actions == ([("Forget", forward)] if forward in self.aside else [])
+        self.aside.pop(forward, None)
+
+    def stale(self) -> None:
+        """Word of a task that is over comes a second time."""
+        if self.tasks and self.tasks != self.open:
+            number = 1 + self.tape.pick(self.tasks)
+            if number not in (self.open, *(f.number for f in self.frames if f.kind == "task")):
+                kind = (phases.TaskRaised, phases.TaskEnded)[self.tape.pick(2)]
+                before = self.state
+                assert not self.send(kind(number))
+                assert self.state == before
+
+    def step(self) -> None:
+        if self.frames and (self.open is not None or self.running):
+            return self.refused(phases.StepCalled(), "step")
+        if self.frames:  # inside a backward that has not touched the engine: nobody can know
+            return None
+        if self.paused:
+            return self.refused(phases.StepCalled(), "no_sync")
+        if not self.moved:
+            return self.refused(phases.StepCalled(), "no backward")
+        actions = self.send(phases.StepCalled())
+        self.moved = False
+        if self.rules.accum_steps > 1 and len(self.micro) < self.rules.accum_steps:
+            assert not actions
+            return None
+        assert actions[-2:] == [("Update",), ("Reshard",)]
+        assert self.hands.updates.pop() == self.alive, "the update has other gradients"
+        assert not (self.hands.kept or self.hands.reduced)
+        self.alive, self.micro = Counter(), set()
+        state = self.state
+        assert (state.task, state.reached, state.kept, state.moved) == (None, set(), 0, False)
+        return None
+
+    def zero(self) -> None:
+        if self.frames and (self.open is not None or self.running):
+            return self.refused(phases.GradientsZeroed(), "zero_grad")
+        if not self.frames:
+            assert self.send(phases.GradientsZeroed()) == [("Clear",)]
+            self.alive, self.micro, self.moved = Counter(), set(), False
+        return None
+
+    @property
+    def running(self) -> bool:
+        return any(frame.kind == "forward" for frame in self.frames)
+
+    # --- the outermost task ---
+
+    def begin(self, number: int, before: BackwardState) -> None:
+        self.open, self.before = number, before
+        self.synced, self.scaled = self.rules.reduces and not self.paused, False
+
+    def end(self) -> None:
+        number, self.open = self.open, None
+        assert number is not None
+        early = [*self.hands.launched]
+        before = self.state
+        actions = self.send(phases.TaskEnded(number))
+        rest = [action[1] for action in actions if action[0] == "Launch"]
+        assert actions[-1] == ("Reshard",), "the last thing is not to free parameters"
+        if self.pending:
+            assert actions[-2] == ("Commit",)
+            assert actions.count(("Commit",)) == 1
+            every = list(range(len(self.rules.buckets))) if self.synced else []
+            assert early + rest == every, "not every bucket was launched once"
+            self.micro |= self.reached
+            self.moved = True
+        else:
+            assert actions == [("Reshard",)]
+            assert not early
+            assert self.state == before._replace(task=None)
+        self.alive += self.pending
+        self.close()
+
+    def broken(self) -> None:
+        number, self.open = self.open, None
+        assert number is not None
+        assert self.before is not None
+        assert self.send(phases.TaskRaised(number)) == [("Discard",), ("Reshard",)]
+        ignored = {"running": (), "fresh": True, "aside": ()}  # of forwards inside it, which live
+        assert self.state._replace(**ignored) == self.before._replace(**ignored)
+        for forward, ids in self.adopted.items():
+            if forward in self.live:
+                self.aside[forward] = ids
+        self.close()
+
+    def close(self) -> None:
+        self.pending, self.reached, self.adopted = Counter(), set(), {}
+
+    # --- one event ---
+
+    def send(self, event: phases.Event, opens: int | None = None) -> list[tuple[str, *tuple[Any, ...]]]:
+        """Send an event, carry out its actions, compare with the truth."""
+        self.events += 1
+        before = self.state
+        self.state, actions = transition(self.rules, before, event)
+        assert hash(before) is not None  # immutable all the way down
+        watched = [action.task for action in actions if isinstance(action, phases.Watch)]
+        assert watched == ([opens] if self.open is None and opens is not None else [])
+        if watched:
+            assert isinstance(actions[0], phases.Watch)
+            self.begin(watched[0], before)
+        launches = [action.bucket for action in actions if isinstance(action, phases.Launch)]
+        first = len(self.hands.launched)
+        assert launches == list(range(first, first + len(launches))), "out of order, or twice"
+        assert not launches or self.synced, "reduced in a pass that must not"
+        assert len(actions) - len(launches) <= 4, "work that grows with something"
+        for action in actions:
+            self.hands.do(action, self.rules.reduces)
+        if not isinstance(event, (phases.GradientReady, phases.TaskEnded)):
+            assert not launches
+        self.compare()
+        return [label(action) for action in actions]
+
+    def compare(self) -> None:
+        """Masks in the state are what the hands hold."""
+        state, hands = self.state, self.hands
+        kept = sum(1 << leaf for leaf in hands.kept)
+        assert state.kept == kept
+        assert {forward for forward, _ in state.aside} == hands.aside.keys()
+        for forward, counts in state.aside:
+            for k, mask in enumerate(counts):
+                piles = hands.aside[forward].items()
+                assert mask == sum(1 << leaf for leaf, ids in piles if len(ids) > k)
+        assert (state.task is None) == (not hands.task and not hands.landed) or not hands.task
+
+    def refused(self, event: phases.Event, word: str) -> None:
+        """The event is an error of the user's, which says so and changes nothing."""
+        before = self.state
+        try:
+            transition(self.rules, before, event)
+        except BackwardError as error:
+            assert word in str(error)
+        else:
+            raise AssertionError(f"{event} was not refused")
+        assert self.state is before
