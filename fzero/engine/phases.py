@@ -335,9 +335,7 @@ def _forward_gone(rules: Rules, state: BackwardState, event: ForwardGone) -> Res
     return state, ()
 
 
-def _without(
-    pairs: tuple[tuple[int, Counts], ...], forward: int
-) -> tuple[tuple[int, Counts], ...]:
+def _without(pairs: tuple[tuple[int, Counts], ...], forward: int) -> tuple[tuple[int, Counts], ...]:
     return tuple(pair for pair in pairs if pair[0] != forward)
 
 
@@ -389,9 +387,11 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
         )
     seen = _count(task.seen, bit)
     complete = task.complete
-    # a nested task may come again for this leaf
-    if event.task == task.number or bit & _as_often(seen, state.last):
-        complete |= bit
+    # a nested task may come again for this leaf, and may yet come if it did the last time
+    if event.task == task.number:
+        complete |= bit & ~_rarer(seen, state.last)
+    else:
+        complete |= bit & _as_often(seen, state.last)
     actions, launched, gone, buckets = (*actions, Take(event.leaf)), task.launched, task.gone, ()
     late = task.late | bit & gone
     if task.synced:
@@ -524,6 +524,14 @@ def _as_often(seen: Counts, last: Counts) -> int:
         more_seen = seen[k + 1] if k + 1 < len(seen) else 0
         same |= mask & ~more_last & seen[k] & ~more_seen
     return same
+
+
+def _rarer(seen: Counts, last: Counts) -> int:
+    """Leaves that have come less often than in the last task."""
+    rarer = 0
+    for k, mask in enumerate(last):
+        rarer |= mask & ~seen[k] if k < len(seen) else mask
+    return rarer
 
 
 _HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {

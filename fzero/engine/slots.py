@@ -10,6 +10,7 @@ from fzero.functional import Params, _fill, _make_plan, _other_names
 class ParameterSlots:
     """Every place of a module where a parameter sits, to put other tensors there.
 
+    >>> import torch
     >>> linear = nn.Linear(2, 1)
     >>> slots = ParameterSlots(linear)
     >>> slots.install({name: torch.zeros_like(p) for name, p in slots.tensors().items()})

@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from fzero.engine import phases
 from fzero.engine.phases import BackwardState, Rules, transition
 from fzero.errors import BackwardError
@@ -38,6 +40,7 @@ class Hands:
 
     buckets: list[list[int]]
     arrived: int = -1
+    waiting: Piles = field(default_factory=dict)  # arrived, and not told yet
     task: Piles = field(default_factory=dict)
     aside: dict[int, Piles] = field(default_factory=dict)
     adopted: dict[int, Piles] = field(default_factory=dict)
@@ -52,13 +55,15 @@ class Hands:
         match action:
             case phases.Take(leaf):
                 self.task.setdefault(leaf, []).append(self.arrived)
+            case phases.TakeAll():
+                move(self.waiting, self.task)
             case phases.SetAside(leaf, forward):
                 self.aside.setdefault(forward, {}).setdefault(leaf, []).append(self.arrived)
             case phases.Adopt(forward):
                 self.adopted[forward] = self.aside.pop(forward)
                 move({leaf: [*ids] for leaf, ids in self.adopted[forward].items()}, self.task)
             case phases.Forget(forward):
-                del self.aside[forward]
+                del (self.aside if forward in self.aside else self.adopted)[forward]
             case phases.Launch(bucket):
                 self.launched.append(bucket)
                 for leaf in self.buckets[bucket]:
@@ -74,7 +79,7 @@ class Hands:
                 move(self.landed, self.reduced)
                 move(self.task, self.kept)
             case phases.Discard():
-                for gone in (self.task, self.landed, self.used, self.launched):
+                for gone in (self.task, self.waiting, self.landed, self.used, self.launched):
                     gone.clear()
                 self.aside |= self.adopted
                 self.adopted.clear()
@@ -134,13 +139,13 @@ class Walk:
         self.rules = Rules(
             tuple(masks) if reduces else (),
             reduces=reduces,
-            accum_steps=1 + tape.pick(4),
-            scaled=tape.pick(3) == 2,
+            accum_steps=max(1, tape.pick(7) - 2),
+            scaled=tape.pick(4) == 3,
         )
         self.hands = Hands(buckets)
         # any history: the last task may have been anything
         last = tuple(tape.pick(1 << self.leaves) for _ in range(tape.pick(3)))
-        last = tuple(m for k, m in enumerate(last) if m and not k or m & last[k - 1] == m != 0)
+        last = tuple(m for k, m in enumerate(last) if (m and not k) or m & last[k - 1] == m != 0)
         self.state = BackwardState(last=last if last and last[0] else ())
         self.frames: list[Frame] = []
         self.forwards = self.tasks = self.gradients = 0
@@ -150,18 +155,21 @@ class Walk:
         # the truth: where each gradient must be
         self.open: int | None = None  # the outermost task that has touched the engine
         self.before: BackwardState | None = None
-        self.synced = self.scaled = False
+        self.synced = self.scaled = self.taken = False
         self.pending: Counter[int] = Counter()  # of the open task
         self.reached: set[int] = set()  # by the open task
         self.aside: dict[int, Counter[int]] = {}
         self.adopted: dict[int, Counter[int]] = {}
         self.alive: Counter[int] = Counter()  # what the next update must have
         self.micro: set[int] = set()  # micro-batches
-        self.moved = False
+        self.moved, self.fresh = False, True
 
     def run(self) -> None:
         while self.tape.left:
             self.play()
+            micro_step = len(self.micro) - (not self.fresh)
+            boundary = micro_step + 1 >= self.rules.accum_steps
+            assert phases.is_boundary(self.rules, self.state) == boundary
         while self.frames:
             self.leave()
         while self.paused:
@@ -171,56 +179,45 @@ class Walk:
             self.gone(forward)
         assert self.state._replace(last=()) == BackwardState(), "state is left over"
         hands = self.hands
-        assert not (hands.task or hands.kept or hands.reduced or hands.landed or hands.aside)
+        assert hands == Hands(hands.buckets, hands.arrived), "gradients are left over"
 
     # --- what can happen ---
 
     def play(self) -> None:
         kind = self.frames[-1].kind if self.frames else "none"
         moves = {
-            "none": [
-                self.start_task,
-                self.start_forward,
-                self.start_task,
-                self.step,
-                self.start_forward,
-                self.pause,
-                self.resume,
-                self.step,
-                self.zero,
-                self.gone,
-                self.stale,
-            ],
-            "forward": [
-                self.leave,
-                self.leave,
-                self.start_task,
-                self.start_forward,
-                self.throw,
-                self.step,
-                self.zero,
-            ],
-            "task": [
-                self.gradient,
-                self.gradient,
-                self.output,
-                self.leave,
-                self.gradient,
-                self.start_task,
-                self.scale,
-                self.output,
-                self.gradient,
-                self.start_forward,
-                self.throw,
-                self.step,
-                self.stale,
-            ],
+            "none": [self.whole_pass] * 6
+            + [self.step] * 4
+            + [self.start_task, self.start_forward, self.pause, self.resume, self.gone]
+            + [self.zero, self.stale],
+            "forward": [self.leave] * 3
+            + [self.start_task] * 2
+            + [self.start_forward, self.throw, self.step, self.zero],
+            "task": [self.gradient] * 8
+            + [self.leave] * 4
+            + [self.start_task, self.start_task, self.scale, self.output, self.start_forward]
+            + [self.throw, self.step, self.stale, self.gone],
         }[kind]
         moves[self.tape.pick(len(moves))]()
+
+    def whole_pass(self) -> None:
+        """What most programs do: a forward, and a backward from its output."""
+        self.start_forward()
+        if self.tape.pick(3) == 2:
+            self.start_task()
+            self.gradient()
+            self.gradient()
+            self.leave()
+        self.leave()
+        self.start_task()
+        if self.rules.scaled:
+            self.scale()
+        self.output(self.live[-1])
 
     def start_forward(self) -> None:
         self.forwards += 1
         self.frames.append(Frame("forward", self.forwards))
+        self.fresh = True
         assert not self.send(phases.ForwardStarted(self.forwards))
 
     def start_task(self) -> None:
@@ -270,15 +267,22 @@ class Walk:
             return
         if self.rules.scaled and not (self.open is not None and self.scaled):
             self.refused(phases.GradientReady(leaf, frame.number), "scale")
-            return self.throw()
+            self.throw()
+            return
+        # nothing waits for it: told at the end
+        if self.open is not None and self.taken and not self.synced:
+            self.hands.waiting.setdefault(leaf, []).append(self.gradients)
+            self.pending[self.gradients] += 1
+            return
         actions = self.send(phases.GradientReady(leaf, frame.number), opens=frame.number)
         assert [a for a in actions if a[0] == "Take"] == [("Take", leaf)]
+        self.taken = True
         self.pending[self.gradients] += 1
 
-    def output(self) -> None:
+    def output(self, forward: int | None = None) -> None:
         if not self.live:
             return
-        forward = self.live[self.tape.pick(len(self.live))]
+        forward = forward or self.live[self.tape.pick(len(self.live))]
         number = self.frames[-1].number
         actions = self.send(phases.OutputReached(forward, number), opens=number)
         assert (("Adopt", forward) in actions) == (forward in self.aside)
@@ -304,11 +308,12 @@ class Walk:
     def gone(self, forward: int | None = None) -> None:
         if not self.live:
             return
-        forward = self.live[self.tape.pick(len(self.live))] if forward is None else forward
+        forward = forward or self.live[self.tape.pick(len(self.live))]
         self.live.remove(forward)
         actions = self.send(phases.ForwardGone(forward))
-        assert actions == ([("Forget", forward)] if forward in self.aside else [])
-        self.aside.pop(forward, None)
+        held = self.aside if forward in self.aside else self.adopted
+        assert actions == ([("Forget", forward)] if forward in held else [])
+        held.pop(forward, None)
 
     def stale(self) -> None:
         """Word of a task that is over comes a second time."""
@@ -330,13 +335,14 @@ class Walk:
         if not self.moved:
             return self.refused(phases.StepCalled(), "no backward")
         actions = self.send(phases.StepCalled())
-        self.moved = False
+        self.moved, self.fresh = False, True
         if self.rules.accum_steps > 1 and len(self.micro) < self.rules.accum_steps:
             assert not actions
             return None
         assert actions[-2:] == [("Update",), ("Reshard",)]
         assert self.hands.updates.pop() == self.alive, "the update has other gradients"
-        assert not (self.hands.kept or self.hands.reduced)
+        assert not self.hands.kept
+        assert not self.hands.reduced
         self.alive, self.micro = Counter(), set()
         state = self.state
         assert (state.task, state.reached, state.kept, state.moved) == (None, set(), 0, False)
@@ -347,7 +353,7 @@ class Walk:
             return self.refused(phases.GradientsZeroed(), "zero_grad")
         if not self.frames:
             assert self.send(phases.GradientsZeroed()) == [("Clear",)]
-            self.alive, self.micro, self.moved = Counter(), set(), False
+            self.alive, self.micro, self.moved, self.fresh = Counter(), set(), False, True
         return None
 
     @property
@@ -359,10 +365,13 @@ class Walk:
     def begin(self, number: int, before: BackwardState) -> None:
         self.open, self.before = number, before
         self.synced, self.scaled = self.rules.reduces and not self.paused, False
+        self.taken = False
 
     def end(self) -> None:
         number, self.open = self.open, None
         assert number is not None
+        if self.hands.waiting:
+            assert self.send(phases.GradientsReady(number)) == [("TakeAll",)]
         early = [*self.hands.launched]
         before = self.state
         actions = self.send(phases.TaskEnded(number))
@@ -374,7 +383,7 @@ class Walk:
             every = list(range(len(self.rules.buckets))) if self.synced else []
             assert early + rest == every, "not every bucket was launched once"
             self.micro |= self.reached
-            self.moved = True
+            self.moved, self.fresh = True, False
         else:
             assert actions == [("Reshard",)]
             assert not early
@@ -390,8 +399,8 @@ class Walk:
         ignored = {"running": (), "fresh": True, "aside": ()}  # of forwards inside it, which live
         assert self.state._replace(**ignored) == self.before._replace(**ignored)
         for forward, ids in self.adopted.items():
-            if forward in self.live:
-                self.aside[forward] = ids
+            self.aside[forward] = ids
+            assert ids_in(self.hands.aside[forward]) == ids
         self.close()
 
     def close(self) -> None:
@@ -399,7 +408,9 @@ class Walk:
 
     # --- one event ---
 
-    def send(self, event: phases.Event, opens: int | None = None) -> list[tuple[str, *tuple[Any, ...]]]:
+    def send(
+        self, event: phases.Event, opens: int | None = None
+    ) -> list[tuple[str, *tuple[Any, ...]]]:
         """Send an event, carry out its actions, compare with the truth."""
         self.events += 1
         before = self.state
@@ -425,22 +436,18 @@ class Walk:
     def compare(self) -> None:
         """Masks in the state are what the hands hold."""
         state, hands = self.state, self.hands
-        kept = sum(1 << leaf for leaf in hands.kept)
-        assert state.kept == kept
+        assert state.kept == bool(hands.kept)
         assert {forward for forward, _ in state.aside} == hands.aside.keys()
         for forward, counts in state.aside:
             for k, mask in enumerate(counts):
                 piles = hands.aside[forward].items()
                 assert mask == sum(1 << leaf for leaf, ids in piles if len(ids) > k)
-        assert (state.task is None) == (not hands.task and not hands.landed) or not hands.task
+        idle = not (hands.task or hands.landed or hands.adopted or hands.waiting)
+        assert state.task is not None or idle
 
     def refused(self, event: phases.Event, word: str) -> None:
         """The event is an error of the user's, which says so and changes nothing."""
         before = self.state
-        try:
+        with pytest.raises(BackwardError, match=word):
             transition(self.rules, before, event)
-        except BackwardError as error:
-            assert word in str(error)
-        else:
-            raise AssertionError(f"{event} was not refused")
         assert self.state is before
