@@ -5,7 +5,7 @@ grads ─▶ reduce (if not yet) ─▶ float32 ─▶ unscale ─▶ norm, fini
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -251,6 +251,8 @@ class Update:
         if self.cfg.stage in (0, 3):
             torch._foreach_copy_(list(params), list(targets))
             return
+        # as they are kept, not as they are computed with: autocast keeps float32
+        leaves = [replace(leaf, compute=None) for leaf in leaves]
         start = 0
         for stop in _borders(leaves, self.bucket_bytes):
             full = [
