@@ -1,7 +1,6 @@
 """`Engine`: ZeRO for people who call `loss.backward()`."""
 
 import contextlib
-import glob
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -11,34 +10,31 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fzero import tree
 from fzero.config import Config
 from fzero.engine import outputs, phases
 from fzero.engine.autograd import Scale, current_task, watch
 from fzero.engine.gradients import Gradients
 from fzero.engine.journal import Journal
-from fzero.engine.leaves import LazyParameter, Units
+from fzero.engine.leaves import Units
 from fzero.engine.phases import BackwardState, Rules, transition
-from fzero.engine.slots import ParameterSlots
+from fzero.engine.setup import (
+    WITHOUT,
+    factors,
+    frozen_too,
+    install,
+    parameters_of,
+    plan_grouping,
+    units_ahead,
+)
+from fzero.engine.stepper import Stepper
 from fzero.engine.traffic import Traffic
-from fzero.engine.units import plan_buckets, plan_units
-from fzero.errors import BackwardError, ConfigError, ShardError
-from fzero.mesh import is_gloo
+from fzero.errors import BackwardError, ShardError
+from fzero.functional import functionalize
 from fzero.optim import as_optimizer
-from fzero.plan import Held
-from fzero.protocols import Optimizer
-from fzero.sharding import locals_of
-from fzero.staged import UpdateHalf
+from fzero.precision import in_force, refuse_outer_autocast
 from fzero.start import start
 from fzero.state import OptState
 from fzero.tree import PyTree
-from fzero.zero import divide
-
-_WITHOUT = Optimizer(
-    init=lambda params: (),
-    update=lambda grads, state, params=None, **_: (grads, state),
-    apply_=lambda grads, state, params, **_: state,
-)
 
 
 class Engine:
@@ -94,64 +90,60 @@ class Engine:
         gradient_reduction: Literal["mean", "sum"] = "mean",
         gradient_predivide: float | None = None,
     ) -> None:
-        slots, params = _parameters_of(model)
+        slots, params = parameters_of(model)
         self.module = model
-        self.cfg = cfg = _frozen_too(cfg or Config(), params)
+        self.cfg = cfg = frozen_too(cfg or Config(), params)
         self._has_opt = opt is not None
-        plan, tree_of, opt_state = start(
-            cfg,
-            as_optimizer(opt) if opt is not None else _WITHOUT,
-            {name: p.detach() for name, p in params.items()},
-        )
-        self._plan, self._params, self._opt_state = plan, tree_of, opt_state
-        self._names = [leaf.name for leaf in plan.sharding.layout]
+        optimizer = WITHOUT if opt is None else as_optimizer(opt)
+        plan, tree_of, opt_state = start(cfg, optimizer, functionalize(model)[1])
+        leaves, world = plan.sharding.layout.leaves, plan.axes.world
+        self._names = {leaf.name: place for place, leaf in enumerate(leaves)}
         self._other_names = slots.other_names()
-        self._locals: list[Tensor] = locals_of(tree.leaves(tree_of))
-        world = plan.axes.world
-        leaves = list(plan.sharding.layout)
-        order = [self._names.index(name) for name in params]
-        lazy = cfg.stage == 3 and (plan.axes.shard.size > 1 or any(x.compute for x in leaves))
-        limit = int(cfg.bucket_mb * 2**20)
-        self._journal = Journal(plan.mesh, active=lazy)
+        self._registered = [self._names[name] for name in params]
+        self._journal = Journal(plan.mesh, active=cfg.stage == 3)
         self._traffic = Traffic(plan.mesh, plan.axes, self._journal)
-        units, special = plan_units(leaves, order, limit, cfg.gather_together) if lazy else ([], 0)
+        reduces = world > 1 and (cfg.stage >= 2 or cfg.accum_steps == 1)
+        self._stepper = Stepper(
+            plan,
+            tree_of,
+            opt_state,
+            model,
+            reduced=reduces,
+            mean=lambda x: self._traffic.sum(x / world),
+        )
+        device = next(iter(params.values())).device
+        lazy = cfg.stage == 3 and (plan.axes.shard.size > 1 or any(x.compute for x in leaves))
+        grouping = plan_grouping(leaves, self._registered, cfg, lazy=lazy, alone=world == 1)
         self._units: Units | None = None
         if lazy:
-            group = plan.mesh.shard_group
-            ahead = cfg.prefetch
-            if ahead is None:  # over gloo a transfer takes the cores that compute
-                ahead = 0 if plan.axes.shard.size == 1 or is_gloo(group) else 1
             self._units = Units(
                 leaves,
-                units,
-                self._locals,
+                grouping.units,
+                self._stepper.locals,
                 self._traffic,
-                next(iter(params.values())).device,
+                device,
                 keep=not cfg.reshard_after_forward,
-                prefetch=ahead,
+                prefetch=units_ahead(cfg, plan.axes.shard),
             )
-        self._trained = [i for i, leaf in enumerate(leaves) if leaf.trainable]
-        buckets = self._buckets(units, special, order, leaves, limit) if world > 1 else []
-        bits = list(phases.masks(buckets))
-        for i in range(len(bits) - special, len(bits)):
-            bits[i] |= 1 << len(leaves)  # never complete: ranks may run parts of it only
-        reduces = world > 1 and (cfg.stage >= 2 or cfg.accum_steps == 1)
+        scaling = cfg.scaling
         self._rules = Rules(
-            tuple(bits) if reduces else (), reduces, cfg.accum_steps, cfg.scaling is not None
+            grouping.masks if reduces else (),
+            reduces,
+            cfg.accum_steps,
+            scaled=scaling is not None and not scaling.external,
         )
         self._state = BackwardState()
-        before, after = _factors(world, cfg, gradient_reduction, gradient_predivide)
+        before, after = factors(world, cfg, gradient_reduction, gradient_predivide)
         self._share = before * after
         self._gradients = Gradients(
             leaves,
-            buckets,
+            grouping.buckets,
             self._traffic,
             scatter=cfg.stage >= 1,
             factors=(before, after),
-            device=next(iter(params.values())).device,
+            device=device,
             gone=self._units.drop if self._units is not None else _ignore,
         )
-        self._half: UpdateHalf | None = None
         self._forwards = itertools.count()
         self._losses: list[Tensor] = []  # given to backward()
         self._scalars: dict[int, Tensor] = {}  # outputs that look like losses, by forward
@@ -159,19 +151,28 @@ class Engine:
         # leaves of an unsynced task that have their gradients; None: each arrival is an event
         self._late: list[int] | None = None
         self._correction: Tensor | float | None = None  # on every gradient of the running task
-        self._install(slots, params)
+        self._by_place = install(
+            slots, params, leaves, self._stepper.locals, self._units, self._taker
+        )
 
     # --- forward and backward ---
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output for these arguments, floating ones cast to the compute dtype."""
+        """The module's output for these arguments, floating ones cast to the compute dtype.
+
+        Raises:
+            ConfigError: the call is under the caller's own `torch.autocast`.
+        """
         self._recover()
+        refuse_outer_autocast()
         forward = _Forward(self, next(self._forwards))
         self._journal.enter("forward" if torch.is_grad_enabled() else "evaluation")
         self._on(phases.ForwardStarted(forward.number))
-        dtype = self.cfg.dtypes.param
+        dtypes = self.cfg.dtypes
+        args, kwargs = outputs.cast((args, kwargs), dtypes.param)
         try:
-            out = self.module(*outputs.cast(args, dtype), **outputs.cast(kwargs, dtype))
+            with in_force(dtypes, self._gradients.device.type):
+                out = outputs.cast(self.module(*args, **kwargs), dtypes.output)
         except BaseException:
             self._on(phases.ForwardRaised(forward.number))
             raise
@@ -228,9 +229,9 @@ class Engine:
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise BackwardError(_no_loss(loss).replace("backward(loss)", "scale(loss)"))
-        if self._opt_state.loss_scale is None:
+        if not self._rules.scaled:
             return loss
-        factor, applied = self._opt_state.loss_scale.scale, (self._scaled,)
+        factor, applied = self._loss_scale.scale, (self._scaled,)
         node: Any = loss.grad_fn
         if getattr(node, "applied", None) and hasattr(node, "unscaled"):  # another engine's scale
             if self._scaled in node.applied:
@@ -294,7 +295,7 @@ class Engine:
         The tensors are the engine's own: what changes them in place changes the engine. (A step
         function with `donate=True` does; assign what it returns.) Assigned values are copied.
         """
-        return self._params, self._opt_state
+        return self._stepper.read()
 
     @state.setter
     def state(self, new: tuple[PyTree, OptState]) -> None:
@@ -305,21 +306,26 @@ class Engine:
                 f"engine.state must be (params, opt_state), and was given a {type(new).__name__}. "
                 "Assign what step_fn, or another engine's state, returned."
             ) from None
-        self._adopt(params, opt_state)
+        self._recover()
+        if self._state.task is not None or self._state.running:
+            raise BackwardError(
+                "engine.state was assigned inside a forward or backward. Assign it between passes."
+            )
+        self._stepper.write(params, opt_state)
+        if self._units is not None:
+            self._units.reshard()
 
     def full_params(self) -> dict[str, Tensor]:
         """Copies of the full parameters by name, on every rank; every rank must call it."""
         self._recover()
         self._journal.enter("full_params")
-        leaves = list(self._plan.sharding.layout)
+        leaves, shards = self._gradients.leaves, self._stepper.locals
         full: dict[str, Tensor] = {}
-        for i in (self._names.index(name) for name in self._order):
-            (value,) = (
-                self._traffic.gather([self._locals[i]], [leaves[i]]).wait()
-                if self._units is not None
-                else [self._locals[i]]
-            )
-            full[self._names[i]] = value.detach().clone()
+        for i in self._registered:
+            value = shards[i].detach()
+            if self.cfg.stage == 3:
+                (value,) = self._traffic.gather([value], [leaves[i]]).wait()
+            full[leaves[i].name] = value.clone()
         return full
 
     def full_grad(self, name: str) -> Tensor | None:
@@ -338,7 +344,8 @@ class Engine:
         """
         self._recover()
         place = self._place(name)
-        gradients, leaf = self._gradients, self._plan.sharding.layout.leaves[place]
+        gradients = self._gradients
+        leaf = gradients.leaves[place]
         self._journal.enter("full_grad")
         here = torch.tensor(float(place in gradients.present), device=gradients.device)
         if not self._traffic.sum(here):
@@ -351,8 +358,8 @@ class Engine:
             kept = gradients.kept.get(place)
             total = gradients.zeros(place, full=True) if kept is None else kept.clone()
             total = self._traffic.sum(total) * self._share
-        if self._opt_state.loss_scale is not None:
-            total = total / self._opt_state.loss_scale.scale.to(total.dtype)
+        if self._loss_scale is not None:
+            total = total / self._loss_scale.scale.to(total.dtype)
         return total
 
     # --- events and actions ---
@@ -372,9 +379,9 @@ class Engine:
                 self._journal.enter("backward")
                 watch(lambda: self._ended(task), lambda: self._on(phases.TaskRaised(task)))
             case phases.Adopt(forward):
-                scale = self._opt_state.loss_scale
                 factor = 1.0 if self._divided else float(self.cfg.accum_steps)
-                gradients.adopt(forward, factor if scale is None else scale.scale * factor)
+                scaled = self._rules.scaled
+                gradients.adopt(forward, self._loss_scale.scale * factor if scaled else factor)
             case phases.Forget(forward):
                 gradients.forget(forward)
             case phases.Commit():
@@ -453,7 +460,7 @@ class Engine:
     def _scaled(self, factor: Tensor) -> None:
         """Gradients that carry `factor` start on their way through the running task."""
         self._on(phases.ScaleApplied(current_task()))
-        scale = self._opt_state.loss_scale.scale
+        scale = self._loss_scale.scale
         if factor is not scale:  # several engines share the larger one's
             correction = scale / factor.to(scale.device)
             self._correction = correction * (1.0 if self._divided else self.cfg.accum_steps)
@@ -475,117 +482,30 @@ class Engine:
     # --- the update ---
 
     def _update(self) -> None:
-        plan, gradients = self._plan, self._gradients
-        held = Held.of(self._opt_state, dtensors=plan.opt.foreign)
-        reduces = self._rules.reduces
+        gradients, reduces = self._gradients, self._rules.reduces
         source = gradients.reduced if reduces else gradients.kept
         full = not (reduces and gradients.scatter)
-        grads = [
-            source.pop(i) if i in source else gradients.zeros(i, full=full) for i in self._trained
-        ]
+        trained = [i for i, leaf in enumerate(gradients.leaves) if leaf.trainable]
+        grads = [source.pop(i) if i in source else gradients.zeros(i, full=full) for i in trained]
+        gradients.clear()
         if not reduces and self._share != 1:
             torch._foreach_mul_(grads, self._share)
-        trained, _ = divide(self._locals, plan.sharding.layout)
         losses = self._losses or list(self._scalars.values())
-        loss = torch.stack(losses).float().mean() if losses else torch.zeros(())
-        loss, known = loss.to(gradients.device) / plan.axes.world, bool(losses)
         self._losses, self._scalars = [], {}
         self._journal.enter("update")
-        half = self._half
-        if half is None:
-            half = self._half = UpdateHalf(plan, held, reduced=reduces)
-            if not plan.opt.foreign:
-                size = int(self.cfg.bucket_mb * 2**20)
-                half.stage_out(trained, held, grads, loss, [], bucket_bytes=size)
-        updated = half(trained, held, grads, loss, [])
-        gradients.clear()
+        self._stepper.update(grads, losses)
         if self._units is not None:
             self._units.turn()
-        skip = self.cfg.nonfinite_policy == "skip"
-        scale = self._opt_state.loss_scale
-        metrics = {
-            "loss": updated.loss if known else torch.full_like(updated.loss, torch.nan),
-            "grad_norm": updated.grad_norm,
-            "nonfinite": updated.nonfinite,
-            "skipped": updated.nonfinite if skip else torch.zeros_like(updated.nonfinite),
-            "loss_scale": scale.scale if scale is not None else torch.ones_like(updated.loss),
-        }
-        self._opt_state = self._opt_state._replace(
-            step=self._opt_state.step + 1, loss_scale=updated.loss_scale, metrics=metrics
-        )
 
-    # --- parameters ---
-
-    def _install(self, slots: ParameterSlots, params: dict[str, nn.Parameter]) -> None:
-        """Make the module's parameters this engine's."""
-        self._order = list(params)
-        self._by_place: dict[int, Tensor] = {}
-        new: dict[str, Tensor] = {}
-        for name, param in params.items():
-            place = self._names.index(name)
-            trainable = self._plan.sharding.layout.leaves[place].trainable
-            param.grad = None
-            if self._units is not None:
-                new[name] = LazyParameter(self._units, place, None, trainable)
-                param.data = param.data.new_empty(0)
-            else:
-                new[name] = param
-                param.data = self._locals[place]
-                param.requires_grad_(trainable)
-            if trainable:
-                self._by_place[place] = new[name]
-                new[name].register_post_accumulate_grad_hook(self._taker(place))
-        slots.install(new)
-
-    def _buckets(
-        self,
-        units: Sequence[Sequence[int]],
-        special: int,
-        order: Sequence[int],
-        leaves: Sequence[Any],
-        limit: int,
-    ) -> list[list[int]]:
-        """Trained leaves that are reduced together, as backward is likely to bring them."""
-        if self._units is None:
-            trained = [i for i in order if leaves[i].trainable]
-            return plan_buckets([leaf.nbytes for leaf in leaves], trained, limit)
-        common = units[: len(units) - special]
-        ordered = [*reversed(common), *units[len(units) - special :]]
-        kept = [[i for i in unit if leaves[i].trainable] for unit in ordered]
-        return [unit for unit in kept if unit]
-
-    def _adopt(self, params: PyTree, opt_state: OptState) -> None:
-        plan = self._plan
-        self._recover()
-        if self._state.task is not None or self._state.running:
-            raise BackwardError(
-                "engine.state was assigned inside a forward or backward. Assign it between passes."
-            )
-        leaves, spec = tree.flatten(params)
-        plan.check(leaves, spec)
-        own, given = tree.flatten(self._opt_state.inner), tree.flatten(opt_state.inner)
-        plan.check_inner(given[1])
-        pairs = [*zip(self._locals, locals_of(leaves), strict=True)]
-        pairs += zip(locals_of(own[0]), locals_of(given[0]), strict=True)
-        masters = tree.leaves(self._opt_state.master), tree.leaves(opt_state.master)
-        pairs += zip(*map(locals_of, masters), strict=True)
-        with torch.no_grad():
-            for mine, theirs in pairs:
-                if mine.data_ptr() != theirs.data_ptr() or not mine.numel():
-                    mine.copy_(theirs)
-        self._opt_state = self._opt_state._replace(
-            step=opt_state.step.clone(),
-            loss_scale=tree.map(torch.clone, opt_state.loss_scale),
-            metrics=dict(opt_state.metrics),
-        )
-        if self._units is not None:
-            self._units.reshard()
+    @property
+    def _loss_scale(self) -> Any:
+        return self._stepper.opt_state.loss_scale
 
     def _place(self, name: str) -> int:
         name = self._other_names.get(name, name)
         if name in self._names:
-            return self._names.index(name)
-        near = get_close_matches(name, self._names, n=3)
+            return self._names[name]
+        near = get_close_matches(name, list(self._names), n=3)
         hint = f" Near ones: {', '.join(map(repr, near))}." if near else ""
         raise ShardError(
             f"full_grad({name!r}): the module has no parameter of that name.{hint} Names are those "
@@ -610,56 +530,6 @@ class _Forward:
     def __del__(self) -> None:
         if (engine := self.engine()) is not None and engine._gradients.aside:
             engine._on(phases.ForwardGone(self.number))
-
-
-def _parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"Engine(model): model is a {type(model).__name__}; it must be a torch.nn.Module. For "
-            "a function of parameters use fzero.make_train_step."
-        )
-    slots = ParameterSlots(model)
-    params: Any = slots.tensors()
-    if not params:
-        raise ShardError(f"{type(model).__name__} has no parameters, so there is nothing to train.")
-    for name, param in params.items():
-        if isinstance(param, LazyParameter):
-            raise ShardError(
-                f"the parameter {name!r} belongs to another engine already. A parameter has one "
-                "engine; make it of the module that holds all of them."
-            )
-        if param.device.type == "meta":
-            raise ShardError(
-                f"the parameter {name!r} is on the meta device and has no values. Build the module "
-                "on a real device, or use make_train_step(...).init with a function that builds "
-                "the parameters: then no rank ever holds the whole model."
-            )
-    return slots, params
-
-
-def _frozen_too(cfg: Config, params: dict[str, nn.Parameter]) -> Config:
-    """`cfg` with the names of what is frozen, by it or by `requires_grad=False`."""
-    frozen = [n for n, p in params.items() if not p.requires_grad or cfg.is_frozen(n)]
-    return cfg.replace(frozen=tuple(glob.escape(name) for name in frozen))
-
-
-def _factors(
-    world: int, cfg: Config, reduction: str, predivide: float | None
-) -> tuple[float, float]:
-    """Factors on gradients before and after they are added up, which make the mean or the sum."""
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(
-            f"Engine(gradient_reduction={reduction!r}): must be 'mean' or 'sum' (over ranks)."
-        )
-    if predivide is not None and not predivide > 0:
-        raise ConfigError(f"Engine(gradient_predivide={predivide!r}): must be None or > 0.")
-    share = 1 / cfg.accum_steps / (world if reduction == "mean" else 1)
-    if predivide is None:
-        low = cfg.dtypes.reduce or cfg.dtypes.param or torch.float32
-        predivide = 1.0
-        while low.itemsize == 2 and world % predivide == 0 and world / predivide > predivide:
-            predivide *= 2
-    return 1 / predivide, share * predivide
 
 
 def _no_loss(loss: Any) -> str:

@@ -1,0 +1,147 @@
+"""What an engine keeps from step to step, and how it updates it: the functional path's own half."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fzero import tree
+from fzero.errors import ShardError
+from fzero.loss_scale import LossScaleState, Watch, exhausted
+from fzero.plan import Held, Plan
+from fzero.sharding import locals_of
+from fzero.staged import UpdateHalf
+from fzero.state import OptState
+from fzero.step import refuse_nonfinite
+from fzero.tree import PyTree
+from fzero.zero import divide
+
+
+class Stepper:
+    """Parameters and optimizer state of an engine.
+
+    Args:
+        plan: of the step.
+        params: as users hold them; their local tensors are what is trained.
+        opt_state: before the first step.
+        module: whose buffers are the model state, if it has BatchNorm's.
+        reduced: whether gradients come summed over ranks.
+        mean: the mean of a tensor over ranks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: PyTree,
+        opt_state: OptState,
+        module: nn.Module,
+        *,
+        reduced: bool,
+        mean: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.plan, self.params, self.opt_state = plan, params, opt_state
+        self.locals: list[Tensor] = locals_of(tree.leaves(params))
+        self.reduced, self.mean = reduced, mean
+        self.half: UpdateHalf | None = None
+        self.watch = Watch()
+        norms = [part for part in module.modules() if isinstance(part, _NormBase)]
+        self.buffers = dict(module.named_buffers()) if norms else {}
+        own = {id(x) for part in norms for x in part.buffers(recurse=False)}
+        self.averaged = [x for x in self.buffers.values() if id(x) in own and x.is_floating_point()]
+
+    def update(self, grads: list[Tensor], losses: Sequence[Tensor]) -> None:
+        """One step.
+
+        Args:
+            grads: of the trained leaves, scaled to sum to the mean, or summed already.
+            losses: of this rank's micro-batches, as far as they are known.
+
+        Raises:
+            FzeroError: with `on_nonfinite="raise"`, a gradient is not finite and nothing was
+                changed; or a dynamic loss scale is exhausted.
+        """
+        plan, cfg, state = self.plan, self.plan.cfg, self.opt_state
+        self.watch.look()
+        held = Held.of(state._replace(model_state=None), dtensors=plan.opt.foreign)
+        scale = LossScaleState(*held.scale) if held.scale else None
+        loss = torch.stack(list(losses)).float().mean() if losses else torch.zeros(())
+        loss = loss.to(plan.mesh.device_type) / plan.axes.world
+        if scale is not None and cfg.scaling is not None and cfg.scaling.external:
+            loss = loss * scale.scale  # which the update takes off again
+        if cfg.nonfinite_policy == "raise":
+            refuse_nonfinite(loss, grads, plan, int(state.step))
+        trained, _ = divide(self.locals, plan.sharding.layout)
+        if self.half is None:
+            self.half = UpdateHalf(plan, held, reduced=self.reduced)
+            if not plan.opt.foreign:
+                size = int(cfg.bucket_mb * 2**20)
+                self.half.stage_out(trained, held, grads, loss, [], bucket_bytes=size)
+        updated = self.half(trained, held, grads, loss, [])
+        if plan.axes.world > 1:
+            for x in self.averaged:
+                x.copy_(self.mean(x))
+        skipped = updated.nonfinite & (cfg.nonfinite_policy == "skip")
+        metrics = {
+            "loss": updated.loss if losses else torch.full_like(updated.loss, torch.nan),
+            "grad_norm": updated.grad_norm,
+            "nonfinite": updated.nonfinite,
+            "skipped": skipped,
+            "loss_scale": torch.ones_like(updated.loss) if scale is None else scale.scale,
+        }
+        advance = 1 if scale is None else ~updated.nonfinite
+        self.opt_state = state._replace(
+            step=state.step + advance, loss_scale=updated.loss_scale, metrics=metrics
+        )
+        if scale is not None and cfg.scaling is not None:
+            self.watch.add(exhausted(scale, ~updated.nonfinite, cfg.scaling))
+
+    def read(self) -> tuple[PyTree, OptState]:
+        """`(params, opt_state)`, the tensors themselves."""
+        buffers = dict(self.buffers) or None
+        return self.params, self.opt_state._replace(model_state=buffers)
+
+    def write(self, params: PyTree, opt_state: OptState) -> None:
+        """Copy these values into the tensors that are there.
+
+        Raises:
+            ShardError: they don't fit.
+        """
+        plan, own = self.plan, self.opt_state
+        leaves, spec = tree.flatten(params)
+        plan.check(leaves, spec)
+        if not isinstance(opt_state, OptState):
+            raise ShardError(
+                f"engine.state: opt_state is a {type(opt_state).__name__}; assign what step_fn, "
+                "step_fn.init or another engine's state returned."
+            )
+        pairs = list(zip(self.locals, locals_of(leaves), strict=True))
+        for what, mine, theirs in (
+            ("inner", own.inner, opt_state.inner),
+            ("master", own.master, opt_state.master),
+            ("loss_scale", own.loss_scale, opt_state.loss_scale),
+            ("model_state", self.buffers or None, opt_state.model_state),
+        ):
+            pairs += _pairs(what, mine, theirs)
+        with torch.no_grad():
+            for mine, theirs in pairs:
+                mine.copy_(theirs)
+        self.opt_state = own._replace(step=opt_state.step.clone(), metrics=dict(opt_state.metrics))
+
+
+def _pairs(what: str, mine: PyTree, theirs: PyTree) -> list[tuple[Tensor, Tensor]]:
+    """Leaves of two trees that must be alike."""
+    (own, spec), (new, other) = tree.flatten(mine), tree.flatten(theirs)
+    shapes = [[tuple(x.shape) for x in leaves] for leaves in (own, new)]
+    if spec != other or shapes[0] != shapes[1]:
+        raise ShardError(
+            f"engine.state: opt_state.{what} does not fit this engine: it is {_shown(other, new)}, "
+            f"and must be {_shown(spec, own)}. Assign a state of the same optimizer and config."
+        )
+    return list(zip(locals_of(own), locals_of(new), strict=True))
+
+
+def _shown(spec: tree.Spec, leaves: Sequence[Any]) -> str:
+    text = str(spec)
+    return f"{len(leaves)} leaves in {text if len(text) < 200 else text[:200] + '...'}"
