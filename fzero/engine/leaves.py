@@ -86,6 +86,12 @@ class LazyParameter(Tensor):
             "its engine. Build a second module and load engine.full_params() into it."
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FzeroError(
+            f"the parameter {self.leaf.name!r} is sharded and holds no values to save. Save "
+            "engine.full_params(), or engine.state with fzero.checkpoint.save."
+        )
+
 
 class Units:
     """The full parameters that are there now.
