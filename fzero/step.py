@@ -154,7 +154,7 @@ class TrainStep:
             check_meeting(self._meeting, plan.mesh, error)
             raise
         if self.cfg.nonfinite_policy == "raise":
-            refuse_nonfinite(loss, grads, plan, int(opt_state.step))
+            _refuse_nonfinite(loss, grads, plan, int(opt_state.step))
         if not self.cfg.donate:
             trained = tuple(map(copied, trained))
             inner, kept = list(map(copied, held.inner)), list(map(copied, held.masters))
@@ -341,7 +341,7 @@ def _check_available(cfg: Config) -> None:
         )
 
 
-def refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:
+def _refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:
     """Raise on every rank if any rank's loss or gradient is NaN or infinite. Reads it: it waits."""
     bad = [
         leaf.name

@@ -14,7 +14,7 @@ from fzero.plan import Held, Plan
 from fzero.sharding import locals_of
 from fzero.staged import UpdateHalf
 from fzero.state import OptState
-from fzero.step import refuse_nonfinite
+from fzero.step import _refuse_nonfinite
 from fzero.tree import PyTree
 from fzero.zero import divide
 
@@ -71,7 +71,7 @@ class Stepper:
         if scale is not None and cfg.scaling is not None and cfg.scaling.external:
             loss = loss * scale.scale  # which the update takes off again
         if cfg.nonfinite_policy == "raise":
-            refuse_nonfinite(loss, grads, plan, int(state.step))
+            _refuse_nonfinite(loss, grads, plan, int(state.step))
         trained, _ = divide(self.locals, plan.sharding.layout)
         if self.half is None:
             self.half = UpdateHalf(plan, held, reduced=self.reduced)
