@@ -20,6 +20,7 @@ from fzero.optim import as_optimizer
 from fzero.placement import copied
 from fzero.plan import Held, Plan, like
 from fzero.precision import refuse_outer_autocast
+from fzero.presence import Processes, meet, who_is_gone
 from fzero.program import Program
 from fzero.protocols import Optimizer
 from fzero.sharding import check_tensors, locals_of, plan_sharding
@@ -81,6 +82,7 @@ class TrainStep:
         self._bucket_bytes: tuple[int, int] | None = None
         self._number, self._calls = 0, 0
         self._last_collectives: str | None = None
+        self._processes = Processes()
         self._watch = Watch()
 
     def init(
@@ -137,7 +139,8 @@ class TrainStep:
             ConfigError: the call is under the caller's own `torch.autocast`.
             TraceError: the model function can't be staged out.
             ShardError: `params` or `batch` does not fit.
-            RankMismatchError: ranks would run different collectives.
+            RankMismatchError: ranks would run different collectives, or a rank is gone: it is
+                named.
             FzeroError: the loss is no 0-d floating tensor; with `on_nonfinite="raise"`, a gradient
                 is not finite (nothing was changed then); a dynamic loss scale was at its minimum
                 and gradients overflowed (nothing was changed; from a GPU it is told two calls
@@ -148,18 +151,22 @@ class TrainStep:
         micro = micro_batches(batch, self.cfg.accum_steps)
         staged = self._agreed(self._stage(plan, leaves, held, micro[0]), leaves, held, micro[0])
         trained, frozen = divide(leaves, plan.sharding.layout)
-        try:
-            grads, loss, state, aux = staged.gradients(trained, frozen, held, micro, opt_state.step)
-        except RuntimeError as error:  # of a collective, if the ranks it waits for gave up
-            check_meeting(self._meeting, plan.mesh, error)
-            raise
+        with who_is_gone(self._processes):
+            try:
+                grads, loss, state, aux = staged.gradients(
+                    trained, frozen, held, micro, opt_state.step
+                )
+            except RuntimeError as error:  # of a collective, if the ranks it waits for gave up
+                check_meeting(self._meeting, plan.mesh, error)
+                raise
         if self.cfg.nonfinite_policy == "raise":
             _refuse_nonfinite(loss, grads, plan, int(opt_state.step))
         if not self.cfg.donate:
             trained = tuple(map(copied, trained))
             inner, kept = list(map(copied, held.inner)), list(map(copied, held.masters))
             held = held._replace(masters=kept, inner=inner)
-        updated = staged.update(trained, held, grads, loss, state)
+        with who_is_gone(self._processes):
+            updated = staged.update(trained, held, grads, loss, state)
         if self.cfg.scaling is not None:
             before = LossScaleState(*held.scale)
             self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling))
@@ -303,6 +310,7 @@ class TrainStep:
                 # ranks make their step functions in the same order: the n-th is the same on all
                 key = f"fzero/step functions/{mesh.ranks}/{mesh.rank}"
                 self._number = default_store().add(key, 1)
+                self._processes = meet(mesh.ranks)
         else:
             rendezvous(self._meeting, collectives, mesh)
         self._last_collectives = collectives

@@ -16,6 +16,7 @@ LAYERS = {
     "dtensor": 1,
     "layout": 1,
     "mesh": 1,
+    "presence": 1,
     "owners": 1,
     "remat": 1,
     "takeover": 1,

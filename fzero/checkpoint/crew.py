@@ -6,7 +6,7 @@ What they exchange is JSON in byte tensors: nothing is pickled, not even between
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fzero.errors import CheckpointError
+from fzero.presence import Processes, meet
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class Crew:
         place: this rank's place among them.
         group: for their messages; None for a rank that is alone.
         timeout: seconds that the others are waited for.
+        processes: of the ranks, to see who is gone.
     """
 
     ranks: tuple[int, ...]
     place: int
     group: ProcessGroup | None
     timeout: float
+    processes: Processes = field(default_factory=Processes)
 
     @property
     def rank(self) -> int:
@@ -63,10 +66,11 @@ class Crew:
             padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
             told = self._gather(padded)
         except RuntimeError as error:
+            blame = self.processes.blame(error) or f"no answer within {self.timeout:g} s"
             raise CheckpointError(
-                f"rank {self.rank} waited for {what} of ranks {list(self.ranks)}, and some rank is "
-                f"gone or did not come within {self.timeout:g} s. Look at the output of the "
-                f"others; earlier checkpoints are as they were. The collective said: {error}"
+                f"rank {self.rank} waited for {what} of ranks {list(self.ranks)}: {blame}. Look at "
+                "the output of that rank; earlier checkpoints are as they were. The collective "
+                f"said: {error}"
             ) from error
         return [json.loads(bytes(text[:n].tolist())) for text, n in zip(told, lengths, strict=True)]
 
@@ -125,7 +129,8 @@ def crew_of(tensors: Iterable[Tensor], timeout: float) -> Crew:
     else:
         ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
         group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-    return Crew(ranks, ranks.index(dist.get_rank()), group if len(ranks) > 1 else None, timeout)
+    group = group if len(ranks) > 1 else None
+    return Crew(ranks, ranks.index(dist.get_rank()), group, timeout, meet(ranks))
 
 
 def together(crew: Crew, what: str, act: Callable[[], Any], failing: tuple[str, str]) -> list[Any]:
