@@ -91,6 +91,36 @@ def smallest(what: str, values: Sequence[int], mesh: Mesh, timeout: float = 60.0
     return list(map(min, zip(*rows, strict=True)))
 
 
+def first_says(key: str, text: str, mesh: Mesh, timeout: float = 60.0) -> str:
+    """What the first rank of `mesh` passes, on every rank; through the store, no collectives.
+
+    Args:
+        key: names this question; used once in a run, and the same on all ranks.
+        text: this rank's answer.
+        mesh: the ranks.
+        timeout: seconds to wait for the first rank.
+
+    Raises:
+        RankMismatchError: it never came.
+
+    >>> from fzero.mesh import resolve_mesh
+    >>> first_says("order", "1 2", resolve_mesh(None, "cpu"))
+    '1 2'
+    """
+    if mesh.world_size == 1 or is_simulated(mesh):
+        return text
+    store, place = default_store(), f"{_place(mesh)}/first/{key}"
+    if mesh.rank == 0:
+        store.set(place, text)
+        return text
+    if _wait(store, {mesh.ranks[0]: place}, timeout):
+        raise RankMismatchError(
+            f"rank {_here(mesh)} asked rank {mesh.ranks[0]} about {key!r} and got no answer within "
+            f"{timeout:g} s. Every rank must reach this point: look for a rank that raised."
+        )
+    return store.get(place).decode()
+
+
 def rendezvous(key: str, text: str, mesh: Mesh, timeout: float = 20.0) -> None:
     """Return once every rank of `mesh` has come to `key` with the same text; no collectives.
 

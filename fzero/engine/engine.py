@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fzero.agree import first_says
 from fzero.config import Config
 from fzero.engine import outputs, phases
 from fzero.engine.autograd import Scale, current_task, watch
@@ -24,6 +25,7 @@ from fzero.engine.setup import (
     install,
     parameters_of,
     plan_grouping,
+    plan_order,
     units_ahead,
 )
 from fzero.engine.stepper import Stepper
@@ -114,6 +116,7 @@ class Engine:
         device = next(iter(params.values())).device
         lazy = cfg.stage == 3 and (plan.axes.shard.size > 1 or any(x.compute for x in leaves))
         grouping = plan_grouping(leaves, self._registered, cfg, lazy=lazy, alone=world == 1)
+        self._grouping, self._is_ordered = grouping, not reduces
         self._units: Units | None = None
         if lazy:
             self._units = Units(
@@ -466,12 +469,30 @@ class Engine:
             self._correction = correction * (1.0 if self._divided else self.cfg.accum_steps)
 
     def _ended(self, task: int) -> None:
+        arrived = [] if self._is_ordered else list(self._gradients.arrived)
+        running = self._state.task
         try:
             self._take_late()
             self._on(phases.TaskEnded(task))
         except BaseException:
             self._gradients.discard()
             raise
+        if arrived and running is not None and running.synced:
+            self._order_buckets(arrived)
+
+    def _order_buckets(self, arrived: list[int]) -> None:
+        """From now on reduce in the order in which the first backward brought gradients.
+
+        All ranks take the first one's order. What never came then goes last.
+        """
+        self._is_ordered = True
+        plan, gradients = self._stepper.plan, self._gradients
+        mine = " ".join(map(str, arrived))
+        said = first_says(f"engine {self._journal.number}, order of gradients", mine, plan.mesh)
+        order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
+        grouping = plan_order(self._grouping, gradients.leaves, list(order), self.cfg)
+        gradients.buckets = grouping.buckets
+        self._rules = self._rules._replace(buckets=grouping.masks)
 
     def _recover(self) -> None:
         """See to it that no task is open that is over: a call from outside of backward came."""

@@ -57,18 +57,18 @@ class Gradients:
         self.flights: list[tuple[Sequence[int], Flight]] = []
         self.landed: dict[int, Tensor] = {}
         self.reduced: dict[int, Tensor] = {}
-        self.arrived: set[int] = set()  # leaves of the running task
+        self.arrived: dict[int, None] = {}  # leaves of the running task, in order
         self.present: set[int] = set()  # leaves that have a gradient of this rank
 
     def take(self, place: int, grad: Tensor) -> None:
         """A gradient for the running task."""
         held = self.task.get(place)
-        self.arrived.add(place)
+        self.arrived[place] = None
         self.task[place] = grad if held is None else held.add_(grad)
 
     def take_all(self, places: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Gradients of many leaves for the running task."""
-        self.arrived.update(places)
+        self.arrived.update(dict.fromkeys(places))
         _add(self.task, dict(zip(places, grads, strict=True)))
 
     def set_aside(self, place: int, forward: int, grad: Tensor) -> None:
@@ -80,7 +80,7 @@ class Gradients:
         """The running task has reached a forward: what was set aside for it is the task's."""
         self.adopted.add(forward)
         for place, grad in self.aside[forward].items():
-            self.arrived.add(place)
+            self.arrived[place] = None
             self.borrowed.setdefault(place, []).append((grad, factor))
 
     def forget(self, forward: int) -> None:
@@ -97,7 +97,7 @@ class Gradients:
     def commit(self) -> None:
         """The running task has ended well."""
         self._land(0)
-        self.present |= self.arrived
+        self.present |= self.arrived.keys()
         self.arrived.clear()
         for place in self.used:
             del self.kept[place]

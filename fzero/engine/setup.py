@@ -31,11 +31,13 @@ class Grouping(NamedTuple):
 
     Args:
         units: gathered together; empty where parameters are always there.
+        special: how many of them, the last ones, are modules that only some ranks may run.
         buckets: reduced together, in the order of reduction.
         masks: the same as bit masks, for the state machine.
     """
 
     units: list[list[int]]
+    special: int
     buckets: list[list[int]]
     masks: tuple[int, ...]
 
@@ -43,7 +45,7 @@ class Grouping(NamedTuple):
 def plan_grouping(
     leaves: Sequence[LeafLayout], registered: Sequence[int], cfg: Config, *, lazy: bool, alone: bool
 ) -> Grouping:
-    """Units and buckets, as backward is likely to need them.
+    """Units, and buckets in the order in which a backward is likely to complete them.
 
     Args:
         leaves: of all parameters.
@@ -53,21 +55,42 @@ def plan_grouping(
         alone: whether there is no other rank.
     """
     limit = int(cfg.bucket_mb * 2**20)
-    if not lazy:
-        trained = [i for i in registered if leaves[i].trainable]
+    units, special = [], 0
+    if lazy:
+        units, special = plan_units(leaves, registered, limit, cfg.gather_together)
+    return plan_order(Grouping(units, special, [], ()), leaves, registered[::-1], cfg, alone=alone)
+
+
+def plan_order(
+    grouping: Grouping,
+    leaves: Sequence[LeafLayout],
+    arrivals: Sequence[int],
+    cfg: Config,
+    *,
+    alone: bool = False,
+) -> Grouping:
+    """The same units with buckets for another order of gradients.
+
+    Args:
+        grouping: its buckets don't matter.
+        arrivals: places of all leaves as gradients come.
+    """
+    trained = [place for place in arrivals if leaves[place].trainable]
+    units, special = grouping.units, grouping.special
+    if alone:
+        return grouping._replace(buckets=[], masks=())
+    if not units:
         nbytes = [leaf.nbytes for leaf in leaves]
-        buckets = [] if alone else plan_buckets(nbytes, trained, limit)
-        return Grouping([], buckets, masks(buckets))
-    units, special = plan_units(leaves, registered, limit, cfg.gather_together)
+        buckets = plan_buckets(nbytes, trained, int(cfg.bucket_mb * 2**20))
+        return grouping._replace(buckets=buckets, masks=masks(buckets))
+    turn = {place: i for i, place in enumerate(trained)}
+    parts = [[place for place in unit if place in turn] for unit in units]
     common = len(units) - special
-    wanted = [*reversed(units[:common]), *units[common:]]
+    first = sorted(filter(None, parts[:common]), key=lambda unit: max(turn[i] for i in unit))
+    last = [unit for unit in parts[common:] if unit]
     # ranks may run parts of the special ones only: they wait for the end, on an extra bit
-    extra = [0] * common + [1 << len(leaves)] * special
-    trained = [[i for i in unit if leaves[i].trainable] for unit in wanted]
-    pairs = [(unit, more) for unit, more in zip(trained, extra, strict=True) if unit]
-    buckets = [] if alone else [unit for unit, _ in pairs]
-    bits = zip(masks(buckets), (more for _, more in pairs), strict=False)
-    return Grouping(units, buckets, tuple(mask | more for mask, more in bits))
+    bits = masks(first) + tuple(mask | 1 << len(leaves) for mask in masks(last))
+    return grouping._replace(buckets=[*first, *last], masks=bits)
 
 
 def units_ahead(cfg: Config, axis: Axis) -> int:

@@ -72,14 +72,14 @@ def plan_units(
 
 
 def plan_buckets(nbytes: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Places in the reverse of `order`, in groups of at most `limit` bytes, or one.
+    """Places in this order, in groups of at most `limit` bytes, or one.
 
-    >>> plan_buckets([4, 4, 8], [0, 1, 2], limit=8)
+    >>> plan_buckets([4, 4, 8], [2, 1, 0], limit=8)
     [[2], [1, 0]]
     """
     groups: list[list[int]] = []
     filled = 0
-    for place in reversed(order):
+    for place in order:
         if not groups or filled + nbytes[place] > limit:
             groups.append([])
             filled = 0
