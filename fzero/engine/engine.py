@@ -149,7 +149,9 @@ class Engine:
         )
         self._forwards = itertools.count()
         self._losses: list[Tensor] = []  # given to backward()
-        self._scalars: dict[int, Tensor] = {}  # outputs that look like losses, by forward
+        # outputs that look like losses, by forward: of the running task, and of those before
+        self._pending: dict[int, Tensor] = {}
+        self._scalars: dict[int, Tensor] = {}
         self._divided = True
         # leaves of an unsynced task that have their gradients; None: each arrival is an event
         self._late: list[int] | None = None
@@ -164,10 +166,11 @@ class Engine:
         """The module's output for these arguments, floating ones cast to the compute dtype.
 
         Raises:
-            ConfigError: the call is under the caller's own `torch.autocast`.
+            ConfigError: `Precision(autocast=...)`, under the caller's own `torch.autocast`.
         """
         self._recover()
-        refuse_outer_autocast()
+        if self.cfg.dtypes.autocast is not None:  # else the caller's own reaches the module
+            refuse_outer_autocast()
         forward = _Forward(self, next(self._forwards))
         self._journal.enter("forward" if torch.is_grad_enabled() else "evaluation")
         self._on(phases.ForwardStarted(forward.number))
@@ -183,7 +186,7 @@ class Engine:
         if torch.is_grad_enabled():
             if isinstance(out, Tensor) and out.numel() == 1 and out.is_floating_point():
                 forward.loss = out.detach().reshape(())
-            for x in {id(x): x for x in outputs.tensors_in(out)}.values():
+            for x in outputs.tensors_in(out):
                 if x.grad_fn is not None:
                     x.register_hook(forward.reached)
         elif self._units is not None and self._state.task is None:
@@ -350,17 +353,17 @@ class Engine:
         gradients = self._gradients
         leaf = gradients.leaves[place]
         self._journal.enter("full_grad")
-        here = torch.tensor(float(place in gradients.present), device=gradients.device)
-        if not self._traffic.sum(here):
+        has = [place in gradients.present, place in gradients.kept]
+        anywhere = self._traffic.sum(torch.tensor(has, dtype=torch.float32).to(gradients.device))
+        present, kept = anywhere.tolist()
+        if not present:
             return None
         if self._rules.reduces:
-            total = gradients.one(place)
+            total = gradients.one(place, kept=bool(kept))
             if gradients.scatter and leaf.dim is not None:
                 total = self._traffic.whole(total, leaf)
         else:
-            kept = gradients.kept.get(place)
-            total = gradients.zeros(place, full=True) if kept is None else kept.clone()
-            total = self._traffic.sum(total) * self._share
+            total = self._traffic.sum(gradients.local(place)) * self._share
         if self._loss_scale is not None:
             total = total / self._loss_scale.scale.to(total.dtype)
         return total
@@ -389,12 +392,14 @@ class Engine:
                 gradients.forget(forward)
             case phases.Commit():
                 gradients.commit()
+                self._scalars.update(self._pending)
+                self._pending = {}
             case phases.TakeAll():
                 self._take_all()
             case phases.Discard():
                 for place in self._late or ():
                     self._by_place[place].grad = None
-                self._late = None
+                self._late, self._pending = None, {}
                 gradients.discard()
             case phases.Flush():
                 self._journal.enter("flush")
@@ -546,7 +551,7 @@ class _Forward:
         if (engine := self.engine()) is not None:
             engine._on(phases.OutputReached(self.number, current_task()))
             if self.loss is not None:
-                engine._scalars[self.number] = self.loss
+                engine._pending[self.number] = self.loss
 
     def __del__(self) -> None:
         if (engine := self.engine()) is not None and engine._gradients.aside:

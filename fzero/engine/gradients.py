@@ -142,13 +142,22 @@ class Gradients:
         dtype = leaf.reduce or leaf.compute or leaf.dtype
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def one(self, place: int) -> Tensor:
-        """The sum of everything a leaf has, reduced, as `reduced` holds it; changes nothing."""
-        kept = self.kept.get(place)
+    def one(self, place: int, *, kept: bool) -> Tensor:
+        """The sum of everything a leaf has, reduced, as `reduced` holds it; changes nothing.
+
+        Args:
+            place: of the leaf.
+            kept: whether some rank has kept a gradient of it.
+        """
         total = self.reduced.get(place)
         if total is None:
             total = self.zeros(place, full=not self.scatter)
-        return total if kept is None else total + self._send([place], [kept.clone()]).wait()[0]
+        return total + self._send([place], [self.local(place)]).wait()[0] if kept else total
+
+    def local(self, place: int) -> Tensor:
+        """A copy of what is kept of a leaf: full, and this rank's own."""
+        kept = self.kept.get(place)
+        return self.zeros(place, full=True) if kept is None else kept.clone()
 
     def _local(self, place: int) -> Tensor:
         grad, kept = self._brought(place), self.kept.get(place)

@@ -10,27 +10,32 @@ from torch import Tensor
 _DEPTH = 20  # containers that hold themselves end somewhere
 
 
-def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Every tensor in a tuple, list, set, mapping, dataclass or object with attributes.
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in tuples, lists, sets, mappings, dataclasses and objects with attributes, once.
 
     >>> [x.item() for x in tensors_in({"a": torch.tensor(1), "b": (2, [torch.tensor(3)])})]
     [1, 3]
     """
+    return list(_walk(value, set()))
+
+
+def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if id(value) in seen or isinstance(value, str | bytes | int | float | type | None):
+        return
+    seen.add(id(value))
     if isinstance(value, Tensor):
         yield value
         return
-    if depth == 0:
-        return
     if isinstance(value, Mapping):
-        inner: Any = value.values()
-    elif isinstance(value, (tuple, list, set, frozenset)):
+        inner: Any = list(value.values())
+    elif isinstance(value, tuple | list | set | frozenset):
         inner = value
     elif hasattr(value, "__dict__") and not callable(value):
-        inner = vars(value).values()
+        inner = list(vars(value).values())
     else:
         return
     for item in inner:
-        yield from tensors_in(item, depth - 1)
+        yield from _walk(item, seen)
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
