@@ -8,6 +8,7 @@ from fzero.checkpoint.background import wait
 from fzero.checkpoint.deepspeed import deepspeed_param_groups, import_deepspeed_universal
 from fzero.checkpoint.folders import latest
 from fzero.checkpoint.load import load
+from fzero.checkpoint.order import sample_order
 from fzero.checkpoint.safetensors import export_safetensors
 from fzero.checkpoint.save import save
 from fzero.checkpoint.storage import Reader
@@ -19,6 +20,7 @@ __all__ = [
     "import_deepspeed_universal",
     "latest",
     "load",
+    "sample_order",
     "save",
     "wait",
 ]

@@ -88,6 +88,9 @@ def test_a_kill_at_any_call_loses_nothing(world: int, tmp_path: Path) -> None:
     for number, point in enumerate(points):
         run = tmp_path / str(number)
         _kill(run, world, *point, False)
+        rank = point[1]
+        if world == 2:
+            assert f"rank {rank} ended" in (run / f"rank {1 - rank} saw").read_text()
         _check(run)
 
 

@@ -1,0 +1,90 @@
+"""Which samples a step sees, as a function of the step: a run that resumes sees what it would have.
+
+A loader with a position of its own must be saved and restored, at the same world size. Here the
+position is the step: nothing to save, and any number of ranks shares the same global batch.
+"""
+
+import torch
+from torch import Tensor
+
+from fzero.errors import ConfigError
+
+ROUNDS = 6
+
+
+def sample_order(
+    step: int, *, samples: int, batch: int, seed: int = 0, rank: int = 0, world: int = 1
+) -> Tensor:
+    """The samples of a step's batch that this rank sees: each sample once an epoch, shuffled.
+
+    Args:
+        step: steps before this one; `int(opt_state.step)`.
+        samples: in the data set.
+        batch: samples of the global batch, over all ranks and micro-batches.
+        seed: of the shuffling; every epoch has an order of its own.
+        rank, world: this rank and how many there are; `batch` must be a multiple of `world`.
+
+    Returns:
+        `(batch / world,)` int64, indices from 0 to `samples - 1`. Laid end to end by rank they are
+        the global batch, whatever the world.
+
+    Raises:
+        ConfigError: a value out of its range.
+
+    Examples:
+        >>> [sample_order(step, samples=6, batch=2).tolist() for step in range(3)]
+        [[2, 5], [3, 1], [0, 4]]
+        >>> sample_order(2, samples=6, batch=2, rank=1, world=2)
+        tensor([4])
+
+    References:
+        Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002: a Feistel network on
+        the next power of four, walked until the value is in range. So no permutation is stored.
+    """
+    for name, value, least in (
+        ("step", step, 0),
+        ("samples", samples, 1),
+        ("batch", batch, 1),
+        ("world", world, 1),
+        ("rank", rank, 0),
+    ):
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"sample_order: {name}={value!r} must be an int >= {least}.")
+    if rank >= world or batch % world:
+        raise ConfigError(
+            f"sample_order: batch={batch}, rank={rank}, world={world}: the rank must be below the "
+            "world, and the batch a multiple of it. Choose a batch that all worlds divide, such as "
+            "12 for 2, 3 and 4 ranks."
+        )
+    mine = batch // world
+    first = step * batch + rank * mine
+    place = torch.arange(first, first + mine)
+    return _shuffled(place % samples, place // samples, samples, seed)
+
+
+def _shuffled(place: Tensor, epoch: Tensor, samples: int, seed: int) -> Tensor:
+    """Where a permutation of 0 to `samples - 1`, one for each epoch, sends each place."""
+    half = max((samples - 1).bit_length() + 1, 2) // 2
+    found = place.clone()
+    todo = torch.ones_like(place, dtype=torch.bool)
+    while bool(todo.any()):
+        # At most 3 of 4 values are out of range, and a permutation leads back into it.
+        found[todo] = _feistel(found[todo], epoch[todo], half, seed)
+        todo = found >= samples
+    return found
+
+
+def _feistel(x: Tensor, epoch: Tensor, half: int, seed: int) -> Tensor:
+    mask = (1 << half) - 1
+    left, right = x >> half, x & mask
+    for i in range(ROUNDS):
+        left, right = right, left ^ (_mixed(right + (epoch << 32), seed * ROUNDS + i) & mask)
+    return (left << half) | right
+
+
+def _mixed(x: Tensor, key: int) -> Tensor:
+    """A hash of each number; int64 wraps around, as it should."""
+    x = x + (key * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**63
+    for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB)):
+        x = (x ^ (x >> shift)) * factor
+    return x ^ (x >> 31)

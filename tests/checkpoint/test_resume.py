@@ -1,0 +1,73 @@
+"""N steps straight are k steps, a new process, and N - k steps: bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero.checkpoint import latest, load, sample_order, save
+from tests.checkpoint.cases import differing, full
+from tests.ranks import run_fresh
+
+STEPS, FIRST = 6, 3
+
+
+def _train(
+    cfg: dict[str, Any], run: Path, first: int, last: int
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Steps `first` to `last` of a job; from the latest checkpoint unless `first` is 0."""
+    torch.manual_seed(first)  # what is resumed must come from the checkpoint
+    data = torch.randn(50, 6, generator=torch.Generator().manual_seed(7))
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+    apply, params = fzero.functionalize(module)
+
+    def model_fn(params: Any, state: Any, x: Tensor) -> tuple[Tensor, Any]:
+        out = apply(params, x.to(params["0.weight"].dtype)).float()
+        running = 0.9 * state["mean"] + 0.1 * out.detach().mean(0)
+        return (out - running).square().mean(), {"mean": running}
+
+    schedule = fzero.optim.warmup_cosine(1e-2, 2, STEPS)
+    opt = fzero.optim.chain(
+        fzero.optim.scale_by_adam(), fzero.optim.scale_by_learning_rate(schedule)
+    )
+    config = fzero.Config(clip_norm=0.5, seed=3, **cfg)
+    step_fn = fzero.make_train_step(model_fn, opt, config)
+    params, opt_state = step_fn.init(params, {"mean": torch.zeros(3)})
+    if first:
+        params, opt_state = load(run, params, opt_state)
+    world, rank = 1, 0
+    if torch.distributed.is_initialized():
+        world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    losses = []
+    for step in range(first, last):
+        assert int(opt_state.step) == step
+        rows = sample_order(step, samples=50, batch=24, seed=5, rank=rank, world=world)
+        params, opt_state = step_fn(params, opt_state, data[rows])
+        losses.append(opt_state.metrics["loss"].item())
+    if first < last < STEPS:
+        save(run, params, opt_state, asynchronous=True)
+        fzero.checkpoint.wait()
+    return full(params, opt_state), losses
+
+
+@pytest.mark.parametrize(
+    ("world", "cfg"),
+    [
+        (1, {"stage": 0}),
+        (2, {"stage": 3, "accum_steps": 2}),
+        (2, {"stage": 2, "precision": "bf16"}),
+        (2, {"stage": 1, "precision": "fp16", "loss_scale": "dynamic"}),
+    ],
+)
+def test_resuming_is_exact(world: int, cfg: dict[str, Any], tmp_path: Path) -> None:
+    straight = run_fresh(world, _train, cfg, tmp_path / "unused", 0, STEPS)
+    before = run_fresh(world, _train, cfg, tmp_path, 0, FIRST)
+    assert latest(tmp_path) == tmp_path / f"step-{FIRST:08d}"
+    after = run_fresh(world, _train, cfg, tmp_path, FIRST, STEPS)
+    for (values, losses), (_, first), (resumed, rest) in zip(straight, before, after, strict=True):
+        assert first + rest == losses
+        assert len(set(losses)) == STEPS
+        assert differing(values, resumed) == []
