@@ -1,0 +1,40 @@
+"""What a rank holds, by category, is what the formula says for each precision: to the byte."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.models import Size
+from benchmarks.precision import PRESETS, Bytes, formula, measured, numel_of
+from fzero import Config
+from tests.ranks import fake_ranks
+
+WORLD = 8
+TINY = Size(vocabulary=64, width=32, layers=1, heads=4, tokens=16, rows=1)  # 8 divides every leaf
+
+CASES = [
+    *[(name, 3, 1, None) for name in PRESETS],
+    *[(name, 1, 1, None) for name in ("bf16", "bf16 masters")],
+    *[("bf16", stage, accum, None) for stage, accum in ((0, 1), (0, 2), (1, 2), (2, 1), (2, 2))],
+    *[(name, stage, 2, "cpu") for name, stage in (("float32", 3), ("bf16", 3), ("bf16", 1))],
+]
+
+
+@pytest.mark.parametrize(("name", "stage", "accum", "offload"), CASES)
+def test_memory_by_category(name: str, stage: int, accum: int, offload: Any) -> None:
+    cfg = Config(stage, precision=PRESETS[name], accum_steps=accum, offload=offload)
+    with fake_ranks(WORLD):
+        assert measured(TINY, cfg) == formula(numel_of(TINY), WORLD, cfg)
+
+
+def test_the_formula_in_numbers() -> None:
+    # bytes per parameter at world 8, as papers count them
+    def of(**config: Any) -> Bytes:
+        return formula(8, 8, Config(**config))
+
+    assert of(stage=0, precision="bf16") == (2 * 8, 4 * 8, 8 * 8, 4 * 8)
+    assert of(stage=1, precision="bf16") == (2 * 8, 4, 8, 4)
+    assert of(stage=3, precision="bf16") == (4, 0, 8, 4)
+    assert of(stage=3, precision="bf16", offload="cpu") == (2, 4, 8, 4)
+    assert of(stage=3) == (4, 0, 8, 4)
+    assert of(stage=3, precision=PRESETS["bf16 masters and states"]) == (2, 0, 4, 2)
