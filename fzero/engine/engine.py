@@ -29,6 +29,7 @@ from fzero.engine.setup import (
     units_ahead,
 )
 from fzero.engine.stepper import Stepper
+from fzero.engine.together import gather_around
 from fzero.engine.traffic import Traffic
 from fzero.errors import BackwardError, ShardError
 from fzero.functional import functionalize
@@ -128,6 +129,9 @@ class Engine:
                 keep=not cfg.reshard_after_forward,
                 prefetch=units_ahead(cfg, plan.axes.shard),
             )
+            first = len(grouping.units) - len(grouping.special)
+            special = {name: first + i for i, name in enumerate(grouping.special)}
+            gather_around(model, self._units, special)
         scaling = cfg.scaling
         self._rules = Rules(
             grouping.masks if reduces else (),

@@ -122,6 +122,7 @@ class Units:
         self.unit_of = {place: unit for unit, places in enumerate(plan) for place in places}
         self.here: dict[int, Tensor] = {}
         self.flying: dict[int, Flight] = {}
+        self.pinned: dict[int, Tensor] = {}
         self.order: list[int] = []  # of units, since the last update
         self.expected: list[int] = []  # the same, one update earlier
 
@@ -138,12 +139,23 @@ class Units:
         for flight in self.flying.values():
             flight.wait()
         self.flying.clear()
+        self.pinned = {}
         self.here.clear()
+
+    def pin(self, units: Sequence[int]) -> None:
+        """Gather these units and hold them until others are pinned, or `unpin` or `reshard`."""
+        self.pinned = {place: self.full(place) for unit in units for place in self.plan[unit]}
+        self.here.update(self.pinned)  # a later one may have displaced an earlier one
+
+    def unpin(self) -> None:
+        """Hold no unit longer than any other."""
+        self.pinned = {}
 
     def drop(self, places: Sequence[int]) -> None:
         """Free these: nothing is likely to read them again soon."""
         for place in places:
-            self.here.pop(place, None)
+            if place not in self.pinned:
+                self.here.pop(place, None)
 
     def turn(self) -> None:
         """An update begins: what is gathered from now on is new, in an order that is known."""
@@ -153,6 +165,7 @@ class Units:
     def _bring(self, unit: int) -> None:
         if not self.keep:
             self.here.clear()
+            self.here.update(self.pinned)
         flight = self.flying.pop(unit, None)
         if flight is None:
             flight = self._launch(unit)

@@ -31,13 +31,13 @@ class Grouping(NamedTuple):
 
     Args:
         units: gathered together; empty where parameters are always there.
-        special: how many of them, the last ones, are modules that only some ranks may run.
+        special: the modules that only some ranks may run: the last units.
         buckets: reduced together, in the order of reduction.
         masks: the same as bit masks, for the state machine.
     """
 
     units: list[list[int]]
-    special: int
+    special: list[str]
     buckets: list[list[int]]
     masks: tuple[int, ...]
 
@@ -55,7 +55,7 @@ def plan_grouping(
         alone: whether there is no other rank.
     """
     limit = int(cfg.bucket_mb * 2**20)
-    units, special = [], 0
+    units, special = [], []
     if lazy:
         units, special = plan_units(leaves, registered, limit, cfg.gather_together)
     return plan_order(Grouping(units, special, [], ()), leaves, registered[::-1], cfg, alone=alone)
@@ -85,7 +85,7 @@ def plan_order(
         return grouping._replace(buckets=buckets, masks=masks(buckets))
     turn = {place: i for i, place in enumerate(trained)}
     parts = [[place for place in unit if place in turn] for unit in units]
-    common = len(units) - special
+    common = len(units) - len(special)
     first = sorted(filter(None, parts[:common]), key=lambda unit: max(turn[i] for i in unit))
     last = [unit for unit in parts[common:] if unit]
     # ranks may run parts of the special ones only: they wait for the end, on an extra bit

@@ -15,7 +15,7 @@ _MOST_UNITS = 32
 
 def plan_units(
     leaves: Sequence[LeafLayout], order: Sequence[int], limit: int, together: Sequence[str] = ()
-) -> tuple[list[list[int]], int]:
+) -> tuple[list[list[int]], list[str]]:
     """Leaves that are gathered together, consecutive modules up to `limit` bytes.
 
     A numbered module (`layers.3`) is the natural unit: with at most 32 of them each is one; with
@@ -28,7 +28,8 @@ def plan_units(
         together: globs over module names; each module that one matches is a unit of its own.
 
     Returns:
-        The units as lists of places, and how many of them, at the end, come from `together`.
+        The units as lists of places, and the modules that the last ones of them are, from
+        `together`.
 
     Raises:
         ConfigError: a glob matches no module that has parameters.
@@ -37,9 +38,9 @@ def plan_units(
         >>> names = ["embed.w", "layers.0.a.w", "layers.0.b.w", "layers.1.a.w", "layers.1.b.w"]
         >>> leaves = [LeafLayout(name, (2, 2), __import__("torch").float32) for name in names]
         >>> plan_units(leaves, range(5), limit=64)
-        ([[0], [1, 2], [3, 4]], 0)
+        ([[0], [1, 2], [3, 4]], [])
         >>> plan_units(leaves, range(5), 64, ["layers"])
-        ([[0], [1, 2, 3, 4]], 1)
+        ([[0], [1, 2, 3, 4]], ['layers'])
     """
     owner = _owners(leaves, together)
     free = [place for place in order if place not in owner]
@@ -68,7 +69,7 @@ def plan_units(
     for place in order:
         if place in owner:
             special.setdefault(owner[place], []).append(place)
-    return [*units, *special.values()], len(special)
+    return [*units, *special.values()], list(special)
 
 
 def plan_buckets(nbytes: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
