@@ -35,6 +35,7 @@ from fzero.errors import BackwardError, ShardError
 from fzero.functional import functionalize
 from fzero.optim import as_optimizer
 from fzero.precision import in_force, refuse_outer_autocast
+from fzero.presence import who_is_gone
 from fzero.start import start
 from fzero.state import OptState
 from fzero.tree import PyTree
@@ -523,7 +524,8 @@ class Engine:
         losses = self._losses or list(self._scalars.values())
         self._losses, self._scalars = [], {}
         self._journal.enter("update")
-        self._stepper.update(grads, losses)
+        with who_is_gone(self._traffic.processes):
+            self._stepper.update(grads, losses)
         if self._units is not None:
             self._units.turn()
 

@@ -1,5 +1,6 @@
 """The gradients of one step, as backward brings them: local, on their way, and reduced."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.engine.traffic import Flight, Traffic
+from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
 
 # Reductions that are under way at once: each holds its bucket twice.
@@ -115,7 +117,10 @@ class Gradients:
 
     def discard(self) -> None:
         """The running task has raised: everything is as before it."""
-        self._land(0)
+        # a reduction that fails too is no news: what the task raised is on its way
+        with contextlib.suppress(RuntimeError, FzeroError):
+            self._land(0)
+        self.flights.clear()
         self.landed.clear()
         self.task.clear()
         self.borrowed.clear()

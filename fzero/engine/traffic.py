@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.engine.journal import Journal
 from fzero.layout import LeafLayout
 from fzero.mesh import Mesh, is_gloo
+from fzero.presence import meet, who_is_gone
 from fzero.program.buckets import (
     ALL_REDUCE,
     GATHER,
@@ -61,6 +62,7 @@ class Traffic:
 
     def __init__(self, mesh: Mesh, axes: Axes, journal: Journal) -> None:
         self.mesh, self.axes, self.journal = mesh, axes, journal
+        self.processes = meet(mesh.ranks)
 
     def gather(self, shards: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> Flight:
         """Full leaves in their compute dtypes, from every rank's shards."""
@@ -200,16 +202,20 @@ class Traffic:
         if not self.journal.watches:  # a stream waits, not the host
             work.wait()
             return
-        while True:
-            try:
-                work.wait(_POLL)
-            except RuntimeError as error:
-                if not work.is_completed() and "timed out" in str(error).lower():
-                    self.journal.check_others()
-                    continue
+        with who_is_gone(self.processes):
+            while not self._came(work):
                 self.journal.check_others()
-                raise
-            return
+
+    def _came(self, work: Any) -> bool:
+        """Whether a collective is done, after waiting a little for it."""
+        try:
+            work.wait(_POLL)
+        except RuntimeError as error:
+            if not work.is_completed() and "timed out" in str(error).lower():
+                return False
+            self.journal.check_others()
+            raise
+        return True
 
 
 def _by_dtype(tensors: Sequence[Any], wanted: Sequence[bool]) -> list[list[int]]:
