@@ -2,6 +2,7 @@
 
 python examples/train_lm.py                                  # one process
 torchrun --nproc_per_node 2 examples/train_lm.py --stage 3   # two ranks, sharded
+torchrun --nproc_per_node 2 --max-restarts 3 examples/train_lm.py --checkpoint ckpt --resume
 """
 
 import argparse
@@ -28,11 +29,17 @@ cli.add_argument("--precision", help="as in fzero.Config; float32 if not given")
 cli.add_argument("--accum", type=int, default=1, help="micro-batches per step")
 cli.add_argument("--steps", type=int, default=400)
 cli.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
-cli.add_argument("--batch", type=int, default=8, help="windows per rank and step")
+cli.add_argument("--batch", type=int, default=12, help="windows per step, over all ranks")
 cli.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
 cli.add_argument("--seed", type=int, default=0)
 cli.add_argument("--out", type=Path, default=Path("runs/train_lm"))
+cli.add_argument("--checkpoint", type=Path, help="folder for checkpoints; none if not given")
+cli.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+cli.add_argument("--resume", action="store_true", help="go on from the latest checkpoint, if any")
+cli.add_argument("--save-on-signal", action="store_true", help="at SIGTERM save once more and end")
 args = cli.parse_args()
+if (args.resume or args.save_on_signal) and not vars(args)["checkpoint"]:
+    cli.error("--resume and --save-on-signal need --checkpoint DIR")
 rank, local_rank, world = (
     int(os.environ.get(name, default))
     for name, default in [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)]
@@ -54,12 +61,19 @@ def windows_of(paths: list[Path]) -> Tensor:
 
 train, valid = windows_of([f for i, f in enumerate(files) if i % 10]), windows_of(files[::10])
 valid = valid[torch.linspace(0, len(valid) - 1, 512).long()].long().to(device)
-my_draws = torch.Generator().manual_seed(args.seed * world + rank)
+order = partial(
+    fzero.checkpoint.sample_order,
+    samples=len(train),
+    batch=args.batch,
+    seed=args.seed,
+    rank=rank,
+    world=world,
+)
 
 
-def next_batch() -> tuple[Tensor, Tensor]:
-    """Bytes and the bytes that follow them: two of (batch, context), other ones on each rank."""
-    drawn = train[torch.randint(len(train), (args.batch,), generator=my_draws)].long().to(device)
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    """Bytes and the bytes that follow them: two of (batch / world, context), this rank's part."""
+    drawn = train[order(step)].long().to(device)
     return drawn[:, :-1], drawn[:, 1:]
 
 
@@ -115,20 +129,34 @@ cfg = fzero.Config(args.stage, precision=args.precision, accum_steps=args.accum,
 step_fn = fzero.make_train_step(model_fn, opt, cfg)
 params, opt_state = step_fn.init(params)
 args.out.mkdir(parents=True, exist_ok=True)
-rows, validation = [], {}
-for step in (bar := tqdm(range(1, args.steps + 1), mininterval=1, disable=rank > 0)):
+rows, metrics = [], args.out / "metrics.jsonl"
+if args.resume and fzero.checkpoint.latest(args.checkpoint):
+    params, opt_state = fzero.checkpoint.load(args.checkpoint, params, opt_state)
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+done = int(opt_state.step)
+rows = [row for row in rows if row["step"] <= done]
+validation = {row["step"]: x for row in rows if (x := row.get("valid_bits_per_byte"))}
+stop = fzero.checkpoint.StopOnSignal() if args.save_on_signal else lambda: False
+for step in (bar := tqdm(range(done + 1, args.steps + 1), mininterval=1, disable=rank > 0)):
     start = time.perf_counter()
-    params, opt_state = step_fn(params, opt_state, next_batch())
+    params, opt_state = step_fn(params, opt_state, batch_of(step - 1))
     row = {"step": step, "loss": opt_state.metrics["loss"].item()}
-    row["tokens_per_s"] = world * args.batch * context / (time.perf_counter() - start)
+    row["tokens_per_s"] = args.batch * context / (time.perf_counter() - start)
     row["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     rows.append(row)
     if step % 100 == 0 or step == args.steps:
         validation[step] = row["valid_bits_per_byte"] = bits_per_byte(fzero.unshard(params))
-        if rank == 0:
-            lines = [json.dumps(row) + "\n" for row in rows]
-            (args.out / "metrics.jsonl").write_text("".join(lines))
+    saving = args.checkpoint and (step % args.save_every == 0 or step == args.steps)
+    stopping = stop()
+    if rank == 0 and (saving or stopping or step in validation):
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if saving or stopping:
+        fzero.checkpoint.save(args.checkpoint, params, opt_state, keep=3, asynchronous=True)
+    if stopping:
+        fzero.checkpoint.wait()
+        raise SystemExit
     bar.set_postfix({k: f"{v:.3g}" for k, v in row.items() if k != "step"}, refresh=False)
+fzero.checkpoint.wait()
 
 # ---- what came out ----
 full = fzero.unshard(params)  # every rank takes part

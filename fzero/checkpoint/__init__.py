@@ -11,10 +11,12 @@ from fzero.checkpoint.load import load
 from fzero.checkpoint.order import sample_order
 from fzero.checkpoint.safetensors import export_safetensors
 from fzero.checkpoint.save import save
+from fzero.checkpoint.stopping import StopOnSignal
 from fzero.checkpoint.storage import Reader
 
 __all__ = [
     "Reader",
+    "StopOnSignal",
     "deepspeed_param_groups",
     "export_safetensors",
     "import_deepspeed_universal",

@@ -102,7 +102,11 @@ def sweep(path: Path) -> None:
 def retain(path: Path, keep: int) -> None:
     """Remove all whole checkpoints but the newest `keep`; what isn't whole counts for nothing."""
     for folder in [step for step in steps(path) if is_whole(step)][:-keep]:
-        # Under its own name a checkpoint is never half there, not even while it goes.
-        gone = path / f".{folder.name}.removing"
-        _files.rename(folder, gone)
-        _files.remove(gone)
+        drop(folder)
+
+
+def drop(folder: Path) -> None:
+    """Remove a checkpoint: under its own name it is never half there, not even while it goes."""
+    gone = folder.with_name(f".{folder.name}.removing")
+    _files.rename(folder, gone)
+    _files.remove(gone)

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from fzero.checkpoint import _files, background
 from fzero.checkpoint.crew import Crew, crew_of, together
 from fzero.checkpoint.flat import Flat, Scalar, flatten, place
-from fzero.checkpoint.folders import retain, saving_folder, step_folder, sweep
+from fzero.checkpoint.folders import drop, is_whole, retain, saving_folder, step_folder, sweep
 from fzero.checkpoint.manifest import Extent, File
 from fzero.checkpoint.plan import Chunk, plan_save
 from fzero.checkpoint.progress import Progress, progress
@@ -88,7 +88,7 @@ def save(
 
     Raises:
         CheckpointError: on every rank: ranks differ, a leaf can't be stored, the step is there
-            already, the disk is full, a rank is gone. Earlier checkpoints are as they were.
+            already and whole, the disk is full, a rank is gone. Earlier ones are as they were.
 
     Examples:
         >>> import tempfile
@@ -253,12 +253,15 @@ def _agree(flat: Flat, crew: Crew, path: Path, step: int) -> None:
 def _prepare(crew: Crew, path: Path, step: int) -> None:
     if not crew.leads:
         return
-    if step_folder(path, step).exists():
+    there = step_folder(path, step)
+    if is_whole(there):
         raise CheckpointError(
-            f"{step_folder(path, step)} is there already, and a checkpoint is never overwritten. "
-            "Save another step, or remove that folder first."
+            f"{there} is there already, and a checkpoint that is whole is never overwritten. Save "
+            "another step, or remove that folder first."
         )
     sweep(path)
+    if there.exists():
+        drop(there)
     _files.make_folder(saving_folder(path, step))
     _files.sync_folder(path.parent)
 

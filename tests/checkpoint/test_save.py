@@ -52,6 +52,13 @@ def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
     assert problems(tmp_path / "step-00000001") == []
 
 
+def test_a_step_that_is_damaged_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, _tree(1), step=1)
+    os.truncate(tmp_path / "step-00000001" / "rank-00000.safetensors", 10)
+    save(tmp_path, _tree(2), step=1)
+    assert problems(tmp_path / "step-00000001") == []
+
+
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000):
         save(tmp_path, _tree(0), step=step)

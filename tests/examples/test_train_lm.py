@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_lm.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-TINY = ["--size", "tiny", "--steps", "3", "--batch", "2"]
+TINY = ["--size", "tiny", "--steps", "3", "--batch", "4"]
 
 
 class Run(NamedTuple):
@@ -75,4 +75,4 @@ def test_the_first_losses_are_those_of_an_untrained_model(alone: Run, two_ranks:
 
 
 def test_is_short_enough_to_read() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) <= 150
+    assert len(EXAMPLE.read_text().splitlines()) <= 190
