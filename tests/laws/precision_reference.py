@@ -81,12 +81,14 @@ class Trained:
     norms: list[float]
 
 
-def train(case: Case, world: int, *, ranks_first: bool) -> Trained:
+def train(case: Case, world: int, *, ranks_first: bool, mean_last: bool = False) -> Trained:
     """Training by hand.
 
     Args:
         ranks_first: add up over ranks in every micro-batch, or once for their sums. In float32 that
             is not the same.
+        mean_last: divide the sum of gradients, instead of each loss. In float16 that is not the
+            same: larger numbers overflow earlier, and vanish later.
     """
     masters = {name: x.clone() for name, x in start().items()}
     sgd = torch.optim.SGD(masters.values(), LR, MOMENTUM, foreach=False)
@@ -95,12 +97,14 @@ def train(case: Case, world: int, *, ranks_first: bool) -> Trained:
     for step in range(STEPS):
         scale = rule.scale if rule else 1.0
         by_rank = [case.batches(step, rank) for rank in range(world)]
-        grads = [[gradients(case, masters, x, scale, world) for x in micro] for micro in by_rank]
+        share = 1 / (world * case.accum)
+        factor = scale if mean_last else scale * share
+        grads = [[gradients(case, masters, x, factor) for x in micro] for micro in by_rank]
         if ranks_first:
             summed = _sum([_sum(column) for column in zip(*grads, strict=True)])
         else:
             summed = _sum([_sum(micro) for micro in grads])
-        total = [grad / scale for grad in summed]
+        total = [grad * (share if mean_last else 1.0) / scale for grad in summed]
         before = {name: x.clone() for name, x in masters.items()}
         finite = all(bool(grad.isfinite().all()) for grad in total)
         if finite:
@@ -119,10 +123,10 @@ def train(case: Case, world: int, *, ranks_first: bool) -> Trained:
     return trained
 
 
-def gradients(case: Case, masters: Params, x: Tensor, scale: float, world: int) -> list[Tensor]:
-    """Gradients of one micro-batch's share of the scaled loss, in float32."""
+def gradients(case: Case, masters: Params, x: Tensor, factor: float) -> list[Tensor]:
+    """Gradients of one micro-batch's loss times a factor, in float32."""
     low = {k: m.detach().to(case.dtype).requires_grad_() for k, m in masters.items()}
-    (loss_of(low, x).float() * (scale / (world * case.accum))).backward()
+    (loss_of(low, x).float() * factor).backward()
     return [grad.float() for p in low.values() if (grad := p.grad) is not None]
 
 
