@@ -70,8 +70,6 @@ _IGNORED = frozenset(
 
 # Keys that may stand at these values only, which ask for nothing; otherwise, what to do instead.
 _INERT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "bf16.bf16_master_weights_and_grads": ((False,), "set Config.precision=Precision(...) itself"),
-    "bf16.bf16_optimizer_states": ((False,), "optimizer states stay float32; remove it"),
     "data_types.grad_accum_dtype": (
         (None, "fp32", "float32"),
         "gradients are accumulated in float32; remove it",
@@ -79,10 +77,6 @@ _INERT: dict[str, tuple[tuple[Any, ...], str]] = {
     "disable_allgather": ((False,), "remove it"),
     "fp16.auto_cast": ((False,), "cast the inputs, or use torch_autocast"),
     "fp16.consecutive_hysteresis": ((False,), "hysteresis is refilled when the scale grows"),
-    "fp16.fp16_master_weights_and_grads": (
-        (False,),
-        "set Config.precision=Precision(...) itself",
-    ),
     "gradient_predivide_factor": ((1, 1.0), "gradients are averaged once, after the sum"),
     "prescale_gradients": ((False,), "gradients are averaged once, after the sum"),
     "sparse_gradients": ((False,), "gradients of embeddings are dense here; remove it"),
@@ -355,6 +349,9 @@ def _numerics(r: _Reader) -> tuple[Any, LossScale | None, str | None]:
     if r.flag("fp32_allreduce"):
         reduce = torch.float32
 
+    low = {name: r.flag(f"{name}.{name}_master_weights_and_grads") for name in ("bf16", "fp16")}
+    states = r.flag("bf16.bf16_optimizer_states") and bf16
+
     on = [
         name
         for name, enabled in (
@@ -373,19 +370,30 @@ def _numerics(r: _Reader) -> tuple[Any, LossScale | None, str | None]:
             lower_precision_safe_modules=None if safe is None else tuple(safe),
         )
     elif on:
-        precision = "bf16" if bf16 else "fp16"
-    if reduce is not None and len(on) < 2:
-        base = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-        if isinstance(precision, Precision):
-            r.problem("communication_data_type", str(reduce), "autocast chooses it by module")
-        elif reduce != torch.float32 or precision is None:
-            param = base[precision]
-            master = torch.float32 if param is not None else None
-            precision = _attempt(
-                r, "communication_data_type", param=param, reduce=reduce, master=master
-            )
+        precision = _low(r, "bf16" if bf16 else "fp16", reduce, low, states)
+    if reduce is not None and not on:
+        precision = _attempt(r, "communication_data_type", reduce=reduce)
+    elif reduce is not None and autocast:
+        r.problem("communication_data_type", str(reduce), "autocast chooses it by module")
     explicit = loss_scale if fp16 and loss_scale != LossScale() else None
     return precision, explicit, "skip" if skips else None
+
+
+def _low(
+    r: _Reader, kind: str, reduce: torch.dtype | None, low: dict[str, bool], states: bool
+) -> Any:
+    """The preset of 16 bits, or what differs from it: low masters, low states."""
+    dtype = _DTYPES[kind]
+    if not low[kind] and not states and reduce in (None, torch.float32):
+        return kind
+    return _attempt(
+        r,
+        kind if low[kind] or states else "communication_data_type",
+        param=dtype,
+        reduce=reduce or (dtype if low[kind] else torch.float32),
+        master=dtype if low[kind] else torch.float32,
+        optimizer=torch.bfloat16 if states else None,
+    )
 
 
 def _attempt(r: _Reader, key: str, **fields: Any) -> Precision | None:

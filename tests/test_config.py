@@ -287,9 +287,8 @@ REFUSED = {
     "zero_optimization.ignore_unused_parameters": False,
     "zero_optimization.leaf_module": {"classes": ["Experts"]},
     "fp16.consecutive_hysteresis": True,
-    "fp16.fp16_master_weights_and_grads": True,
     "fp16.hysteresis": 0,
-    "bf16.bf16_optimizer_states": True,
+    "bf16": {"enabled": True, "bf16_optimizer_states": True},
     "data_types.grad_accum_dtype": "bf16",
     "gradient_clipping": "one",
     "gradient_accumulation_steps": 1.5,
@@ -364,6 +363,23 @@ def test_the_world_size_is_the_group_s() -> None:
     raw = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 1}
     with fake_ranks(8):
         assert Config.from_deepspeed(raw).accum_steps == 4
+
+
+def test_masters_and_states_of_16_bits() -> None:
+    read = Config.from_deepspeed
+    bf16, fp16 = torch.bfloat16, torch.float16
+    keys: dict[str, Any] = {"enabled": True, "bf16_master_weights_and_grads": True}
+    assert read({"bf16": keys}).dtypes == Precision(bf16, bf16, bf16)
+    keys["bf16_optimizer_states"] = True
+    assert read({"bf16": keys}).dtypes == Precision(bf16, bf16, bf16, optimizer=bf16)
+    other = {"bf16": keys, "communication_data_type": "fp32"}
+    assert read(other).dtypes == Precision(bf16, torch.float32, bf16, optimizer=bf16)
+    keys = {"enabled": True, "fp16_master_weights_and_grads": True}
+    assert read({"fp16": keys}).dtypes == Precision(fp16, fp16, fp16)
+    off = {"enabled": False, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert read({"bf16": off}).precision is None
+    with pytest.raises(ConfigError, match=r"bf16.*Precision\.optimizer=.*Precision\.master="):
+        read({"bf16": {"enabled": True, "bf16_optimizer_states": True}})
 
 
 def test_bf16_and_fp16_exclude_each_other() -> None:
