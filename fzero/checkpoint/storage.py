@@ -12,6 +12,7 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +33,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fzero.checkpoint import _files, manifest
+from fzero.checkpoint._files import bytes_of
 from fzero.checkpoint.manifest import BLOCK, Extent, File, Leaf, Manifest
-from fzero.checkpoint.pieces import Checks, pieces, stream
+from fzero.checkpoint.pieces import PIECE, Checks, pieces, stream
 from fzero.checkpoint.plan import Box
 from fzero.errors import CheckpointError
 
 Told = Callable[[int], None]
+
+THREADS = 2
 
 ST_DTYPES = {
     torch.bool: "BOOL",
@@ -182,12 +186,20 @@ class Reader(StorageReader):
             box, extent = next((b, e) for b, e in leaf.boxes.items() if b.offsets == offsets)
             by_file.setdefault(extent.file, []).append((extent, box, item))
         for name in sorted(by_file):
-            with open_checked(self.folder / name, self.manifest.files[name]) as file:
+            # Reading, checking and copying leave the interpreter to others: two at a time.
+            with (
+                open_checked(self.folder / name, self.manifest.files[name]) as file,
+                ThreadPoolExecutor(THREADS) as pool,
+            ):
+                waiting = []
                 for extent, box, item in sorted(by_file[name], key=lambda row: row[0].start):
-                    dtype = self.manifest.leaves[item.storage_index.fqn].dtype
-                    source = Boxed(file, item.storage_index.fqn, extent, box.sizes, dtype)
+                    key = item.storage_index.fqn
+                    source = Boxed(file, key, extent, box.sizes, self.manifest.leaves[key].dtype)
                     target = planner.resolve_tensor(item).detach()
-                    source.copy(item.storage_offsets, target, self.told)
+                    copy = pool.submit(source.copy, item.storage_offsets, target, self.told)
+                    waiting.append((copy, item, target))
+                for copy, item, target in waiting:
+                    copy.result()
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -260,6 +272,10 @@ class Boxed(NamedTuple):
         Raises:
             CheckpointError: a block does not have its checksum.
         """
+        first = self._start_in_file_order(offsets, target)
+        if first is not None:
+            self._read_into(bytes_of(target), first, told)
+            return
         for piece in pieces(self.sizes, self.dtype.itemsize):
             box = _region(piece.cuts, self.sizes)
             low = [max(a, b) for (a, _), b in zip(box, offsets, strict=True)]
@@ -277,6 +293,28 @@ class Boxed(NamedTuple):
             part.copy_(source)
             told(part.numel() * self.dtype.itemsize)
 
+    def _start_in_file_order(self, offsets: Sequence[int], target: Tensor) -> int | None:
+        """Where in the box the target's bytes start, if they follow each other there as here."""
+        same = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
+        if not same or tuple(target.shape[1:]) != self.sizes[1:]:
+            return None  # the same rows, whole: or else the bytes are scattered
+        rows = offsets[0] if offsets else 0
+        return rows * torch.Size(self.sizes[1:]).numel() * self.dtype.itemsize
+
+    def _read_into(self, target: memoryview, start: int, told: Told) -> None:
+        """Blocks that are asked for whole go straight into the tensor; the ends take a detour."""
+        at = 0
+        while at < len(target):
+            room = len(target) - at
+            size = min(PIECE, room // BLOCK * BLOCK)
+            if (start + at) % BLOCK or not size:
+                size = min(BLOCK - (start + at) % BLOCK, room)
+                target[at : at + size] = self._read(start + at, size)
+            else:
+                self._fill(target[at : at + size], (start + at) // BLOCK)
+            told(size)
+            at += size
+
     def check(self, told: Told) -> None:
         """Read all of it, and hold it against its checksums."""
         for piece in pieces((torch.Size(self.sizes).numel(),), self.dtype.itemsize):
@@ -290,6 +328,11 @@ class Boxed(NamedTuple):
         stop = min(-(-(start + nbytes) // BLOCK) * BLOCK, whole)
         # a bytearray, because torch wants memory that may be written to
         data = memoryview(bytearray(stop - first * BLOCK))
+        self._fill(data, first)
+        return data[start - first * BLOCK :][:nbytes]
+
+    def _fill(self, data: memoryview, first: int) -> None:
+        """Read whole blocks from the one numbered `first`, and hold each against its checksum."""
         filled = 0
         while filled < len(data):
             at = self.extent.start + first * BLOCK + filled
@@ -307,7 +350,6 @@ class Boxed(NamedTuple):
                     "after the save; load another checkpoint (python -m fzero.checkpoint verify "
                     "lists which are whole)."
                 )
-        return data[start - first * BLOCK :][:nbytes]
 
 
 def write_file(
@@ -336,6 +378,7 @@ def write_file(
     header = _header(items, about)
     file = _files.create(path)
     extents = []
+    pool = ThreadPoolExecutor(1)
     try:
         _files.append(file, memoryview(header))
         start = len(header)
@@ -343,13 +386,19 @@ def write_file(
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), key
             checks, first = Checks(), start
             for data in stream(tensor):
+                # Checked while it is written; the little ones aren't worth a thread.
+                checked = pool.submit(checks.add, data) if len(data) > BLOCK else None
                 _files.append(file, data)
-                checks.add(data)
+                if checked is None:
+                    checks.add(data)
+                else:
+                    checked.result()
                 told(len(data))
                 start += len(data)
             extents.append(Extent(path.name, first, checks.done()))
         _files.sync(file)
     finally:
+        pool.shutdown()  # what it checks may be gone once this returns
         os.close(file)
     about_file = File(start, len(header), zlib.crc32(header))
     return [Written(extent, about_file) for extent in extents]
