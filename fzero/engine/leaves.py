@@ -80,6 +80,20 @@ class LazyParameter(Tensor):
     def __repr__(self, **_: Any) -> str:  # pyright: ignore
         return f"LazyParameter({self.leaf.name!r}, {tuple(self.shape)}, {self.dtype})"
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore
+        """The same values outside of autograd's graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:  # pyright: ignore
+        if value is not self:  # module.to() assigns what it was given if it has nothing to do
+            raise FzeroError(
+                f"the parameter {self.leaf.name!r} is sharded, and was to be replaced by a tensor "
+                f"of {tuple(value.shape)}, {value.dtype}, {value.device}. Call .to() or .half(), "
+                "and load weights, before the module gets its engine; or assign engine.state."
+            )
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise FzeroError(
             f"the parameter {self.leaf.name!r} is sharded, and a copy of the module would share "
