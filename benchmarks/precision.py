@@ -44,13 +44,14 @@ class Bytes(NamedTuple):
     gradients: int
 
 
-def formula(numel: int, world: int, cfg: Config) -> Bytes:
+def formula(numel: int, world: int, cfg: Config, safe: int = 0) -> Bytes:
     """What a rank holds of a model of `numel` parameters that `world` divides, under AdamW.
 
     Args:
         numel: parameters, all of them trained and given in float32.
         world: ranks that leaves are split over.
         cfg: the step's.
+        safe: how many of the parameters autocast reduces in its own dtype.
     """
     dtypes = cfg.dtypes
     used = dtypes.param or FP32
@@ -63,11 +64,15 @@ def formula(numel: int, world: int, cfg: Config) -> Bytes:
     # before they are reduced, gradients are whole; what is summed over micro-batches is float32
     late = cfg.stage == 1 and cfg.accum_steps > 1
     reduced = FP32 if cfg.accum_steps > 1 else dtypes.reduce or used
+    whole = cfg.stage == 0 or late
+    gradients = (numel if whole else split) * reduced.itemsize
+    if dtypes.autocast and cfg.accum_steps == 1 and cfg.stage < 3:  # a shard's has its dtype
+        gradients -= (safe if whole else safe // world) * (4 - dtypes.autocast.itemsize)
     return Bytes(
         held * params.itemsize,
         updated * kept.itemsize if own else 0,
         2 * updated * state.itemsize,
-        (numel if cfg.stage == 0 or late else split) * reduced.itemsize,
+        gradients,
     )
 
 
@@ -138,10 +143,11 @@ def _nbytes(part: Any) -> int:
     return sum(storages.values())
 
 
-def numel_of(size: Size) -> int:
-    """Parameters of a GPT."""
+def numel_of(size: Size, kinds: type | tuple[type, ...] = torch.nn.Module) -> int:
+    """Parameters of a GPT that modules of these kinds hold."""
     with torch.device("meta"):
-        return sum(p.numel() for p in GPT(size).parameters())
+        modules = [module for module in GPT(size).modules() if isinstance(module, kinds)]
+    return sum(p.numel() for module in modules for p in module.parameters(recurse=False))
 
 
 def main() -> None:
@@ -167,9 +173,10 @@ def _cells(size: Size, cfg: Config, world: int) -> list[str]:
     numel = numel_of(size)
     with one_rank_of(world):
         found, sent = measured(size, cfg), wire(size, cfg)
+    expected = formula(numel, world, cfg, numel_of(size, torch.nn.Linear))
     cells = [
         f"{ours / numel:.3f}" + ("" if ours == theirs else f" (formula: {theirs / numel:.3f})")
-        for ours, theirs in zip(found, formula(numel, world, cfg), strict=True)
+        for ours, theirs in zip(found, expected, strict=True)
     ]
     return cells + [f"{x / numel:.3f}" for x in sent]
 
