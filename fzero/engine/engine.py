@@ -429,7 +429,8 @@ class Engine:
                 late.append(place)
                 return
             grad = param.grad
-            assert grad is not None
+            if grad is None:  # a function took the parameter and returned None for it
+                return
             param.grad = None
             grad = _plain(grad)
             event = phases.GradientReady(place, current_task())
@@ -459,7 +460,7 @@ class Engine:
         self._late = None
 
     def _take_all(self) -> None:
-        places = list(dict.fromkeys(self._late or ()))
+        places = [i for i in dict.fromkeys(self._late or ()) if self._by_place[i].grad is not None]
         params = [self._by_place[place] for place in places]
         grads: list[Any] = [param.grad for param in params]
         for param in params:
