@@ -126,6 +126,12 @@ def experts_recomputed(net: Any, rank: int) -> None:
     loss_of(net(data(rank, 1), [0] * (2 - rank % 2), reentrant=True)).backward()
 
 
+@case(Experts, gathered=("experts",), fields={"bucket_mb": 1e-5})
+def one_rank_recomputes_more_than_the_last_time(net: Any, rank: int) -> None:
+    loss_of(net(data(rank), [2, 1, 0], reentrant=True)).backward()
+    loss_of(net(data(rank), [2] * (rank == 0) + [0, 1, 2], reentrant=True)).backward()
+
+
 @case(Experts, gathered=("experts",))
 def experts_recomputed_without_reentry(net: Any, rank: int) -> None:
     loss_of(net(data(rank), [0] * (rank + 1) + [2], reentrant=False)).backward()

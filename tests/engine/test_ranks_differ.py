@@ -1,0 +1,48 @@
+"""Ranks that run different modules at stage 3: right, or an error on every rank, never a hang."""
+
+import time
+
+import pytest
+import torch
+
+import fzero
+from fzero.engine import journal
+from tests.engine.models import Experts
+from tests.engine.parity import SGD, build, data, here
+from tests.ranks import run_fresh
+
+
+def differ(when: str) -> tuple[float, str]:
+    """How long it took, and what this rank was told."""
+    torch.distributed.init_process_group("gloo")
+    journal._PATIENCE = 3.0  # the test's time is mostly this
+    rank, world = here()
+    engine = fzero.Engine(build(Experts), SGD(), fzero.Config(stage=3, bucket_mb=1e-4))
+    same = [0, 1]
+    if when != "forward":  # a step that all agree on comes first
+        engine(data(rank), same).square().mean().backward()
+        engine.step()
+    start = time.monotonic()
+    try:
+        odd = rank == world - 1
+        out = engine(data(rank), [2] if odd and when != "backward" else same)
+        if when == "backward" and odd:
+            out = out * 0 + engine.module.experts[2](data(rank))
+        out.square().mean().backward()
+        engine.step()
+        out = engine(data(rank), same)
+    except fzero.RankMismatchError as error:
+        return time.monotonic() - start, str(error)
+    return 0.0, ""
+
+
+@pytest.mark.parametrize("when", ["forward", "later"])
+def test_every_rank_is_told(when: str) -> None:
+    for seconds, message in run_fresh(2, differ, when, timeout=60):
+        assert "gather_together" in message
+        assert when == "later" or "experts.2" in message
+        assert seconds < 3 + 5
+
+
+def test_patience_leaves_time_to_tell() -> None:
+    assert journal._PATIENCE + 5 <= 20
