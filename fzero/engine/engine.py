@@ -358,13 +358,11 @@ class Engine:
         gradients = self._gradients
         leaf = gradients.leaves[place]
         self._journal.enter("full_grad")
-        has = [place in gradients.present, place in gradients.kept]
-        anywhere = self._traffic.sum(torch.tensor(has, dtype=torch.float32).to(gradients.device))
-        present, kept = anywhere.tolist()
+        present, kept = self._anywhere(place in gradients.present, place in gradients.kept)
         if not present:
             return None
         if self._rules.reduces:
-            total = gradients.one(place, kept=bool(kept))
+            total = gradients.one(place, kept=kept)
             if gradients.scatter and leaf.dim is not None:
                 total = self._traffic.whole(total, leaf)
         else:
@@ -407,8 +405,9 @@ class Engine:
                 self._late, self._pending = None, {}
                 gradients.discard()
             case phases.Flush():
-                self._journal.enter("flush")
-                gradients.flush()
+                if not self._rules.counts or self._anywhere(bool(gradients.kept))[0]:
+                    self._journal.enter("flush")
+                    gradients.flush()
             case phases.Clear():
                 gradients.clear()
                 self._losses, self._scalars = [], {}
@@ -489,21 +488,28 @@ class Engine:
             self._gradients.discard()
             raise
         if arrived and running is not None and running.synced:
-            self._order_buckets(arrived)
+            self._order_buckets(arrived, running.inside)
 
-    def _order_buckets(self, arrived: list[int]) -> None:
+    def _order_buckets(self, arrived: list[int], inside: bool) -> None:
         """From now on reduce in the order in which the first backward brought gradients.
 
-        All ranks take the first one's order. What never came then goes last.
+        All ranks take the first one's order. What never came then goes last. They also take its
+        word on whether gradients came from backwards inside; see [Note: early and late].
         """
         self._is_ordered = True
         plan, gradients = self._stepper.plan, self._gradients
-        mine = " ".join(map(str, arrived))
+        mine = " ".join(map(str, [int(inside), *arrived]))
         said = first_says(f"engine {self._journal.number}, order of gradients", mine, plan.mesh)
-        order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
+        counts, *first = map(int, said.split())
+        order = dict.fromkeys([*first, *reversed(self._registered)])
         grouping = plan_order(self._grouping, gradients.leaves, list(order), self.cfg)
         gradients.buckets = grouping.buckets
-        self._rules = self._rules._replace(buckets=grouping.masks)
+        self._rules = self._rules._replace(buckets=grouping.masks, counts=bool(counts))
+
+    def _anywhere(self, *here: bool) -> list[bool]:
+        """Whether any rank says so; all of them must ask."""
+        flags = torch.tensor(here, dtype=torch.float32).to(self._gradients.device)
+        return [flag > 0 for flag in self._traffic.sum(flags).tolist()]
 
     def _recover(self) -> None:
         """See to it that no task is open that is over: a call from outside of backward came."""

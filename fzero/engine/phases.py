@@ -3,9 +3,8 @@
 [Note: graph tasks] Each call into autograd that runs a backward pass is a *graph task* with a
 number of its own. The user's call is the outermost one. Re-entrant checkpoints, and functions that
 run backward inside backward, start nested ones: gradients that arrive there count for the outermost
-task, and are complete once the leaf has got as many as the last time. A backward inside a
-*forward*, with no task around it, makes gradients that are set aside until the user's own backward
-reaches that forward's output.
+task. A backward inside a *forward*, with no task around it, makes gradients that are set aside
+until the user's own backward reaches that forward's output.
 
 A task is a transaction: what it brought becomes part of the step's gradients at its end, or, if it
 raised, not at all.
@@ -13,6 +12,12 @@ raised, not at all.
 [Note: buckets] Leaves are reduced in buckets whose order is fixed, and each task reduces every
 bucket once, with zeros for what did not come: ranks whose backwards take different ways still run
 the same collectives.
+
+[Note: early and late] A bucket is launched once its leaves are complete. A leaf that gets gradients
+from inside others is complete once it has got as many as the last time; if more come, they are
+late: kept until the next reduction, which is `step()`'s at the latest. A rank may be alone with
+late ones, so where there may be any, all ranks ask each other in `step()`. To spare that word where
+no such gradients are, the first backward decides whether leaves are completed by counting at all.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,12 +34,14 @@ class Rules(NamedTuple):
         reduces: whether a backward reduces; else gradients wait for the update, unreduced.
         accum_steps: micro-batches per update.
         scaled: whether gradients must carry a loss scale.
+        counts: whether as many gradients as the last time complete a leaf; the same on all ranks.
     """
 
     buckets: tuple[int, ...]
     reduces: bool = True
     accum_steps: int = 1
     scaled: bool = False
+    counts: bool = False
 
 
 Counts = tuple[int, ...]
@@ -55,6 +62,7 @@ class Task(NamedTuple):
         late: mask of leaves that got one more gradient after that.
         reached: the forwards whose outputs got a gradient.
         adopted: what was set aside for them, which is again if the task raises.
+        inside: whether some gradients came from backwards inside this one or inside a forward.
     """
 
     number: int
@@ -67,6 +75,7 @@ class Task(NamedTuple):
     late: int = 0
     reached: frozenset[int] = frozenset()
     adopted: tuple[tuple[int, Counts], ...] = ()
+    inside: bool = False
 
 
 class BackwardState(NamedTuple):
@@ -219,7 +228,7 @@ class Discard(NamedTuple):
 
 
 class Flush(NamedTuple):
-    """Reduce all that was kept."""
+    """Reduce all that was kept, if any rank has kept something."""
 
 
 class Update(NamedTuple):
@@ -363,9 +372,10 @@ def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) ->
     seen = _sum(task.seen, mine)
     task = task._replace(
         seen=seen,
-        complete=task.complete | _as_often(seen, state.last),
+        complete=task.complete | (_as_often(seen, state.last) if rules.counts else 0),
         late=task.late | mine[0] & task.gone,
         adopted=(*task.adopted, (event.forward, mine)),
+        inside=True,
     )
     return state._replace(task=task, aside=aside), (*opened, Adopt(event.forward))
 
@@ -386,12 +396,14 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
             "engine.scale(loss).backward(). No gradient was changed."
         )
     seen = _count(task.seen, bit)
-    complete = task.complete
+    complete, inside = task.complete, task.inside
     # a nested task may come again for this leaf, and may yet come if it did the last time
     if event.task == task.number:
         complete |= bit & ~_rarer(seen, state.last)
     else:
-        complete |= bit & _as_often(seen, state.last)
+        inside = True
+        if rules.counts:
+            complete |= bit & _as_often(seen, state.last)
     actions, launched, gone, buckets = (*actions, Take(event.leaf)), task.launched, task.gone, ()
     late = task.late | bit & gone
     if task.synced:
@@ -411,6 +423,7 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
         late,
         task.reached,
         task.adopted,
+        inside,
     )
     return state._replace(task=task), actions
 
@@ -476,7 +489,7 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
     state = state._replace(moved=False, fresh=True)
     if rules.accum_steps > 1 and len(state.reached) < rules.accum_steps:
         return state, ()
-    flush = (Flush(),) if state.kept and rules.reduces else ()
+    flush = (Flush(),) if rules.reduces and (state.kept or rules.counts) else ()
     return state._replace(reached=frozenset(), kept=False), (*flush, Update(), Reshard())
 
 

@@ -44,6 +44,8 @@ class Stepper:
         self.plan, self.params, self.opt_state = plan, params, opt_state
         self.locals: list[Tensor] = locals_of(tree.leaves(params))
         self.reduced, self.mean = reduced, mean
+        double = any(leaf.dtype == torch.float64 for leaf in plan.sharding.layout)
+        self.loss_dtype = torch.float64 if double else torch.float32
         self.half: UpdateHalf | None = None
         self.watch = Watch()
         norms = [part for part in module.modules() if isinstance(part, _NormBase)]
@@ -66,7 +68,8 @@ class Stepper:
         self.watch.look()
         held = Held.of(state._replace(model_state=None), dtensors=plan.opt.foreign)
         scale = LossScaleState(*held.scale) if held.scale else None
-        loss = torch.stack(list(losses)).float().mean() if losses else torch.zeros(())
+        known = [loss.to(self.loss_dtype) for loss in losses]
+        loss = torch.stack(known).mean() if known else torch.zeros((), dtype=self.loss_dtype)
         loss = loss.to(plan.mesh.device_type) / plan.axes.world
         if scale is not None and cfg.scaling is not None and cfg.scaling.external:
             loss = loss * scale.scale  # which the update takes off again

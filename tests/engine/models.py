@@ -187,10 +187,7 @@ class Tiled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
-        if self.tiles:
-            h = TiledMLP.apply(h, self.mlp, *self.mlp.parameters())
-        else:
-            h = self.mlp(h)
+        h = TiledMLP.apply(h, self.mlp, *self.mlp.parameters()) if self.tiles else self.mlp(h)
         return TiledLoss.apply(h, self.head) if self.loss else self.head(h).square().mean()
 
 

@@ -1,4 +1,4 @@
-"""After an exception the engine is as before the call, and an exact retry gives the exact result."""
+"""After an exception the engine is as before the call, and an exact retry is exact."""
 
 from typing import Any
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
 from fzero.engine.setup import factors
-from tests.engine.parity import SGD, STAGES, agrees, build, compare, data, here, wanted
+from tests.engine.parity import SGD, STAGES, agrees, build, compare, here, wanted
 from tests.engine.programs import PROGRAMS
 from tests.ranks import run_ranks
 

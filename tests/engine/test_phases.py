@@ -55,7 +55,7 @@ def test_a_task_like_the_last_one_reduces_early_and_has_nothing_late(
 ) -> None:
     edges = [0, *sorted(set(cuts) - {0, LEAVES}), LEAVES]
     buckets = [range(a, b) for a, b in itertools.pairwise(edges)]
-    rules = Rules(masks(buckets))
+    rules = Rules(masks(buckets), counts=True)
     state, _ = run(rules, BackwardState(), *one_task(10, first), phases.TaskEnded(10))
     state, _ = run(
         rules, state._replace(kept=False), *one_task(20, data.draw(st.permutations(first)))

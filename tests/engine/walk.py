@@ -141,6 +141,7 @@ class Walk:
             reduces=reduces,
             accum_steps=max(1, tape.pick(7) - 2),
             scaled=tape.pick(4) == 3,
+            counts=tape.pick(3) != 2,
         )
         self.hands = Hands(buckets)
         # any history: the last task may have been anything
