@@ -31,7 +31,7 @@ from fzero.engine.setup import (
 from fzero.engine.stepper import Stepper
 from fzero.engine.together import gather_around
 from fzero.engine.traffic import Traffic
-from fzero.errors import BackwardError, ShardError
+from fzero.errors import BackwardError, FzeroError, ShardError
 from fzero.functional import functionalize
 from fzero.optim import as_optimizer
 from fzero.precision import in_force, refuse_outer_autocast
@@ -164,6 +164,7 @@ class Engine:
         self._by_place = install(
             slots, params, leaves, self._stepper.locals, self._units, self._taker
         )
+        self._versions = {place: param._version for place, param in self._by_place.items()}
 
     # --- forward and backward ---
 
@@ -189,8 +190,7 @@ class Engine:
             raise
         self._on(phases.ForwardEnded(forward.number))
         if torch.is_grad_enabled():
-            if isinstance(out, Tensor) and out.numel() == 1 and out.is_floating_point():
-                forward.loss = out.detach().reshape(())
+            forward.loss = outputs.loss_in(out)
             for x in outputs.tensors_in(out):
                 if x.grad_fn is not None:
                     x.register_hook(forward.reached)
@@ -528,6 +528,7 @@ class Engine:
         gradients.clear()
         if not reduces and self._share != 1:
             torch._foreach_mul_(grads, self._share)
+        self._see_writes()
         losses = self._losses or list(self._scalars.values())
         self._losses, self._scalars = [], {}
         self._journal.enter("update")
@@ -535,6 +536,28 @@ class Engine:
             self._stepper.update(grads, losses)
         if self._units is not None:
             self._units.turn()
+
+    def _see_writes(self) -> None:
+        """What the caller wrote into parameters since the last update is what gets updated.
+
+        Raises:
+            FzeroError: a parameter has been given other memory.
+        """
+        if self._units is not None:  # there writing is refused at once
+            return
+        locals_, written = self._stepper.locals, []
+        for place, param in self._by_place.items():
+            if param.data_ptr() != locals_[place].data_ptr() or param.dtype != locals_[place].dtype:
+                raise FzeroError(
+                    f"the parameter {self._gradients.leaves[place].name!r} is no longer in the "
+                    "engine's memory: module.to(...), .half() or p.data = ... replaced it, and an "
+                    "update would be lost. Move or cast the module before the engine is made; "
+                    "dtypes are Config(precision=...)'s."
+                )
+            if param._version != self._versions.get(place):
+                self._versions[place] = param._version
+                written.append(place)
+        self._stepper.refresh(written)
 
     @property
     def _loss_scale(self) -> Any:

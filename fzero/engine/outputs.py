@@ -38,6 +38,22 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from _walk(item, seen)
 
 
+def loss_in(out: Any) -> Tensor | None:
+    """What is likely to be the loss in a module's output: itself, its first item, its `loss`.
+
+    >>> loss_in({"loss": torch.tensor(2.0), "logits": torch.ones(3)})
+    tensor(2.)
+    """
+    if isinstance(out, Mapping):
+        out = out.get("loss")
+    elif isinstance(out, tuple | list):
+        out = out[0] if out else None
+    elif not isinstance(out, Tensor):
+        out = getattr(out, "loss", None)
+    is_loss = isinstance(out, Tensor) and out.numel() == 1 and out.is_floating_point()
+    return out.detach().reshape(()) if is_loss else None
+
+
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
     """Floating tensors of nested containers in `dtype`; everything else as it is.
 

@@ -100,6 +100,20 @@ class Stepper:
         if scale is not None and cfg.scaling is not None:
             self.watch.add(exhausted(scale, ~updated.nonfinite, cfg.scaling))
 
+    def refresh(self, written: Sequence[int]) -> None:
+        """Take the masters of these leaves from the parameters, which somebody else has changed."""
+        layout = self.plan.sharding.layout.leaves
+        if not written or self.opt_state.master is None:
+            return
+        trained = [place for place, leaf in enumerate(layout) if leaf.trainable]
+        masters = locals_of(tree.leaves(self.opt_state.master))
+        for place, master in zip(trained, masters, strict=True):
+            if place in written:
+                part = self.locals[place]
+                if self.plan.cfg.stage < 3:
+                    part = self.plan.part(part, layout[place])
+                master.copy_(part)
+
     def read(self) -> tuple[PyTree, OptState]:
         """`(params, opt_state)`, the tensors themselves."""
         buffers = dict(self.buffers) or None

@@ -1,0 +1,123 @@
+"""What the caller does to parameters behind an engine's back."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero import tree
+from fzero.engine.outputs import loss_in
+
+
+def backward(engine: fzero.Engine, dtype: torch.dtype = torch.float32) -> None:
+    engine(torch.ones(1, 2, dtype=dtype)).sum().backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_value_written_is_the_value_that_is_updated(stage: int) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    engine = fzero.Engine(model, fzero.optim.sgd(1.0), fzero.Config(stage=stage))
+    with torch.no_grad():
+        model.weight.fill_(4.0)
+    backward(engine)
+    engine.step()
+    assert torch.equal(engine.full_params()["weight"], torch.full((1, 2), 3.0))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_master_follows_what_was_written(stage: int) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    cfg = fzero.Config(stage=stage, precision="bf16")
+    engine = fzero.Engine(model, fzero.optim.sgd(1 / 1024), cfg)
+    with torch.no_grad():
+        model.weight.fill_(4.0)
+    for _ in range(2):
+        backward(engine)
+        engine.step()
+    # the second step went on from the master, which holds what bfloat16 rounds off
+    (master,) = tree.leaves(fzero.unshard(engine.state[1].master))
+    assert torch.equal(master, torch.full((1, 2), 4 - 2 / 1024))
+
+
+@pytest.mark.parametrize("replace", [nn.Module.double, nn.Module.bfloat16])
+def test_other_memory_is_refused(replace: object) -> None:
+    model = nn.Linear(2, 1)
+    engine = fzero.Engine(model, fzero.optim.sgd(0.1), fzero.Config(stage=1))
+    replace(model)  # pyright: ignore
+    backward(engine, model.weight.dtype)
+    with pytest.raises(fzero.FzeroError, match="'weight' is no longer in the engine's memory"):
+        engine.step()
+
+
+class Outputs:
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: x,
+        lambda x: (x, torch.ones(3)),
+        lambda x: {"logits": torch.ones(3), "loss": x},
+        Outputs,
+    ],
+)
+def test_a_loss_is_found_where_models_put_it(wrap: object) -> None:
+    loss = torch.tensor(2.0, requires_grad=True)
+    found = loss_in(wrap(loss))  # pyright: ignore
+    assert found is not None
+    assert found.item() == 2.0
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("out", [torch.ones(3), {"x": 1}, (), None, torch.tensor(1), ["text"]])
+def test_no_loss_is_made_up(out: object) -> None:
+    assert loss_in(out) is None
+
+
+def test_the_metric_is_the_mean_of_the_micro_batches() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.w * x}
+
+    engine = fzero.Engine(Model(), fzero.optim.sgd(0.1), fzero.Config(accum_steps=2))
+    for x in (1.0, 4.0):
+        engine(torch.tensor(x))["loss"].backward()
+        engine.step()
+    assert engine.state[1].metrics["loss"].item() == 2.5
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:  # pyright: ignore
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # pyright: ignore
+        raise ValueError("on purpose")
+
+
+def test_the_loss_of_a_backward_that_raised_is_not_in_the_metric() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    engine = fzero.Engine(model, fzero.optim.sgd(0.1))
+    with pytest.raises(ValueError, match="on purpose"):
+        engine(Raises.apply(torch.full((1, 1), 9.0, requires_grad=True))).backward()
+    engine(torch.full((1, 1), 2.0)).backward()
+    engine.step()
+    assert engine.state[1].metrics["loss"].item() == 2.0
+
+
+def test_the_callers_autocast_reaches_the_module() -> None:
+    engine = fzero.Engine(nn.Linear(2, 2), fzero.optim.sgd(0.1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert engine(torch.ones(1, 2)).dtype == torch.bfloat16
+    own = fzero.Config(precision=fzero.Precision(autocast=torch.float16))
+    engine = fzero.Engine(nn.Linear(2, 2), fzero.optim.sgd(0.1), own)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fzero.ConfigError, match="autocast"):
+        engine(torch.ones(1, 2))
