@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.models import Size
 from benchmarks.precision import PRESETS, Bytes, formula, measured, numel_of
