@@ -21,7 +21,11 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("page", "ranks"),
-    [*((page, 1) for page in PAGES if blocks(page, "python")), ("README.md", 2)],
+    [
+        *((page, 1) for page in PAGES if blocks(page, "python")),
+        ("README.md", 2),
+        ("docs/engine.md", 2),
+    ],
 )
 def test_python_blocks_run(page: str, ranks: int, tmp_path: Path) -> None:
     # As a reader would: one page, one script, alone and under torchrun.
