@@ -118,8 +118,8 @@ def train(model: LlamaForCausalLM, text: Tensor, steps: int, lr: float, title: s
     for _ in (bar := tqdm(range(steps), title, mininterval=1, disable=rank > 0)):
         for _ in range(args.accum):
             drawn = torch.randint(len(text), (args.batch,), generator=my_draws)
-            x = text[drawn].long().to(device)  # other windows on each rank
-            engine.backward(engine(input_ids=x, labels=x).loss)  # or .loss.backward()
+            x = text[drawn].long().to(device)
+            engine(input_ids=x, labels=x).loss.backward()
         engine.step()
         metrics = engine.state[1].metrics  # the same on every rank
         bits = metrics["loss"].item() / math.log(2)
