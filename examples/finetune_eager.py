@@ -141,7 +141,7 @@ if rank == 0:
     args.out.mkdir(parents=True, exist_ok=True)
     save_file(adapters, args.out / "adapters.safetensors")
     trained, everything = (sum(x.numel() for x in d.values()) for d in (adapters, weights))
-    print(f"trained {trained:,} of {everything:,} parameters")
+    print(f"trained {trained:,} of {everything:,} parameters, saved in {args.out}")
     print(f"manual: {after:.3f} bits per byte; before fine-tuning: {before:.3f}")
     plain: Any = add_adapters(build_base()).eval()  # no engine: as anybody would load it
     plain.load_state_dict(weights)
