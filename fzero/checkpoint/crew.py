@@ -128,6 +128,7 @@ def crew_of(tensors: Iterable[Tensor], timeout: float) -> Crew:
         ranks, group = tuple(range(dist.get_world_size())), dist.group.WORLD
     else:
         ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        # `_flatten` is private; the public way, a group made here, would be a collective of all.
         group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     group = group if len(ranks) > 1 else None
     return Crew(ranks, ranks.index(dist.get_rank()), group, timeout, meet(ranks))

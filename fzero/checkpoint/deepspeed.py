@@ -146,12 +146,12 @@ def _lazy(file: Path, flat: Flat, key: str) -> Lazy:
     shape, dtype = tuple(tensor.shape), tensor.dtype
     wanted = tuple(flat.tensors[key].shape) if key in flat.tensors else shape
     fits = len(shape) == len(wanted) and shape[1:] == wanted[1:]
+    # Mapped, so that only what is copied is ever read.
     if bool(found.get("vocab_tensor", False)) and fits and shape[:1] != wanted[:1]:
-        return Lazy(dtype, wanted, lambda region: _padded(_param(file)["param"], region))
+        return Lazy(dtype, wanted, lambda region: _padded(tensor, region))
     if shape != wanted and shape == (math.prod(wanted),):  # not given its shape back when merged
-        return Lazy(dtype, wanted, lambda region: _param(file)["param"].view(wanted)[region])
-    # Opened again for every piece: mapped, so that only what is copied is read.
-    return Lazy(dtype, shape, lambda region: _param(file)["param"][region])
+        return Lazy(dtype, wanted, lambda region: tensor.view(wanted)[region])
+    return Lazy(dtype, shape, lambda region: tensor[region])
 
 
 def _padded(held: Tensor, region: Region) -> Tensor:

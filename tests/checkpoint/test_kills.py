@@ -9,7 +9,8 @@ import torch
 
 import fzero
 from fzero.checkpoint import latest, save
-from fzero.checkpoint.folders import is_whole, steps
+from fzero.checkpoint.folders import steps
+from fzero.checkpoint.verify import problems
 from tests.checkpoint.faults import TORN, killer, watched
 from tests.ranks import Ranks, RanksFailed, run_fresh
 
@@ -55,7 +56,7 @@ def _kill(run: Path, world: int, *args: Any) -> None:
 def _check(run: Path) -> None:
     """What is visible is whole and right, and the newest of it is no older than before the kill."""
     for folder in steps(run):
-        assert is_whole(folder), folder
+        assert problems(folder) == []
     newest = latest(run)
     assert newest is not None
     step = int(newest.name[5:])

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,9 +71,13 @@ def test_nothing_is_visible_before_it_is_on_the_disk(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, _tree(step), step=step)
     done: list[tuple[str, Any]] = []
-    with watched(lambda number, name, args: done.append((name, args[0]))):
+    with (
+        watched(lambda number, name, args: done.append((name, args[0]))),
+        mock.patch.object(os, "fsync", wraps=os.fsync) as fsync,
+    ):
         save(tmp_path, _tree(3), step=3, keep=1)
     names = [name for name, _ in done]
+    assert fsync.call_count == sum(name.startswith("sync") for name in names)
     appear = names.index("rename")
     assert names[:appear].count("create") == names[:appear].count("sync") == 2
     created = done[names.index("create")][1].parent
