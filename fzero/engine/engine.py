@@ -429,6 +429,7 @@ class Engine:
                 return
             grad = param.grad
             if grad is None:  # a function took the parameter and returned None for it
+                self._on(phases.LeafReached(current_task()))
                 return
             param.grad = None
             grad = _plain(grad)

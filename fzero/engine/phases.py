@@ -63,6 +63,7 @@ class Task(NamedTuple):
         reached: the forwards whose outputs got a gradient.
         adopted: what was set aside for them, which is again if the task raises.
         inside: whether some gradients came from backwards inside this one or inside a forward.
+        brought: whether it came to a leaf; if not, it is `torch.autograd.grad`.
     """
 
     number: int
@@ -76,6 +77,7 @@ class Task(NamedTuple):
     reached: frozenset[int] = frozenset()
     adopted: tuple[tuple[int, Counts], ...] = ()
     inside: bool = False
+    brought: bool = False
 
 
 class BackwardState(NamedTuple):
@@ -142,6 +144,12 @@ class GradientReady(NamedTuple):
     """A leaf has got the gradient that one graph task had for it."""
 
     leaf: int
+    task: int
+
+
+class LeafReached(NamedTuple):
+    """A graph task has come to a leaf and has no gradient for it."""
+
     task: int
 
 
@@ -251,6 +259,7 @@ Event = (
     | OutputReached
     | ScaleApplied
     | GradientReady
+    | LeafReached
     | GradientsReady
     | TaskEnded
     | TaskRaised
@@ -424,8 +433,15 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
         task.reached,
         task.adopted,
         inside,
+        True,
     )
     return state._replace(task=task), actions
+
+
+def _leaf_reached(rules: Rules, state: BackwardState, event: LeafReached) -> Result:
+    if state.task is None:
+        return state, ()
+    return state._replace(task=state.task._replace(brought=True)), ()
 
 
 def _gradients_ready(rules: Rules, state: BackwardState, event: GradientsReady) -> Result:
@@ -439,8 +455,10 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
     task = state.task
     if task is None or task.number != event.task:
         return state, ()
+    if not task.brought:  # torch.autograd.grad, which is none of our business
+        return _task_raised(rules, state, TaskRaised(event.task))
     state = state._replace(task=None)
-    if not task.seen:  # torch.autograd.grad, which is none of our business
+    if not task.seen:
         return state, (Reshard(),)
     state = state._replace(reached=state.reached | task.reached, moved=True, fresh=False)
     if not task.synced:
@@ -555,6 +573,7 @@ _HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {
     OutputReached: _output_reached,
     ScaleApplied: _scale_applied,
     GradientReady: _gradient_ready,
+    LeafReached: _leaf_reached,
     GradientsReady: _gradients_ready,
     TaskEnded: _task_ended,
     TaskRaised: _task_raised,

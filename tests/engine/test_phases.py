@@ -83,7 +83,7 @@ def test_a_backward_that_only_asks_for_gradients_changes_nothing() -> None:
         Rules(masks([[0]])), BackwardState(), phases.OutputReached(3, 10), phases.TaskEnded(10)
     )
     assert state == BackwardState()
-    assert [type(a) for a in actions] == [phases.Watch, phases.Reshard]
+    assert [type(a) for a in actions] == [phases.Watch, phases.Discard, phases.Reshard]
 
 
 def test_a_scale_on_one_backward_does_not_excuse_the_next() -> None:

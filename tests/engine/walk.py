@@ -156,7 +156,7 @@ class Walk:
         # the truth: where each gradient must be
         self.open: int | None = None  # the outermost task that has touched the engine
         self.before: BackwardState | None = None
-        self.synced = self.scaled = self.taken = False
+        self.synced = self.scaled = self.taken = self.brought = False
         self.pending: Counter[int] = Counter()  # of the open task
         self.reached: set[int] = set()  # by the open task
         self.aside: dict[int, Counter[int]] = {}
@@ -260,6 +260,10 @@ class Walk:
         self.gradients += 1
         self.hands.arrived = self.gradients
         running = [f.number for f in self.frames if f.kind == "forward"]
+        if self.tape.pick(12) == 11:  # a function has none for it
+            assert not self.send(phases.LeafReached(frame.number))
+            self.brought |= self.open is not None
+            return
         if self.open is None and running:
             assert self.send(phases.GradientReady(leaf, frame.number)) == [
                 ("SetAside", leaf, running[-1])
@@ -277,7 +281,7 @@ class Walk:
             return
         actions = self.send(phases.GradientReady(leaf, frame.number), opens=frame.number)
         assert [a for a in actions if a[0] == "Take"] == [("Take", leaf)]
-        self.taken = True
+        self.taken = self.brought = True
         self.pending[self.gradients] += 1
 
     def output(self, forward: int | None = None) -> None:
@@ -366,11 +370,15 @@ class Walk:
     def begin(self, number: int, before: BackwardState) -> None:
         self.open, self.before = number, before
         self.synced, self.scaled = self.rules.reduces and not self.paused, False
-        self.taken = False
+        self.taken = self.brought = False
 
     def end(self) -> None:
-        number, self.open = self.open, None
+        number = self.open
         assert number is not None
+        if not self.brought:  # torch.autograd.grad: as if it had never been
+            self.broken(phases.TaskEnded(number))
+            return
+        self.open = None
         if self.hands.waiting:
             assert self.send(phases.GradientsReady(number)) == [("TakeAll",)]
         early = [*self.hands.launched]
@@ -392,11 +400,12 @@ class Walk:
         self.alive += self.pending
         self.close()
 
-    def broken(self) -> None:
+    def broken(self, event: phases.Event | None = None) -> None:
         number, self.open = self.open, None
         assert number is not None
         assert self.before is not None
-        assert self.send(phases.TaskRaised(number)) == [("Discard",), ("Reshard",)]
+        event = event or phases.TaskRaised(number)
+        assert self.send(event) == [("Discard",), ("Reshard",)]
         ignored = {"running": (), "fresh": True, "aside": ()}  # of forwards inside it, which live
         assert self.state._replace(**ignored) == self.before._replace(**ignored)
         for forward, ids in self.adopted.items():
