@@ -8,8 +8,8 @@ times both, one after the other, in changing order; the ratio is the median over
 quartiles behind it. Times are the process's processor time on one thread, which the machine's other
 work hardly enters. Forward, and dropping the gradients, are not timed.
 
-parameters: what a backward takes longer with the engine, per parameter tensor. At world 2 (one
-process plays one rank, a fake process group) gradients are packed, reduced and unpacked as well.
+parameters: what a backward takes longer with the engine, per parameter tensor of 8x8. At world 2
+(one process plays one rank, a fake process group) gradients are packed, reduced and unpacked too.
 
 collectives: calls of one step at stage 3 and the closed form for N equal blocks: N gathers in
 forward, N - 1 in backward, whose first block is still there, and N reduce-scatters. With
@@ -68,11 +68,12 @@ class Transformer(nn.Module):
 
 
 class Matrices(nn.Module):
-    """Residual layers of one 64x64 matrix each: hardly any work for each parameter tensor."""
+    """Residual layers of one square matrix each: hardly any work for each parameter tensor."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(64, 64) / 8 for _ in range(count))
+        start = (torch.randn(width, width) / width**0.5 for _ in range(count))
+        self.weights = nn.ParameterList(start)
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
@@ -120,7 +121,7 @@ def hooks(rounds: int) -> None:
     tokens, row = torch.randint(0, 1024, (ROWS, TOKENS + 1)), torch.randn(16, 64)
     cases: list[tuple[str, Callable[[], nn.Module], Tensor]] = [
         ("transformer, 24 layers", Transformer, tokens),
-        ("1,000 matrices of 64x64", lambda: Matrices(1000), row),
+        ("1,000 matrices of 64x64", lambda: Matrices(1000, 64), row),
     ]
     _header("model", "tensors", "plain ms", "engine ms", "engine / plain")
     for name, build, batch in cases:
@@ -139,8 +140,8 @@ def parameters(rounds: int, counts: Sequence[int]) -> None:
         figures: list[str] = []
         for world, stage in ((1, 3), (2, 2)):
             with one_rank_of(world):
-                pair = Pair.of(lambda: Matrices(count), torch.randn(16, 64), stage)  # noqa: B023
-                added = [b - a for a, b in pair.rounds(max(rounds * 250 // count, 10))]
+                pair = Pair.of(lambda: Matrices(count, 8), torch.randn(16, 8), stage)  # noqa: B023
+                added = [b - a for a, b in pair.rounds(max(rounds * 250 // count, 20))]
             low, middle, high = (1e6 * x / count for x in statistics.quantiles(added, n=4))
             figures.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]")
         _row(count, *figures)
