@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import loss_scale
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, FzeroError
 from fzero.loss_scale import LossScale, LossScaleState
 
 
@@ -56,6 +56,36 @@ def test_follows_the_rule_on_any_pattern(cfg: LossScale, pattern: list[bool]) ->
         assert state.hysteresis.item() == model.left
 
 
+@settings(max_examples=40, deadline=None)
+@given(cfg=rules, pattern=st.lists(st.booleans(), max_size=30))
+def test_is_exhausted_by_an_overflow_that_cannot_back_off(cfg, pattern) -> None:
+    state, model = loss_scale.init(cfg), Model(cfg)
+    for finite in pattern:
+        stuck = not finite and cfg.dynamic and model.left == 1 and model.scale <= cfg.minimum
+        found = loss_scale.exhausted(state, torch.tensor(finite), cfg)
+        assert found.item() == stuck
+        state = loss_scale.update(state, torch.tensor(finite), cfg)
+        model.step(finite)
+
+
+def test_an_external_scale_never_moves() -> None:
+    cfg = LossScale(init=0.5, external=True)  # below the minimum, which is not looked at
+    state = loss_scale.init(cfg)
+    for finite in (torch.tensor(True), torch.tensor(False)):
+        assert loss_scale.update(state, finite, cfg) is state
+        assert not loss_scale.exhausted(state, finite, cfg)
+
+
+def test_a_flag_on_the_cpu_raises_at_once() -> None:
+    watch = loss_scale.Watch()
+    for _ in range(5):
+        watch.look()
+        watch.add(torch.tensor(False))
+    with pytest.raises(FzeroError, match="smallest loss scale"):
+        watch.add(torch.tensor(True))
+    watch.look()
+
+
 @settings(max_examples=20, deadline=None)
 @given(cfg=rules, finite=st.booleans())
 def test_update_is_pure_and_keeps_dtypes(cfg: LossScale, finite: bool) -> None:
@@ -95,6 +125,7 @@ def test_stages_out_without_reading_a_value() -> None:
         ("init", float("inf")),
         ("init", "8"),
         ("dynamic", 1),
+        ("external", None),
         ("growth", 1.0),
         ("backoff", 1.0),
         ("backoff", 0),
