@@ -25,7 +25,7 @@ import fzero
 
 cli = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 cli.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3")
-cli.add_argument("--precision", help="as in fzero.Config; float32 if not given")
+cli.add_argument("--precision", choices=["bf16"], help="float32 if not given")
 cli.add_argument("--accum", type=int, default=2, help="micro-batches per step")
 cli.add_argument("--base-steps", type=int, default=200, help="of the base model")
 cli.add_argument("--steps", type=int, default=150, help="of the adapters")
@@ -119,7 +119,7 @@ def train(model: LlamaForCausalLM, text: Tensor, steps: int, lr: float, title: s
         for _ in range(args.accum):
             drawn = torch.randint(len(text), (args.batch,), generator=my_draws)
             x = text[drawn].long().to(device)
-            engine(input_ids=x, labels=x).loss.backward()
+            engine(input_ids=x, labels=x).loss.backward()  # with fp16: engine.backward(loss)
         engine.step()
         metrics = engine.state[1].metrics  # the same on every rank
         bits = metrics["loss"].item() / math.log(2)
