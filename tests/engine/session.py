@@ -67,12 +67,19 @@ class Session:
         self.is_paused = False
 
     def run(self, program: Sequence[tuple[str, int, int]]) -> None:
-        for name, a, b in program:
-            getattr(self, name)(a, b)
+        for operation, a, b in program:
+            self.do(operation, a, b)
         self.compare()
 
-    def forward(self, a: int, b: int) -> None:
-        way, varied = WAYS[a % len(WAYS)], b % 2
+    def do(self, operation: str, a: int, b: int) -> None:
+        """An operation by its name, or a way to go forward."""
+        if operation in WAYS:
+            self.forward(operation, b)
+        else:
+            getattr(self, operation)(a, b)
+
+    def forward(self, way: str, b: int) -> None:
+        varied = b % 2
         self.forwards += 1
 
         def loss_of(net: Any, rank: int) -> Tensor:

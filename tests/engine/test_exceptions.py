@@ -142,3 +142,16 @@ def test_gradients_of_a_forward_that_raised_are_gone(stage: int) -> None:
     engine(data(0)).backward()
     want = wanted(HeadInForward, lambda net, rank: net(data(rank)).backward(), 1)
     compare(engine, want, f"stage {stage}")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_autograd_grad_leaves_alone_what_forward_had_set_aside(stage: int) -> None:
+    engine = fzero.Engine(build(HeadInForward), SGD(), fzero.Config(stage=stage))
+    loss = engine(data(0))
+    torch.autograd.grad(loss, [engine.module.body.weight], retain_graph=True)
+    assert engine.full_grad("head.weight") is None
+    with pytest.raises(fzero.BackwardError, match="no backward"):
+        engine.step()
+    loss.backward()
+    want = wanted(HeadInForward, lambda net, rank: net(data(rank)).backward(), 1)
+    compare(engine, want, f"stage {stage}")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from tests.engine.parity import STAGES, here
-from tests.engine.session import Session
+from tests.engine.session import WAYS, Session
 from tests.ranks import run_ranks
 
 number = st.integers(0, 11)
@@ -17,8 +17,8 @@ configs = st.fixed_dictionaries(
 )
 # what programs mostly do comes more often
 OPERATIONS = [
-    *["forward"] * 4,
-    *["backward"] * 4,
+    *WAYS,
+    *["backward"] * 5,
     *["step"] * 2,
     *["backward_of_two", "only_grad", "fail", "pause", "zero_grad", "compare", "look"],
 ]
@@ -31,7 +31,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(operation=st.sampled_from(OPERATIONS), a=number, b=number)
     def do(self, operation: str, a: int, b: int) -> None:
-        getattr(self.session, operation)(a, b)
+        self.session.do(operation, a, b)
 
     def teardown(self) -> None:
         if hasattr(self, "session"):
@@ -40,7 +40,7 @@ class Machine(RuleBasedStateMachine):
 
 def test_any_program_on_one_rank() -> None:
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
+        Machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
     )
 
 
