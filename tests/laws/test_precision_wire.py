@@ -1,6 +1,7 @@
 """What travels in which dtype, read from the Program; what steps with other dtypes notice of it."""
 
 import copy
+import functools
 import threading
 from collections import Counter
 from typing import Any
@@ -172,6 +173,39 @@ def test_autocast_inside_the_model_function_is_its_own(executor: Any) -> None:
     step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), cfg)
     step_fn(*step_fn.init({"w": torch.ones(2, 2)}), torch.ones(2, 2))
     assert seen[:3] == [torch.float16, FP32, BF16]
+
+
+class Doubled(torch.autograd.Function):
+    """Without `setup_context`, which `torch.func` refuses: the second front end records it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        return 2 * grad
+
+
+def test_both_front_ends_record_autocast() -> None:
+    def model_fn(params: Any, x: Tensor, double: Any) -> Tensor:
+        y = x @ params["w"]
+        assert y.dtype == BF16
+        return double(y).float().square().mean()
+
+    precision = Precision(autocast=BF16, lower_precision_safe_modules=())
+    results, logs = [], []
+    for double in (Doubled.apply, lambda y: 2 * y):
+        fn = functools.partial(model_fn, double=double)
+        cfg = Config(precision=precision, donate=False)
+        step_fn = fzero.make_train_step(fn, fzero.optim.sgd(0.1), cfg)
+        state = step_fn.init({"w": torch.randn(3, 3, generator=torch.Generator().manual_seed(0))})
+        results.append(step_fn(*state, torch.ones(2, 3)))
+        logs.append(" ".join(next(step_fn.lower(*state, torch.ones(2, 3)).parts()).log))
+    assert "staged out through torch.autograd.grad" in logs[0]
+    assert "staged out through torch.func.vjp" in logs[1]
+    for a, b in zip(*map(_values, results), strict=True):
+        assert torch.equal(a, b)
 
 
 @STAGES
