@@ -7,7 +7,7 @@
 With offload the device keeps parameters in the compute dtype and no master of them, and what
 crosses over in a step is a gradient down and a parameter in the compute dtype up.
 
-References: Ren et al., ZeRO-Offload, arXiv:2101.06840, sec. 4. Unlike the paper, gradients stay on
+References: Ren et al., ZeRO-Offload, arXiv:2101.06840. Unlike the paper, gradients stay on
 the device until the step's last micro-batch: their sum crosses over once.
 """
 

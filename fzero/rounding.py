@@ -5,7 +5,7 @@ it takes part of them, and on average all. The random bits are a hash of (seed, 
 and come from no generator: the same wherever the element lives, however the leaf is sharded.
 
 References: Gupta et al., Deep Learning with Limited Numerical Precision, arXiv:1502.02551, sec. 3;
-for bfloat16 weights: Zamirai et al., Revisiting BFloat16 Training, arXiv:2010.06192, sec. 4. The
+for bfloat16 weights: Zamirai et al., Revisiting BFloat16 Training, arXiv:2010.06192. The
 hash of 32 bits is the one that Wellons found by search and published as lowbias32 (2018).
 """
 
