@@ -323,6 +323,7 @@ class Engine:
                 "engine.state was assigned inside a forward or backward. Assign it between passes."
             )
         self._stepper.write(params, opt_state)
+        self._changed()
         if self._units is not None:
             self._units.reshard()
 
@@ -535,6 +536,7 @@ class Engine:
         self._journal.enter("update")
         with who_is_gone(self._traffic.processes):
             self._stepper.update(grads, losses)
+        self._changed()
         if self._units is not None:
             self._units.turn()
 
@@ -559,6 +561,10 @@ class Engine:
                 self._versions[place] = param._version
                 written.append(place)
         self._stepper.refresh(written)
+
+    def _changed(self) -> None:
+        """Have autograd refuse a backward through what was computed with the values of before."""
+        torch.autograd.graph.increment_version(list(self.module.parameters()))
 
     @property
     def _loss_scale(self) -> Any:

@@ -184,6 +184,28 @@ def test_meta_parameters() -> None:
         fzero.Engine(module)
 
 
+def outdated() -> None:
+    for stage in STAGES:
+        engine = engine_of(stage)
+        for change in (engine.step, lambda e=engine: setattr(e, "state", e.state)):
+            old, used = loss_of(engine), loss_of(engine, 1)
+            used.backward()
+            change()
+            engine.zero_grad()
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
+                old.backward()
+            assert engine.full_grad("up.weight") is None
+            loss_of(engine, 2).backward()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_backward_through_parameters_that_have_changed_since(world: int) -> None:
+    if world == 1:
+        outdated()
+    else:
+        run_ranks(world, outdated)
+
+
 def changes_in_place() -> None:
     engine = engine_of(3)
     with torch.no_grad(), pytest.raises(fzero.FzeroError, match=r"'gain'.*engine\.state"):

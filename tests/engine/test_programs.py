@@ -7,15 +7,18 @@ from tests.engine.programs import PROGRAMS
 from tests.ranks import run_ranks
 
 
-def run(name: str) -> None:
+def run(name: str, world: int) -> None:
     case = PROGRAMS[name]
-    agrees(case.make, case.program, case.configs(STAGES))
+    configs = case.configs(STAGES)
+    if world == 4:  # the least that there is to see: one step, once at each stage
+        configs = [fields for fields in configs if fields["accum_steps"] == case.accum[-1]]
+    agrees(case.make, case.program, configs, steps=1 if world == 4 else 2)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_gradients_are_those_of_plain_torch(world: int, name: str) -> None:
     if world == 1:
-        run(name)
+        run(name, world)
     else:
-        run_ranks(world, run, name)
+        run_ranks(world, run, name, world)
