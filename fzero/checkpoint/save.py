@@ -13,6 +13,7 @@ write own file, fsync
 import contextlib
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,11 @@ def save(
     shown = progress(f"saving step {step}", total, shown=crew.leads)
     job = Job(crew, where, step, keep, _metadata(flat, step, chunks, crew), chunks, mine, shown)
     if asynchronous:
+        # Without a pool: it may go on while the interpreter ends, which starts no threads then.
         background.start(job, f"the save of step {step} to {where}")
     else:
-        job()
+        with ThreadPoolExecutor(1) as pool:
+            job(pool)
     return step_folder(where, step)
 
 
@@ -144,12 +147,17 @@ class Job:
     mine: dict[int, Tensor]
     progress: Progress
 
-    def __call__(self) -> None:
-        """Raises:
-        CheckpointError: on every rank; nothing has become visible then.
+    def __call__(self, pool: Executor | None = None) -> None:
+        """Write this rank's share; on the leading rank publish the whole.
+
+        Args:
+            pool: see `Writer`.
+
+        Raises:
+            CheckpointError: on every rank; nothing has become visible then.
         """
         crew, folder = self.crew, saving_folder(self.path, self.step)
-        writer = Writer(folder, f"rank-{crew.place:05d}.safetensors", self.progress)
+        writer = Writer(folder, f"rank-{crew.place:05d}.safetensors", self.progress, pool)
 
         def write() -> list[Any]:
             planner = _Planner(self.chunks, self.mine, self.metadata)

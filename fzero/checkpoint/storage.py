@@ -12,7 +12,7 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,10 +77,17 @@ class Writer(StorageWriter):
         folder: where the files go; not yet visible to readers.
         name: of this rank's file.
         told: called with the bytes of each piece that is written.
+        pool: computes checksums beside the writing; None: one after the other.
     """
 
-    def __init__(self, folder: Path, name: str, told: Told = lambda nbytes: None) -> None:
-        self.folder, self.name, self.told = folder, name, told
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        told: Told = lambda nbytes: None,
+        pool: Executor | None = None,
+    ) -> None:
+        self.folder, self.name, self.told, self.pool = folder, name, told, pool
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept from one save to the next."""
@@ -102,7 +109,8 @@ class Writer(StorageWriter):
         if plan.items:
             items = list(map(_described, plan.items))
             tensors = (_resolved(planner, item) for item in plan.items)
-            written = write_file(self.folder / self.name, items, tensors, told=self.told)
+            path = self.folder / self.name
+            written = write_file(path, items, tensors, told=self.told, pool=self.pool)
             for item, (_, dtype, shape), one in zip(plan.items, items, written, strict=True):
                 nbytes = torch.Size(shape).numel() * dtype.itemsize
                 results.append(WriteResult(item.index, nbytes, one))
@@ -359,6 +367,7 @@ def write_file(
     *,
     about: Mapping[str, str] | None = None,
     told: Told = lambda nbytes: None,
+    pool: Executor | None = None,
 ) -> list[Written]:
     """A new safetensors file, written a piece at a time; returns once it is on the disk.
 
@@ -368,6 +377,7 @@ def write_file(
         tensors: the tensors, each asked for when its turn comes.
         about: texts for the file's own metadata.
         told: called with the bytes of each piece.
+        pool: computes checksums beside the writing; None: one after the other.
 
     Returns:
         Where each tensor is.
@@ -378,7 +388,6 @@ def write_file(
     header = _header(items, about)
     file = _files.create(path)
     extents = []
-    pool = ThreadPoolExecutor(1)
     try:
         _files.append(file, memoryview(header))
         start = len(header)
@@ -386,19 +395,18 @@ def write_file(
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), key
             checks, first = Checks(), start
             for data in stream(tensor):
-                # Checked while it is written; the little ones aren't worth a thread.
-                checked = pool.submit(checks.add, data) if len(data) > BLOCK else None
-                _files.append(file, data)
-                if checked is None:
-                    checks.add(data)
-                else:
-                    checked.result()
+                # The little ones aren't worth a thread.
+                beside = pool.submit(checks.add, data) if pool and len(data) > BLOCK else None
+                try:
+                    _files.append(file, data)
+                finally:
+                    # Waited for in any case: the memory goes with the next piece.
+                    beside.result() if beside else checks.add(data)
                 told(len(data))
                 start += len(data)
             extents.append(Extent(path.name, first, checks.done()))
         _files.sync(file)
     finally:
-        pool.shutdown()  # what it checks may be gone once this returns
         os.close(file)
     about_file = File(start, len(header), zlib.crc32(header))
     return [Written(extent, about_file) for extent in extents]
