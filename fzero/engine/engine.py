@@ -187,6 +187,8 @@ class Engine:
                 out = outputs.cast(self.module(*args, **kwargs), dtypes.output)
         except BaseException:
             self._on(phases.ForwardRaised(forward.number))
+            if self._state.task is None:
+                self._journal.raised(sent=False)
             raise
         self._on(phases.ForwardEnded(forward.number))
         if torch.is_grad_enabled():
@@ -387,7 +389,7 @@ class Engine:
             case phases.Watch(task):
                 self._correction = None if self._divided else float(self.cfg.accum_steps)
                 self._journal.enter("backward")
-                watch(lambda: self._ended(task), lambda: self._on(phases.TaskRaised(task)))
+                watch(lambda: self._ended(task), lambda: self._raised(task))
             case phases.Adopt(forward):
                 factor = 1.0 if self._divided else float(self.cfg.accum_steps)
                 scaled = self._rules.scaled
@@ -517,7 +519,13 @@ class Engine:
         """See to it that no task is open that is over: a call from outside of backward came."""
         task = self._state.task
         if task is not None and current_task() == -1:
-            self._on(phases.TaskRaised(task.number))
+            self._raised(task.number)
+
+    def _raised(self, number: int) -> None:
+        task = self._state.task
+        self._on(phases.TaskRaised(number))
+        if task is not None and task.number == number:
+            self._journal.raised(sent=task.launched > 0)
 
     # --- the update ---
 

@@ -5,6 +5,9 @@ that is new here is agreed on first, through the store. All ranks share the reco
 agreed, so when two ranks are about to run different things, at least one of them departs from it:
 that one asks, and nobody runs anything wrong. Whoever waits in a collective meanwhile looks once a
 second whether somebody gave up.
+
+A pass that raised may have done so on one rank alone, between two collectives, while the others go
+on with the second. So who starts again after one meets all others first, who must have raised too.
 """
 
 from fzero.agree import rendezvous
@@ -12,6 +15,13 @@ from fzero.errors import RankMismatchError
 from fzero.mesh import Mesh, default_store, is_gloo, is_simulated
 from fzero.program.buckets import Bucket
 
+_GATHER = (
+    " At stage 3, modules that only some ranks run must be named in Config(gather_together=[...])."
+)
+_RAISED = (
+    " A pass that raised can be run again only where it raised on all ranks. Raise on all of them, "
+    "or start again from the last checkpoint."
+)
 _PATIENCE = 15.0  # seconds to wait for ranks that don't come
 
 
@@ -26,7 +36,8 @@ class Journal:
     def __init__(self, mesh: Mesh, *, active: bool) -> None:
         alone = mesh.world_size == 1 or is_simulated(mesh)
         self.mesh = mesh
-        self.active = active and not alone
+        self.alone, self.active = alone, active and not alone
+        self.broke_off = False
         self.watches = not alone and is_gloo(mesh.shard_group or mesh.replicate_group)
         # ranks make their engines in the same order: the n-th is the same on all
         self.number = 0 if alone else default_store().add(f"fzero/engine/{mesh.rank}", 1)
@@ -37,6 +48,9 @@ class Journal:
 
     def enter(self, phase: str) -> None:
         """A pass begins: a forward, a backward, an update."""
+        if self.broke_off:
+            self.broke_off = False
+            self._meet("after an exception", phase, _RAISED)
         if not self.active:
             return
         if self.next.get(self.phase) != phase:
@@ -44,6 +58,10 @@ class Journal:
             self.next[self.phase] = phase
         self.phase, self.position = phase, 0
         self.lines.setdefault(phase, [])
+
+    def raised(self, *, sent: bool) -> None:
+        """A pass has raised, after it `sent` collectives or before."""
+        self.broke_off |= not self.alone and (sent or self.active)
 
     def announce(self, bucket: Bucket) -> None:
         """Return once all ranks are known to run this collective next.
@@ -73,16 +91,12 @@ class Journal:
                 f"another rank gave up: {told}"
             )
 
-    def _meet(self, where: str, line: str) -> None:
+    def _meet(self, where: str, line: str, hint: str = _GATHER) -> None:
         self.count += 1
         key = f"engine {self.number}, {where} (meeting {self.count})"
         try:
             rendezvous(key, line, self.mesh, _PATIENCE)
         except RankMismatchError as error:
-            hint = (
-                " At stage 3, modules that only some ranks run must be named in "
-                "Config(gather_together=[...])."
-            )
             default_store().set(self._broken, str(error) + hint)
             raise RankMismatchError(str(error) + hint) from None
 

@@ -7,7 +7,7 @@ import torch
 
 import fzero
 from fzero.engine import journal
-from tests.engine.models import Experts
+from tests.engine.models import Experts, Lost, Raises
 from tests.engine.parity import SGD, build, data, here
 from tests.ranks import run_fresh
 
@@ -34,6 +34,37 @@ def differ(when: str) -> tuple[float, str]:
     except fzero.RankMismatchError as error:
         return time.monotonic() - start, str(error)
     return 0.0, ""
+
+
+def raises_alone(stage: int, where: str) -> tuple[float, str]:
+    """One rank loses a pass in its middle and tries again, the other knows nothing of it."""
+    torch.distributed.init_process_group("gloo")
+    journal._PATIENCE = 3.0
+    rank, _ = here()
+    engine = fzero.Engine(build(Raises), SGD(), fzero.Config(stage=stage, bucket_mb=1e-5))
+    for _ in range(2):
+        engine(data(rank)).square().mean().backward()
+        engine.step()
+    start = time.monotonic()
+    engine.module.where = where if rank == 0 else ""
+    try:
+        if rank == 0:
+            with pytest.raises(Lost):
+                engine(data(rank)).square().mean().backward()
+            engine.module.where = ""
+        engine(data(rank)).square().mean().backward()
+        engine.step()
+        engine.full_params()
+    except fzero.RankMismatchError as error:
+        return time.monotonic() - start, str(error)
+    return 0.0, ""
+
+
+@pytest.mark.parametrize(("stage", "where"), [(2, "backward"), (3, "backward"), (3, "forward")])
+def test_a_rank_that_starts_again_alone_is_found_out(stage: int, where: str) -> None:
+    for seconds, message in run_fresh(2, raises_alone, stage, where, timeout=60):
+        assert "after an exception" in message
+        assert seconds < 3 + 5
 
 
 @pytest.mark.parametrize("when", ["forward", "later"])
