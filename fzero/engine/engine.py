@@ -573,6 +573,7 @@ class Engine:
     def _changed(self) -> None:
         """Have autograd refuse a backward through what was computed with the values of before."""
         torch.autograd.graph.increment_version(list(self.module.parameters()))
+        self._versions = {place: param._version for place, param in self._by_place.items()}
 
     @property
     def _loss_scale(self) -> Any:
