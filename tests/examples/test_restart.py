@@ -78,6 +78,10 @@ def test_torchrun_restarts_from_the_latest_checkpoint(tmp_path: Path) -> None:
             os.kill(int(workers[-1]), signal.SIGKILL)
             said, _ = agent.communicate(timeout=120)
         finally:
+            if agent.poll() is None:  # it ends its workers, which a kill would leave behind
+                agent.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    agent.wait(45)
             agent.kill()
     assert agent.returncode == 0, said[-6000:]
     assert _losses(killed) == _losses(straight)  # bit for bit: the world is the same
