@@ -1,5 +1,6 @@
 """What autograd tells an engine, and what an engine asks of it."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,41 @@ def current_task() -> int:
     Private in torch; there is no public alternative.
     """
     return torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def current_node() -> Any:
+    """The node of autograd's graph whose hooks run now. Private in torch, without alternative."""
+    return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def accumulates(node: Any) -> bool:
+    """Whether the running task is a backward, which accumulates, and not `torch.autograd.grad`.
+
+    Private in torch; there is no public alternative.
+
+    Args:
+        node: of a graph that the task runs through.
+    """
+    while inner := [x for x, _ in node.next_functions if x is not None]:
+        node = inner[0]
+    with contextlib.suppress(RuntimeError):  # a leaf that autograd.grad was asked for
+        return torch._C._will_engine_execute_node(node)  # pyright: ignore
+    return False
+
+
+def own(grad: Tensor) -> Tensor:
+    """A gradient, dense, without a graph, and in memory that is nobody else's.
+
+    Autograd may hand one memory to two leaves (the gradients of `a.view(4) + b.view(4)`). How many
+    hold a storage is private in torch; there is no public alternative.
+    """
+    if grad.requires_grad:
+        grad = grad.detach()
+    if grad.layout is not torch.strided:
+        return grad.to_dense()
+    count = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
+    shared = count(grad.untyped_storage()._cdata) > 2  # the gradient, and this look at it
+    return grad.clone() if shared else grad
 
 
 class Watcher:
@@ -50,14 +86,12 @@ def watch(ended: Callable[[], None], raised: Callable[[], None]) -> None:
 class Scale(torch.autograd.Function):
     """`x` times a loss scale, whose backward tells the engines that share it.
 
-    Outermost of several engines' scales on one tensor is one node for all of them, so that the
-    factor is on the gradient once.
+    The scales of several engines directly on top of each other are one node for all of them, with
+    the factor of the innermost: it is on the gradient once, and each engine corrects its own.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, factor: Tensor, applied: tuple[Callable[..., None], ...]
-    ) -> Any:  # pyright: ignore
+    def forward(ctx: Any, x: Tensor, factor: Tensor, applied: Applied) -> Any:  # pyright: ignore
         ctx.unscaled, ctx.factor, ctx.applied = x, factor, applied
         return x * factor
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fzero.agree import first_says
 from fzero.config import Config
 from fzero.engine import outputs, phases
-from fzero.engine.autograd import Scale, current_task, watch
+from fzero.engine.autograd import Scale, accumulates, current_node, current_task, own, watch
 from fzero.engine.gradients import Gradients
 from fzero.engine.journal import Journal
 from fzero.engine.leaves import Units
@@ -23,6 +23,7 @@ from fzero.engine.setup import (
     factors,
     frozen_too,
     install,
+    owned_hook,
     parameters_of,
     plan_grouping,
     plan_order,
@@ -150,6 +151,7 @@ class Engine:
             scatter=cfg.stage >= 1,
             factors=(before, after),
             device=device,
+            accumulates=cfg.accum_steps > 1,
             gone=self._units.drop if self._units is not None else _ignore,
         )
         self._forwards = itertools.count()
@@ -160,7 +162,12 @@ class Engine:
         self._divided = True
         # leaves of an unsynced task that have their gradients; None: each arrival is an event
         self._late: list[int] | None = None
-        self._correction: Tensor | float | None = None  # on every gradient of the running task
+        # of the running task: on every gradient; the loss scale that it carries; whether other
+        # ranks take part; a node that it runs through
+        self._correction: Tensor | float | None = None
+        self._factor: Tensor | None = None
+        self._entered = False
+        self._node: Any = None
         self._by_place = install(
             slots, params, leaves, self._stepper.locals, self._units, self._taker
         )
@@ -179,6 +186,8 @@ class Engine:
             refuse_outer_autocast()
         forward = _Forward(self, next(self._forwards))
         self._journal.enter("forward" if torch.is_grad_enabled() else "evaluation")
+        if (task := current_task()) != -1:
+            self._on(phases.TaskMet(task))
         self._on(phases.ForwardStarted(forward.number))
         dtypes = self.cfg.dtypes
         args, kwargs = outputs.cast((args, kwargs), dtypes.param)
@@ -190,12 +199,13 @@ class Engine:
             if self._state.task is None:
                 self._journal.raised(sent=False)
             raise
-        self._on(phases.ForwardEnded(forward.number))
+        self._on(phases.ForwardEnded(forward.number, torch.is_grad_enabled()))
         if torch.is_grad_enabled():
             forward.loss = outputs.loss_in(out)
             for x in outputs.tensors_in(out):
-                if x.grad_fn is not None:
-                    x.register_hook(forward.reached)
+                for y in (x, x._base):
+                    if y is not None and y.grad_fn is not None:
+                        y.register_hook(forward.reached)
         elif self._units is not None and self._state.task is None:
             self._units.reshard()
         return out
@@ -224,7 +234,7 @@ class Engine:
             self.scale(loss).backward(retain_graph=retain_graph)
         finally:
             self._divided = True
-        shown = loss.detach()
+        shown = loss.detach().clone()
         self._losses.append(shown.reshape(()))
         return shown / self.cfg.accum_steps if scale_wrt_gas else shown
 
@@ -338,7 +348,7 @@ class Engine:
         for i in self._registered:
             value = shards[i].detach()
             if self.cfg.stage == 3:
-                (value,) = self._traffic.gather([value], [leaves[i]]).wait()
+                value = self._traffic.whole(value, leaves[i])
             full[leaves[i].name] = value.clone()
         return full
 
@@ -377,18 +387,30 @@ class Engine:
     # --- events and actions ---
 
     def _on(self, event: phases.Event) -> None:
-        self._state, actions = transition(self._rules, self._state, event)
-        for action in actions:
-            self._do(action)
+        before = self._state
+        self._state, actions = transition(self._rules, before, event)
+        try:
+            for action in actions:
+                self._do(action)
+        except BaseException:
+            untouched = isinstance(event, phases.StepCalled) and self._gradients.present
+            if isinstance(event, phases.TaskEnded) or untouched:
+                self._state = before
+            raise
 
     def _do(self, action: phases.Action) -> None:
         gradients = self._gradients
         match action:
             case phases.Launch(bucket):
+                if not self._entered:  # a task that reduces nothing is no business of other ranks
+                    self._entered = True
+                    self._journal.enter("backward")
                 gradients.launch(bucket)
             case phases.Watch(task):
                 self._correction = None if self._divided else float(self.cfg.accum_steps)
-                self._journal.enter("backward")
+                self._factor, self._entered, self._node = None, self._units is not None, None
+                if self._entered:
+                    self._journal.enter("backward")
                 watch(lambda: self._ended(task), lambda: self._raised(task))
             case phases.Adopt(forward):
                 factor = 1.0 if self._divided else float(self.cfg.accum_steps)
@@ -412,8 +434,7 @@ class Engine:
                     self._journal.enter("flush")
                     gradients.flush()
             case phases.Clear():
-                gradients.clear()
-                self._losses, self._scalars = [], {}
+                self._clear()
             case phases.Reshard():
                 if self._units is not None:
                     self._units.reshard()
@@ -425,7 +446,12 @@ class Engine:
     def _taker(self, place: int) -> Callable[[Tensor], None]:
         """What autograd calls when it has accumulated a gradient into a parameter."""
 
+        engine = weakref.ref(self)  # autograd's hold of a hook is hidden from the collector
+
         def take(param: Tensor) -> None:
+            self = engine()
+            if self is None:
+                return
             late = self._late
             if late is not None:  # nothing waits for it: it stays where it is till the task ends
                 late.append(place)
@@ -435,7 +461,7 @@ class Engine:
                 self._on(phases.LeafReached(current_task()))
                 return
             param.grad = None
-            grad = _plain(grad)
+            grad = own(grad)
             event = phases.GradientReady(place, current_task())
             self._state, actions = transition(self._rules, self._state, event)
             for action in actions:
@@ -452,7 +478,7 @@ class Engine:
             if task is not None and not task.synced:
                 self._late = []
 
-        return take
+        return owned_hook(take, engine)
 
     def _take_late(self) -> None:
         """The gradients of an unsynced task, which are where autograd has put them."""
@@ -463,33 +489,43 @@ class Engine:
         self._late = None
 
     def _take_all(self) -> None:
-        places = [i for i in dict.fromkeys(self._late or ()) if self._by_place[i].grad is not None]
-        params = [self._by_place[place] for place in places]
-        grads: list[Any] = [param.grad for param in params]
-        for param in params:
-            param.grad = None
-        if any(grad.requires_grad or grad.layout is not torch.strided for grad in grads):
-            grads = [_plain(grad) for grad in grads]
-        if self._correction is not None:
-            torch._foreach_mul_(grads, self._correction)
-        self._gradients.take_all(places, grads)
+        grads: dict[int, Tensor] = {}
+        for place in self._late or ():
+            param = self._by_place[place]
+            if param.grad is not None:  # else it came twice, or a function returned None for it
+                grads[place] = own(param.grad)
+                param.grad = None
+        if self._correction is not None and grads:
+            torch._foreach_mul_(list(grads.values()), self._correction)
+        self._gradients.take_all(grads)
 
     def _scaled(self, factor: Tensor) -> None:
         """Gradients that carry `factor` start on their way through the running task."""
         self._on(phases.ScaleApplied(current_task()))
+        if self._factor is not None and self._factor is not factor:
+            raise BackwardError(
+                "two different loss scales met in one backward of this engine, and its gradients "
+                "cannot be told apart. Put one nest of scales around the whole loss: "
+                "a.scale(b.scale(loss)).backward()."
+            )
+        self._factor = factor
         scale = self._loss_scale.scale
-        if factor is not scale:  # several engines share the larger one's
+        if factor is not scale:  # another engine's, or one that has changed since
             correction = scale / factor.to(scale.device)
             self._correction = correction * (1.0 if self._divided else self.cfg.accum_steps)
 
     def _ended(self, task: int) -> None:
         arrived = [] if self._is_ordered else list(self._gradients.arrived)
-        running = self._state.task
+        running, node = self._state.task, self._node
+        self._node = None
         try:
+            unsure = running is not None and not running.brought and node is not None
+            if unsure and accumulates(node):  # a backward that has reached no parameter of ours
+                self._on(phases.LeafReached(task))
             self._take_late()
             self._on(phases.TaskEnded(task))
         except BaseException:
-            self._gradients.discard()
+            self._on(phases.TaskRaised(task))
             raise
         if arrived and running is not None and running.synced:
             self._order_buckets(arrived, running.inside)
@@ -497,18 +533,18 @@ class Engine:
     def _order_buckets(self, arrived: list[int], inside: bool) -> None:
         """From now on reduce in the order in which the first backward brought gradients.
 
-        All ranks take the first one's order. What never came then goes last. They also take its
-        word on whether gradients came from backwards inside; see [Note: early and late].
+        All ranks take the first one's order. What never came then goes last. They also agree on
+        whether gradients came from backwards inside; see [Note: early and late].
         """
         self._is_ordered = True
         plan, gradients = self._stepper.plan, self._gradients
-        mine = " ".join(map(str, [int(inside), *arrived]))
+        mine = " ".join(map(str, arrived))
         said = first_says(f"engine {self._journal.number}, order of gradients", mine, plan.mesh)
-        counts, *first = map(int, said.split())
-        order = dict.fromkeys([*first, *reversed(self._registered)])
+        order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
         grouping = plan_order(self._grouping, gradients.leaves, list(order), self.cfg)
         gradients.buckets = grouping.buckets
-        self._rules = self._rules._replace(buckets=grouping.masks, counts=bool(counts))
+        (counts,) = self._anywhere(inside)
+        self._rules = self._rules._replace(buckets=grouping.masks, counts=counts)
 
     def _anywhere(self, *here: bool) -> list[bool]:
         """Whether any rank says so; all of them must ask."""
@@ -531,22 +567,30 @@ class Engine:
 
     def _update(self) -> None:
         gradients, reduces = self._gradients, self._rules.reduces
+        self._see_writes()
         source = gradients.reduced if reduces else gradients.kept
         full = not (reduces and gradients.scatter)
         trained = [i for i, leaf in enumerate(gradients.leaves) if leaf.trainable]
-        grads = [source.pop(i) if i in source else gradients.zeros(i, full=full) for i in trained]
-        gradients.clear()
-        if not reduces and self._share != 1:
-            torch._foreach_mul_(grads, self._share)
-        self._see_writes()
+        grads = [source[i] if i in source else gradients.zeros(i, full=full) for i in trained]
         losses = self._losses or list(self._scalars.values())
-        self._losses, self._scalars = [], {}
+        refuses = self.cfg.nonfinite_policy == "raise"  # and leaves everything as it is
+        if not refuses:
+            self._clear()
+        if not reduces and self._share != 1 and grads:
+            multiply = torch._foreach_mul if refuses else torch._foreach_mul_
+            grads = list(multiply(grads, self._share) or grads)
         self._journal.enter("update")
         with who_is_gone(self._traffic.processes):
             self._stepper.update(grads, losses)
+        self._clear()
         self._changed()
         if self._units is not None:
             self._units.turn()
+
+    def _clear(self) -> None:
+        """No gradients, and no losses that they are of."""
+        self._gradients.clear()
+        self._losses, self._scalars = [], {}
 
     def _see_writes(self) -> None:
         """What the caller wrote into parameters since the last update is what gets updated.
@@ -554,16 +598,23 @@ class Engine:
         Raises:
             FzeroError: a parameter has been given other memory.
         """
-        if self._units is not None:  # there writing is refused at once
-            return
         locals_, written = self._stepper.locals, []
         for place, param in self._by_place.items():
+            leaf = self._gradients.leaves[place]
+            if param.requires_grad != leaf.trainable:
+                raise FzeroError(
+                    f"the parameter {leaf.name!r} has requires_grad={param.requires_grad}, and had "
+                    f"{leaf.trainable} when the engine was made: what is trained is settled then. "
+                    "Set it back, or make another engine from engine.full_params()."
+                )
+            if self._units is not None:  # writing is refused at once
+                continue
             if param.data_ptr() != locals_[place].data_ptr() or param.dtype != locals_[place].dtype:
                 raise FzeroError(
-                    f"the parameter {self._gradients.leaves[place].name!r} is no longer in the "
-                    "engine's memory: module.to(...), .half() or p.data = ... replaced it, and an "
-                    "update would be lost. Move or cast the module before the engine is made; "
-                    "dtypes are Config(precision=...)'s."
+                    f"the parameter {leaf.name!r} is no longer in the engine's memory: "
+                    "module.to(...), .half() or p.data = ... replaced it, and an update would be "
+                    "lost. Move or cast the module before the engine is made; dtypes are "
+                    "Config(precision=...)'s."
                 )
             if param._version != self._versions.get(place):
                 self._versions[place] = param._version
@@ -572,7 +623,7 @@ class Engine:
 
     def _changed(self) -> None:
         """Have autograd refuse a backward through what was computed with the values of before."""
-        torch.autograd.graph.increment_version(list(self.module.parameters()))
+        torch.autograd.graph.increment_version(list(self._by_place.values()))
         self._versions = {place: param._version for place, param in self._by_place.items()}
 
     @property
@@ -594,19 +645,25 @@ class Engine:
 class _Forward:
     """One call of an engine, as the hooks on its outputs know it."""
 
+    engine: "weakref.ref[Engine] | None" = None  # where __init__ was skipped, as by a compiler
+
     def __init__(self, engine: Engine, number: int) -> None:
         self.engine, self.number = weakref.ref(engine), number
         self.loss: Tensor | None = None
 
     def reached(self, grad: Tensor) -> None:
         """A gradient has come to an output."""
-        if (engine := self.engine()) is not None:
+        engine = self.engine() if self.engine is not None else None
+        if engine is not None:
             engine._on(phases.OutputReached(self.number, current_task()))
+            if engine._node is None:
+                engine._node = current_node()
             if self.loss is not None:
                 engine._pending[self.number] = self.loss
 
     def __del__(self) -> None:
-        if (engine := self.engine()) is not None and engine._gradients.aside:
+        engine = self.engine() if self.engine is not None else None
+        if engine is not None and engine._gradients.aside:
             engine._on(phases.ForwardGone(self.number))
 
 
@@ -623,13 +680,6 @@ def _no_loss(loss: Any) -> str:
         ".detach() it, and compute it outside of torch.no_grad(); outputs of other shapes go "
         "through engine.scale(out).backward(gradient)."
     )
-
-
-def _plain(grad: Tensor) -> Tensor:
-    """A gradient, dense and without a graph."""
-    if grad.requires_grad:
-        grad = grad.detach()
-    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _ignore(places: Sequence[int]) -> None:

@@ -19,12 +19,13 @@ class Gradients:
     """What an engine holds of its trained leaves' gradients.
 
     Args:
-        leaves: the trained leaves.
-        buckets: which of them are reduced together.
+        leaves: of all parameters; the trained ones get gradients.
+        buckets: places of those that are reduced together.
         traffic: what reduces.
         scatter: whether only this rank's shards of the sums are kept.
         factors: on each gradient before, and on the sum after it is reduced.
-        like: an empty full gradient of a leaf.
+        device: of the parameters.
+        accumulates: whether sums of many micro-batches are to be held in no less than float32.
         gone: told of the leaves whose gradients have been sent.
     """
 
@@ -37,15 +38,16 @@ class Gradients:
         scatter: bool,
         factors: tuple[float, float],
         device: torch.device,
+        accumulates: bool,
         gone: Callable[[Sequence[int]], None] = lambda places: None,
     ) -> None:
         self.leaves, self.buckets, self.traffic = leaves, buckets, traffic
         self.scatter, self.factors, self.device, self.gone = scatter, factors, device, gone
-        self.wider = {
-            place: leaf.reduce
-            for place, leaf in enumerate(leaves)
-            if leaf.reduce not in (None, leaf.compute or leaf.dtype)
-        }
+        # dtypes in which gradients come, travel and are summed
+        come = [leaf.compute or leaf.dtype for leaf in leaves]
+        self.travels = [leaf.reduce or dtype for leaf, dtype in zip(leaves, come, strict=True)]
+        self.sums = [_summed_in(dtype) if accumulates else dtype for dtype in self.travels]
+        self.wider = [i for i, dtype in enumerate(come) if self.sums[i] != dtype]
         # [Note: where a gradient is] `task` has what the running graph task brought, `aside` what
         # backwards inside forwards did, of which `borrowed` is the task's; `kept` has earlier
         # tasks' sums that are full and this rank's own; `flights` and `landed` the running task's
@@ -68,10 +70,10 @@ class Gradients:
         self.arrived[place] = None
         self.task[place] = grad if held is None else held.add_(grad)
 
-    def take_all(self, places: Sequence[int], grads: Sequence[Tensor]) -> None:
+    def take_all(self, grads: dict[int, Tensor]) -> None:
         """Gradients of many leaves for the running task."""
-        self.arrived.update(dict.fromkeys(places))
-        _add(self.task, dict(zip(places, grads, strict=True)))
+        self.arrived.update(dict.fromkeys(grads))
+        _add(self.task, grads)
 
     def set_aside(self, place: int, forward: int, grad: Tensor) -> None:
         """A gradient for the task that will reach this forward."""
@@ -104,15 +106,18 @@ class Gradients:
         for place in self.used:
             del self.kept[place]
         self.used.clear()
+        for place, grad in self.landed.items():
+            if grad.dtype != self.sums[place]:
+                self.landed[place] = grad.to(self.sums[place])
         _add(self.reduced, self.landed)
         for place in [*self.borrowed]:  # their buckets were under way already
             self.task[place] = self._brought(place)
         for forward in self.adopted:
             self.aside.pop(forward, None)
         self.adopted.clear()
-        for place, dtype in self.wider.items():
+        for place in self.wider:
             if place in self.task:
-                self.task[place] = self.task[place].to(dtype)
+                self.task[place] = self.task[place].to(self.sums[place])
         _add(self.kept, self.task)
 
     def discard(self) -> None:
@@ -141,11 +146,10 @@ class Gradients:
         self.present.clear()
 
     def zeros(self, place: int, *, full: bool) -> Tensor:
-        """What a leaf without a gradient has."""
+        """The sum of a leaf without a gradient."""
         leaf = self.leaves[place]
         shape = leaf.shape if full else leaf.shard_shape(self.traffic.axes.shard.rank)
-        dtype = leaf.reduce or leaf.compute or leaf.dtype
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        return torch.zeros(shape, dtype=self.sums[place], device=self.device)
 
     def one(self, place: int, *, kept: bool) -> Tensor:
         """The sum of everything a leaf has, reduced, as `reduced` holds it; changes nothing.
@@ -181,6 +185,8 @@ class Gradients:
     def _send(self, places: Sequence[int], grads: list[Tensor]) -> Flight:
         before, after = self.factors
         leaves = [self.leaves[i] for i in places]
+        # the same on every rank, whoever has kept or got what
+        grads = [grad.to(self.travels[i]) for i, grad in zip(places, grads, strict=True)]
         return self.traffic.reduce(grads, leaves, scatter=self.scatter, before=before, after=after)
 
     def _land(self, most: int) -> None:
@@ -188,6 +194,10 @@ class Gradients:
         while len(self.flights) > most:
             places, flight = self.flights.pop(0)
             self.landed.update(zip(places, flight.wait(), strict=True))
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:

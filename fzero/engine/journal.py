@@ -22,6 +22,8 @@ _RAISED = (
     " A pass that raised can be run again only where it raised on all ranks. Raise on all of them, "
     "or start again from the last checkpoint."
 )
+_WITHOUT_COLLECTIVES = ("forward", "evaluation")  # unless parameters are gathered
+_LONGEST = 1000  # phases that are remembered of what happens between two updates
 _PATIENCE = 15.0  # seconds to wait for ranks that don't come
 
 
@@ -45,17 +47,28 @@ class Journal:
         self.position = self.count = 0
         self.lines: dict[str, list[str]] = {"start": []}
         self.next: dict[str, str] = {}
+        self.cycle: list[str] = []  # the phases since the last update
+        self.before: list[str] = []  # and those of the update before
+        self.on_track = True  # whether the one has begun like the other
 
     def enter(self, phase: str) -> None:
         """A pass begins: a forward, a backward, an update."""
         if self.broke_off:
             self.broke_off = False
             self._meet("after an exception", phase, _RAISED)
-        if not self.active:
+        if self.alone or (not self.active and phase in _WITHOUT_COLLECTIVES):
             return
-        if self.next.get(self.phase) != phase:
+        at = len(self.cycle)
+        self.on_track &= at < len(self.before)
+        expected = self.before[at] if self.on_track else self.next.get(self.phase)
+        self.on_track &= expected == phase
+        if expected != phase:
             self._meet(f"after {self.phase}", phase)
-            self.next[self.phase] = phase
+        self.next[self.phase] = phase
+        if at < _LONGEST:
+            self.cycle.append(phase)
+        if phase == "update":
+            self.before, self.cycle, self.on_track = self.cycle, [], True
         self.phase, self.position = phase, 0
         self.lines.setdefault(phase, [])
 

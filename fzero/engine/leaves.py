@@ -67,9 +67,10 @@ class LazyParameter(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.is_view and isinstance(args[0], LazyParameter):
+        # operators of higher order have no such attributes
+        if getattr(func, "is_view", False) and isinstance(args[0], LazyParameter):
             return _view(args[0], func, args[1:], kwargs)
-        schema = getattr(func, "_schema", None)  # higher-order operators have none
+        schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
             _refuse_writes(func, args, kwargs or {})
         args = tuple([_full(x) if type(x) is LazyParameter else _inner(x) for x in args])
@@ -136,7 +137,7 @@ class Units:
         self.unit_of = {place: unit for unit, places in enumerate(plan) for place in places}
         self.here: dict[int, Tensor] = {}
         self.flying: dict[int, Flight] = {}
-        self.pinned: dict[int, Tensor] = {}
+        self.pins: dict[str, dict[int, Tensor]] = {}  # by the module that pinned them
         self.order: list[int] = []  # of units, since the last update
         self.expected: list[int] = []  # the same, one update earlier
 
@@ -153,17 +154,23 @@ class Units:
         for flight in self.flying.values():
             flight.wait()
         self.flying.clear()
-        self.pinned = {}
+        self.pins = {}
         self.here.clear()
 
-    def pin(self, units: Sequence[int]) -> None:
-        """Gather these units and hold them until others are pinned, or `unpin` or `reshard`."""
-        self.pinned = {place: self.full(place) for unit in units for place in self.plan[unit]}
+    def pin(self, caller: str, units: Sequence[int]) -> None:
+        """Gather these units and hold them while `caller`, a module, or modules inside it run."""
+        around = {n: held for n, held in self.pins.items() if _is_around(n, caller)}
+        self.pins = {**around, caller: {i: self.full(i) for u in units for i in self.plan[u]}}
         self.here.update(self.pinned)  # a later one may have displaced an earlier one
 
-    def unpin(self) -> None:
-        """Hold no unit longer than any other."""
-        self.pinned = {}
+    def unpin(self, caller: str) -> None:
+        """Hold what `caller` pinned no longer than anything else."""
+        self.pins.pop(caller, None)
+
+    @property
+    def pinned(self) -> dict[int, Tensor]:
+        """What is held by whatever module."""
+        return {i: full for held in self.pins.values() for i, full in held.items()}
 
     def drop(self, places: Sequence[int]) -> None:
         """Free these: nothing is likely to read them again soon."""
@@ -199,6 +206,10 @@ class Units:
         )
 
 
+def _is_around(outer: str, inner: str) -> bool:
+    return outer == "" or inner == outer or inner.startswith(outer + ".")
+
+
 def _full(x: LazyParameter) -> Tensor:
     full = x.units.full(x.place)
     return full if x.geometry is None else full.as_strided(*x.geometry)
@@ -214,8 +225,11 @@ def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwa
     """A view that is lazy: computed on the full parameter, of which only the geometry is kept."""
 
     def lazy(y: Tensor) -> Tensor:
-        if y.dtype != x.dtype:  # bits read as another type
-            return y
+        if y.dtype != x.dtype:
+            raise FzeroError(
+                f"the parameter {x.leaf.name!r} was viewed as {y.dtype}, and what is written to "
+                "such a view would be lost at stage 3. View a copy: p.clone().view(dtype)."
+            )
         return LazyParameter(x.units, x.place, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
 
     view = func(_full(x), *rest, **(kwargs or {}))

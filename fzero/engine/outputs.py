@@ -1,7 +1,8 @@
 """The tensors in what a module takes and gives: nested containers, dataclasses, any order."""
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
         inner: Any = list(value.values())
     elif isinstance(value, tuple | list | set | frozenset):
         inner = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
     elif hasattr(value, "__dict__") and not callable(value):
         inner = list(vars(value).values())
     else:
@@ -51,7 +54,7 @@ def loss_in(out: Any) -> Tensor | None:
     elif not isinstance(out, Tensor):
         out = getattr(out, "loss", None)
     is_loss = isinstance(out, Tensor) and out.numel() == 1 and out.is_floating_point()
-    return out.detach().reshape(()) if is_loss else None
+    return out.detach().clone().reshape(()) if is_loss else None
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -75,13 +78,15 @@ def _map(fn: Callable[[Tensor], Tensor], value: Any, depth: int) -> Any:
     if isinstance(value, tuple):
         items = [_map(fn, x, depth - 1) for x in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is list:
-        return [_map(fn, x, depth - 1) for x in value]
-    if type(value) is dict:
-        return {key: _map(fn, x, depth - 1) for key, x in value.items()}
+    if isinstance(value, list | MutableMapping):
+        new: Any = copy.copy(value)
+        for key, x in list(new.items() if isinstance(new, MutableMapping) else enumerate(new)):
+            new[key] = _map(fn, x, depth - 1)
+        return new
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f.name for f in dataclasses.fields(value) if f.init]
-        return dataclasses.replace(
-            value, **{name: _map(fn, getattr(value, name), depth - 1) for name in fields}
-        )
+        new = copy.copy(value)
+        for field in dataclasses.fields(value):
+            x = _map(fn, getattr(value, field.name), depth - 1)
+            object.__setattr__(new, field.name, x)  # a frozen one, too
+        return new
     return value

@@ -93,6 +93,7 @@ class BackwardState(NamedTuple):
         moved: whether a backward has brought gradients since the last call of step.
         fresh: whether a forward or a step came after the last backward.
         paused: how many `no_sync` blocks are open.
+        latest: the last forward that no backward has reached since the last update, or nothing.
     """
 
     task: Task | None = None
@@ -104,6 +105,7 @@ class BackwardState(NamedTuple):
     moved: bool = False
     fresh: bool = True
     paused: int = 0
+    latest: tuple[int, ...] = ()
 
 
 # --- events: what happened -----------------------------------------------------------------------
@@ -114,7 +116,10 @@ class ForwardStarted(NamedTuple):
 
 
 class ForwardEnded(NamedTuple):
+    """A forward is over; `graph` says whether backward can go through it."""
+
     forward: int
+    graph: bool = True
 
 
 class ForwardRaised(NamedTuple):
@@ -131,6 +136,12 @@ class OutputReached(NamedTuple):
     """A gradient has come to an output of a forward."""
 
     forward: int
+    task: int
+
+
+class TaskMet(NamedTuple):
+    """A forward begins inside a graph task: it is the outermost one there is."""
+
     task: int
 
 
@@ -252,7 +263,8 @@ class Clear(NamedTuple):
 
 
 Event = (
-    ForwardStarted
+    TaskMet
+    | ForwardStarted
     | ForwardEnded
     | ForwardRaised
     | ForwardGone
@@ -328,7 +340,9 @@ def _forward_started(rules: Rules, state: BackwardState, event: ForwardStarted) 
 
 
 def _forward_ended(rules: Rules, state: BackwardState, event: ForwardEnded) -> Result:
-    return state._replace(running=_up_to(state.running, event.forward)), ()
+    running = _up_to(state.running, event.forward)
+    latest = (event.forward,) if event.graph else state.latest
+    return state._replace(running=running, latest=latest), ()
 
 
 def _forward_raised(rules: Rules, state: BackwardState, event: ForwardRaised) -> Result:
@@ -362,6 +376,11 @@ def _up_to(running: tuple[int, ...], forward: int) -> tuple[int, ...]:
 
 
 # --- backward ------------------------------------------------------------------------------------
+
+
+def _task_met(rules: Rules, state: BackwardState, event: TaskMet) -> Result:
+    task, actions = _task_of(rules, state, event.task)
+    return state._replace(task=task), actions
 
 
 def _scale_applied(rules: Rules, state: BackwardState, event: ScaleApplied) -> Result:
@@ -458,11 +477,11 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
     if not task.brought:  # torch.autograd.grad, which is none of our business
         return _task_raised(rules, state, TaskRaised(event.task))
     state = state._replace(task=None)
-    if not task.seen:
-        return state, (Reshard(),)
-    state = state._replace(reached=state.reached | task.reached, moved=True, fresh=False)
+    # a loss that was left on the module, or a penalty on gradients, reaches no output
+    mine = task.reached or frozenset(state.latest)
+    state = state._replace(reached=state.reached | mine, latest=(), moved=True, fresh=False)
     if not task.synced:
-        return state._replace(kept=True), (Commit(), Reshard())
+        return state._replace(kept=state.kept or bool(task.seen)), (Commit(), Reshard())
     rest = tuple(Launch(i) for i in range(task.launched, len(rules.buckets)))
     return state._replace(last=task.seen, kept=bool(task.late)), (*rest, Commit(), Reshard())
 
@@ -508,12 +527,13 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
     if rules.accum_steps > 1 and len(state.reached) < rules.accum_steps:
         return state, ()
     flush = (Flush(),) if rules.reduces and (state.kept or rules.counts) else ()
-    return state._replace(reached=frozenset(), kept=False), (*flush, Update(), Reshard())
+    state = state._replace(reached=frozenset(), kept=False, latest=())
+    return state, (*flush, Update(), Reshard())
 
 
 def _gradients_zeroed(rules: Rules, state: BackwardState, event: GradientsZeroed) -> Result:
     _refuse_inside(state, "zero_grad()")
-    state = state._replace(reached=frozenset(), kept=False, moved=False, fresh=True)
+    state = state._replace(reached=frozenset(), kept=False, moved=False, fresh=True, latest=())
     return state, (Clear(),)
 
 
@@ -567,6 +587,7 @@ def _rarer(seen: Counts, last: Counts) -> int:
 
 _HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {
     ForwardStarted: _forward_started,
+    TaskMet: _task_met,
     ForwardEnded: _forward_ended,
     ForwardRaised: _forward_raised,
     ForwardGone: _forward_gone,

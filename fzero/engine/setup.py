@@ -1,6 +1,7 @@
 """How an engine is made of a module: checks, the plan of what travels together, the takeover."""
 
 import glob
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -101,6 +102,14 @@ def units_ahead(cfg: Config, axis: Axis) -> int:
     return 0 if axis.size == 1 or is_gloo(axis.group) else 1
 
 
+def owned_hook(
+    hook: Callable[[Tensor], None], engine: "weakref.ref[Any]"
+) -> Callable[[Tensor], None]:
+    """`hook`, which tells whose it is: a parameter has one engine."""
+    hook.engine = engine  # pyright: ignore[reportFunctionMemberAccess]
+    return hook
+
+
 def install(
     slots: ParameterSlots,
     params: dict[str, nn.Parameter],
@@ -158,7 +167,9 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
     if not params:
         raise ShardError(f"{type(model).__name__} has no parameters, so there is nothing to train.")
     for name, param in params.items():
-        if isinstance(param, LazyParameter):
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        owners = [hook.engine for hook in hooks.values() if hasattr(hook, "engine")]
+        if isinstance(param, LazyParameter) or any(owner() is not None for owner in owners):
             raise ShardError(
                 f"the parameter {name!r} belongs to another engine already. A parameter has one "
                 "engine; make it of the module that holds all of them."

@@ -27,22 +27,22 @@ def gather_around(module: nn.Module, units: Units, special: dict[str, int]) -> N
     for name, unit in special.items():
         around.setdefault(_caller_of(module, name), []).append(unit)
     for name, wanted in around.items():
-        _hook(module.get_submodule(name), units, wanted)
+        _hook(module.get_submodule(name), name, units, wanted)
 
 
-def _hook(caller: nn.Module, units: Units, wanted: Sequence[int]) -> None:
+def _hook(caller: nn.Module, name: str, units: Units, wanted: Sequence[int]) -> None:
     def before(module: nn.Module, args: Any) -> None:
-        units.pin(wanted)
+        units.pin(name, wanted)
 
     def after(module: nn.Module, args: Any, out: Any) -> None:
-        units.unpin()
+        units.unpin(name)
         if torch.is_grad_enabled():
             for x in tensors_in(out):
                 if x.grad_fn is not None:
-                    x.register_hook(lambda grad: units.pin(wanted))
+                    x.register_hook(lambda grad: units.pin(name, wanted))
 
     caller.register_forward_pre_hook(before)
-    caller.register_forward_hook(after)
+    caller.register_forward_hook(after, always_call=True)
 
 
 def _caller_of(module: nn.Module, name: str) -> str:

@@ -163,6 +163,7 @@ class Walk:
         self.adopted: dict[int, Counter[int]] = {}
         self.alive: Counter[int] = Counter()  # what the next update must have
         self.micro: set[int] = set()  # micro-batches
+        self.latest: set[int] = set()  # what a backward that reaches no output counts as
         self.moved, self.fresh = False, True
 
     def run(self) -> None:
@@ -230,6 +231,7 @@ class Walk:
         frame = self.frames.pop()
         if frame.kind == "forward":
             self.live.append(frame.number)
+            self.latest = {frame.number}
             assert not self.send(phases.ForwardEnded(frame.number))
         elif frame.number == self.open:
             self.end()
@@ -348,7 +350,7 @@ class Walk:
         assert self.hands.updates.pop() == self.alive, "the update has other gradients"
         assert not self.hands.kept
         assert not self.hands.reduced
-        self.alive, self.micro = Counter(), set()
+        self.alive, self.micro, self.latest = Counter(), set(), set()
         state = self.state
         assert (state.task, state.reached, state.kept, state.moved) == (None, set(), 0, False)
         return None
@@ -359,6 +361,7 @@ class Walk:
         if not self.frames:
             assert self.send(phases.GradientsZeroed()) == [("Clear",)]
             self.alive, self.micro, self.moved, self.fresh = Counter(), set(), False, True
+            self.latest = set()
         return None
 
     @property
@@ -382,21 +385,15 @@ class Walk:
         if self.hands.waiting:
             assert self.send(phases.GradientsReady(number)) == [("TakeAll",)]
         early = [*self.hands.launched]
-        before = self.state
         actions = self.send(phases.TaskEnded(number))
         rest = [action[1] for action in actions if action[0] == "Launch"]
         assert actions[-1] == ("Reshard",), "the last thing is not to free parameters"
-        if self.pending:
-            assert actions[-2] == ("Commit",)
-            assert actions.count(("Commit",)) == 1
-            every = list(range(len(self.rules.buckets))) if self.synced else []
-            assert early + rest == every, "not every bucket was launched once"
-            self.micro |= self.reached
-            self.moved, self.fresh = True, False
-        else:
-            assert actions == [("Reshard",)]
-            assert not early
-            assert self.state == before._replace(task=None)
+        assert actions[-2] == ("Commit",)
+        assert actions.count(("Commit",)) == 1
+        every = list(range(len(self.rules.buckets))) if self.synced else []
+        assert early + rest == every, "not every bucket was launched once"
+        self.micro |= self.reached or self.latest
+        self.moved, self.fresh, self.latest = True, False, set()
         self.alive += self.pending
         self.close()
 
@@ -406,7 +403,8 @@ class Walk:
         assert self.before is not None
         event = event or phases.TaskRaised(number)
         assert self.send(event) == [("Discard",), ("Reshard",)]
-        ignored = {"running": (), "fresh": True, "aside": ()}  # of forwards inside it, which live
+        # of forwards inside it, which live
+        ignored = {"running": (), "fresh": True, "aside": (), "latest": ()}
         assert self.state._replace(**ignored) == self.before._replace(**ignored)
         for forward, ids in self.adopted.items():
             self.aside[forward] = ids
