@@ -66,7 +66,11 @@ def test_torchrun_restarts_from_the_latest_checkpoint(tmp_path: Path) -> None:
     run_fresh(2, _example, straight, 60, None, 0, timeout=120)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *launcher, "--max-restarts", "2", str(EXAMPLE), *_flags(killed, 60)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     with subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as agent:
