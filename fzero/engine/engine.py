@@ -235,7 +235,7 @@ class Engine:
         finally:
             self._divided = True
         shown = loss.detach().clone()
-        self._losses.append(shown.reshape(()))
+        self._losses.append(shown.clone().reshape(()))
         return shown / self.cfg.accum_steps if scale_wrt_gas else shown
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -519,15 +519,16 @@ class Engine:
         running, node = self._state.task, self._node
         self._node = None
         try:
-            unsure = running is not None and not running.brought and node is not None
-            if unsure and accumulates(node):  # a backward that has reached no parameter of ours
+            brought = running is not None and running.brought
+            if not brought and node is not None and accumulates(node):
+                brought = True  # a backward, which has reached no parameter of ours
                 self._on(phases.LeafReached(task))
             self._take_late()
             self._on(phases.TaskEnded(task))
         except BaseException:
             self._on(phases.TaskRaised(task))
             raise
-        if arrived and running is not None and running.synced:
+        if brought and running is not None and running.synced and not self._is_ordered:
             self._order_buckets(arrived, running.inside)
 
     def _order_buckets(self, arrived: list[int], inside: bool) -> None:
