@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
