@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from fzero.agree import first_says
 from fzero.config import Config
-from fzero.engine import outputs, phases
-from fzero.engine.autograd import Scale, accumulates, current_node, current_task, own, watch
+from fzero.engine import events, outputs, phases
+from fzero.engine.autograd import Scale, accumulates, current_task, own, watch
+from fzero.engine.forward import Forward, no_loss
 from fzero.engine.gradients import Gradients
 from fzero.engine.journal import Journal
 from fzero.engine.leaves import Units
@@ -32,7 +33,8 @@ from fzero.engine.setup import (
 from fzero.engine.stepper import Stepper
 from fzero.engine.together import gather_around
 from fzero.engine.traffic import Traffic
-from fzero.errors import BackwardError, FzeroError, ShardError
+from fzero.engine.writes import Writes
+from fzero.errors import BackwardError, ShardError
 from fzero.functional import functionalize
 from fzero.optim import as_optimizer
 from fzero.precision import in_force, refuse_outer_autocast
@@ -171,7 +173,7 @@ class Engine:
         self._by_place = install(
             slots, params, leaves, self._stepper.locals, self._units, self._taker
         )
-        self._versions = {place: param._version for place, param in self._by_place.items()}
+        self._writes = Writes(self._by_place, leaves, self._stepper, lazy=lazy)
 
     # --- forward and backward ---
 
@@ -184,22 +186,22 @@ class Engine:
         self._recover()
         if self.cfg.dtypes.autocast is not None:  # else the caller's own reaches the module
             refuse_outer_autocast()
-        forward = _Forward(self, next(self._forwards))
+        forward = Forward(self, next(self._forwards))
         self._journal.enter("forward" if torch.is_grad_enabled() else "evaluation")
         if (task := current_task()) != -1:
-            self._on(phases.TaskMet(task))
-        self._on(phases.ForwardStarted(forward.number))
+            self._on(events.TaskMet(task))
+        self._on(events.ForwardStarted(forward.number))
         dtypes = self.cfg.dtypes
         args, kwargs = outputs.cast((args, kwargs), dtypes.param)
         try:
             with in_force(dtypes, self._gradients.device.type):
                 out = outputs.cast(self.module(*args, **kwargs), dtypes.output)
         except BaseException:
-            self._on(phases.ForwardRaised(forward.number))
+            self._on(events.ForwardRaised(forward.number))
             if self._state.task is None:
                 self._journal.raised(sent=False)
             raise
-        self._on(phases.ForwardEnded(forward.number, torch.is_grad_enabled()))
+        self._on(events.ForwardEnded(forward.number, torch.is_grad_enabled()))
         if torch.is_grad_enabled():
             forward.loss = outputs.loss_in(out)
             for x in outputs.tensors_in(out):
@@ -228,7 +230,7 @@ class Engine:
             BackwardError: `loss` is no scalar tensor with a graph.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.requires_grad is False:
-            raise BackwardError(_no_loss(loss))
+            raise BackwardError(no_loss(loss))
         self._divided = scale_wrt_gas
         try:
             self.scale(loss).backward(retain_graph=retain_graph)
@@ -251,7 +253,7 @@ class Engine:
             BackwardError: it has no graph.
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise BackwardError(_no_loss(loss).replace("backward(loss)", "scale(loss)"))
+            raise BackwardError(no_loss(loss).replace("backward(loss)", "scale(loss)"))
         if not self._rules.scaled:
             return loss
         factor, applied = self._loss_scale.scale, (self._scaled,)
@@ -268,11 +270,11 @@ class Engine:
 
         What comes after the block reduces them: the next backward, or `step()`. At every stage.
         """
-        self._on(phases.SyncPaused())
+        self._on(events.SyncPaused())
         try:
             yield
         finally:
-            self._on(phases.SyncResumed())
+            self._on(events.SyncResumed())
 
     # --- the step ---
 
@@ -290,7 +292,7 @@ class Engine:
                 "engine.step() needs an optimizer, and this engine was made without one. Pass it: "
                 "fzero.Engine(model, fzero.optim.adamw(3e-4), cfg)."
             )
-        self._on(phases.StepCalled())
+        self._on(events.StepCalled())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last update; accumulation starts again.
@@ -299,7 +301,7 @@ class Engine:
             set_to_none: accepted for the sake of habit; gradients are always dropped.
         """
         self._recover()
-        self._on(phases.GradientsZeroed())
+        self._on(events.GradientsZeroed())
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch of now is the last before an update.
@@ -335,7 +337,7 @@ class Engine:
                 "engine.state was assigned inside a forward or backward. Assign it between passes."
             )
         self._stepper.write(params, opt_state)
-        self._changed()
+        self._writes.ours()
         if self._units is not None:
             self._units.reshard()
 
@@ -386,59 +388,59 @@ class Engine:
 
     # --- events and actions ---
 
-    def _on(self, event: phases.Event) -> None:
+    def _on(self, event: events.Event) -> None:
         before = self._state
         self._state, actions = transition(self._rules, before, event)
         try:
             for action in actions:
                 self._do(action)
         except BaseException:
-            untouched = isinstance(event, phases.StepCalled) and self._gradients.present
-            if isinstance(event, phases.TaskEnded) or untouched:
+            untouched = isinstance(event, events.StepCalled) and self._gradients.present
+            if isinstance(event, events.TaskEnded) or untouched:
                 self._state = before
             raise
 
-    def _do(self, action: phases.Action) -> None:
+    def _do(self, action: events.Action) -> None:
         gradients = self._gradients
         match action:
-            case phases.Launch(bucket):
+            case events.Launch(bucket):
                 if not self._entered:  # a task that reduces nothing is no business of other ranks
                     self._entered = True
                     self._journal.enter("backward")
                 gradients.launch(bucket)
-            case phases.Watch(task):
+            case events.Watch(task):
                 self._correction = None if self._divided else float(self.cfg.accum_steps)
                 self._factor, self._entered, self._node = None, self._units is not None, None
                 if self._entered:
                     self._journal.enter("backward")
                 watch(lambda: self._ended(task), lambda: self._raised(task))
-            case phases.Adopt(forward):
+            case events.Adopt(forward):
                 factor = 1.0 if self._divided else float(self.cfg.accum_steps)
                 scaled = self._rules.scaled
                 gradients.adopt(forward, self._loss_scale.scale * factor if scaled else factor)
-            case phases.Forget(forward):
+            case events.Forget(forward):
                 gradients.forget(forward)
-            case phases.Commit():
+            case events.Commit():
                 gradients.commit()
                 self._scalars.update(self._pending)
                 self._pending = {}
-            case phases.TakeAll():
+            case events.TakeAll():
                 self._take_all()
-            case phases.Discard():
+            case events.Discard():
                 for place in self._late or ():
                     self._by_place[place].grad = None
                 self._late, self._pending = None, {}
                 gradients.discard()
-            case phases.Flush():
+            case events.Flush():
                 if not self._rules.counts or self._anywhere(bool(gradients.kept))[0]:
                     self._journal.enter("flush")
                     gradients.flush()
-            case phases.Clear():
+            case events.Clear():
                 self._clear()
-            case phases.Reshard():
+            case events.Reshard():
                 if self._units is not None:
                     self._units.reshard()
-            case phases.Update():
+            case events.Update():
                 self._update()
             case _:
                 raise AssertionError(action)
@@ -458,19 +460,19 @@ class Engine:
                 return
             grad = param.grad
             if grad is None:  # a function took the parameter and returned None for it
-                self._on(phases.LeafReached(current_task()))
+                self._on(events.LeafReached(current_task()))
                 return
             param.grad = None
             grad = own(grad)
-            event = phases.GradientReady(place, current_task())
+            event = events.GradientReady(place, current_task())
             self._state, actions = transition(self._rules, self._state, event)
             for action in actions:
                 kind = type(action)
-                if kind is phases.Take:
+                if kind is events.Take:
                     if self._correction is not None:
                         grad.mul_(self._correction)
                     self._gradients.take(place, grad)
-                elif kind is phases.SetAside:
+                elif kind is events.SetAside:
                     self._gradients.set_aside(place, action.forward, grad)  # pyright: ignore
                 else:
                     self._do(action)
@@ -485,7 +487,7 @@ class Engine:
         if self._late:
             task = self._state.task
             assert task is not None
-            self._on(phases.GradientsReady(task.number))
+            self._on(events.GradientsReady(task.number))
         self._late = None
 
     def _take_all(self) -> None:
@@ -501,7 +503,7 @@ class Engine:
 
     def _scaled(self, factor: Tensor) -> None:
         """Gradients that carry `factor` start on their way through the running task."""
-        self._on(phases.ScaleApplied(current_task()))
+        self._on(events.ScaleApplied(current_task()))
         if self._factor is not None and self._factor is not factor:
             raise BackwardError(
                 "two different loss scales met in one backward of this engine, and its gradients "
@@ -522,11 +524,11 @@ class Engine:
             brought = running is not None and running.brought
             if not brought and node is not None and accumulates(node):
                 brought = True  # a backward, which has reached no parameter of ours
-                self._on(phases.LeafReached(task))
+                self._on(events.LeafReached(task))
             self._take_late()
-            self._on(phases.TaskEnded(task))
+            self._on(events.TaskEnded(task))
         except BaseException:
-            self._on(phases.TaskRaised(task))
+            self._on(events.TaskRaised(task))
             raise
         if brought and running is not None and running.synced and not self._is_ordered:
             self._order_buckets(arrived, running.inside)
@@ -560,7 +562,7 @@ class Engine:
 
     def _raised(self, number: int) -> None:
         task = self._state.task
-        self._on(phases.TaskRaised(number))
+        self._on(events.TaskRaised(number))
         if task is not None and task.number == number:
             self._journal.raised(sent=task.launched > 0)
 
@@ -568,7 +570,7 @@ class Engine:
 
     def _update(self) -> None:
         gradients, reduces = self._gradients, self._rules.reduces
-        self._see_writes()
+        self._writes.see()
         source = gradients.reduced if reduces else gradients.kept
         full = not (reduces and gradients.scatter)
         trained = [i for i, leaf in enumerate(gradients.leaves) if leaf.trainable]
@@ -584,7 +586,7 @@ class Engine:
         with who_is_gone(self._traffic.processes):
             self._stepper.update(grads, losses)
         self._clear()
-        self._changed()
+        self._writes.ours()
         if self._units is not None:
             self._units.turn()
 
@@ -592,40 +594,6 @@ class Engine:
         """No gradients, and no losses that they are of."""
         self._gradients.clear()
         self._losses, self._scalars = [], {}
-
-    def _see_writes(self) -> None:
-        """What the caller wrote into parameters since the last update is what gets updated.
-
-        Raises:
-            FzeroError: a parameter has been given other memory.
-        """
-        locals_, written = self._stepper.locals, []
-        for place, param in self._by_place.items():
-            leaf = self._gradients.leaves[place]
-            if param.requires_grad != leaf.trainable:
-                raise FzeroError(
-                    f"the parameter {leaf.name!r} has requires_grad={param.requires_grad}, and had "
-                    f"{leaf.trainable} when the engine was made: what is trained is settled then. "
-                    "Set it back, or make another engine from engine.full_params()."
-                )
-            if self._units is not None:  # writing is refused at once
-                continue
-            if param.data_ptr() != locals_[place].data_ptr() or param.dtype != locals_[place].dtype:
-                raise FzeroError(
-                    f"the parameter {leaf.name!r} is no longer in the engine's memory: "
-                    "module.to(...), .half() or p.data = ... replaced it, and an update would be "
-                    "lost. Move or cast the module before the engine is made; dtypes are "
-                    "Config(precision=...)'s."
-                )
-            if param._version != self._versions.get(place):
-                self._versions[place] = param._version
-                written.append(place)
-        self._stepper.refresh(written)
-
-    def _changed(self) -> None:
-        """Have autograd refuse a backward through what was computed with the values of before."""
-        torch.autograd.graph.increment_version(list(self._by_place.values()))
-        self._versions = {place: param._version for place, param in self._by_place.items()}
 
     @property
     def _loss_scale(self) -> Any:
@@ -641,46 +609,6 @@ class Engine:
             f"full_grad({name!r}): the module has no parameter of that name.{hint} Names are those "
             "of model.named_parameters()."
         )
-
-
-class _Forward:
-    """One call of an engine, as the hooks on its outputs know it."""
-
-    engine: "weakref.ref[Engine] | None" = None  # where __init__ was skipped, as by a compiler
-
-    def __init__(self, engine: Engine, number: int) -> None:
-        self.engine, self.number = weakref.ref(engine), number
-        self.loss: Tensor | None = None
-
-    def reached(self, grad: Tensor) -> None:
-        """A gradient has come to an output."""
-        engine = self.engine() if self.engine is not None else None
-        if engine is not None:
-            engine._on(phases.OutputReached(self.number, current_task()))
-            if engine._node is None:
-                engine._node = current_node()
-            if self.loss is not None:
-                engine._pending[self.number] = self.loss
-
-    def __del__(self) -> None:
-        engine = self.engine() if self.engine is not None else None
-        if engine is not None and engine._gradients.aside:
-            engine._on(phases.ForwardGone(self.number))
-
-
-def _no_loss(loss: Any) -> str:
-    if not isinstance(loss, Tensor):
-        found = f"a {type(loss).__name__}"
-    elif loss.requires_grad is False:
-        found = f"a tensor of shape {tuple(loss.shape)} without a graph"
-    else:
-        found = f"a tensor of shape {tuple(loss.shape)}"
-    return (
-        f"engine.backward(loss) was given {found}; it takes a scalar tensor that was computed from "
-        "the engine's parameters, with gradients enabled. Reduce the loss with .mean(), do not "
-        ".detach() it, and compute it outside of torch.no_grad(); outputs of other shapes go "
-        "through engine.scale(out).backward(gradient)."
-    )
 
 
 def _ignore(places: Sequence[int]) -> None:

@@ -20,14 +20,48 @@ late ones, so where there may be any, all ranks ask each other in `step()`. To s
 no such gradients are, the first backward decides whether leaves are completed by counting at all.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from fzero.engine.counts import Counts, add, as_often, count, rarer
+from fzero.engine.events import (
+    Action,
+    Adopt,
+    Clear,
+    Commit,
+    Discard,
+    Event,
+    Flush,
+    Forget,
+    ForwardEnded,
+    ForwardGone,
+    ForwardRaised,
+    ForwardStarted,
+    GradientReady,
+    GradientsReady,
+    GradientsZeroed,
+    Launch,
+    LeafReached,
+    OutputReached,
+    Reshard,
+    ScaleApplied,
+    SetAside,
+    StepCalled,
+    SyncPaused,
+    SyncResumed,
+    Take,
+    TakeAll,
+    TaskEnded,
+    TaskMet,
+    TaskRaised,
+    Update,
+    Watch,
+)
 from fzero.errors import BackwardError
 
 
 class Rules(NamedTuple):
-    """What does not change while an engine lives.
+    """What a state machine goes by. `buckets` and `counts` are settled by the first backward.
 
     Args:
         buckets: bit masks of the leaves that are reduced together, in the order of reduction.
@@ -42,10 +76,6 @@ class Rules(NamedTuple):
     accum_steps: int = 1
     scaled: bool = False
     counts: bool = False
-
-
-Counts = tuple[int, ...]
-"""How often each leaf has got a gradient: bit i of the k-th mask is set if more than k times."""
 
 
 class Task(NamedTuple):
@@ -108,193 +138,6 @@ class BackwardState(NamedTuple):
     latest: tuple[int, ...] = ()
 
 
-# --- events: what happened -----------------------------------------------------------------------
-
-
-class ForwardStarted(NamedTuple):
-    forward: int
-
-
-class ForwardEnded(NamedTuple):
-    """A forward is over; `graph` says whether backward can go through it."""
-
-    forward: int
-    graph: bool = True
-
-
-class ForwardRaised(NamedTuple):
-    forward: int
-
-
-class ForwardGone(NamedTuple):
-    """Nobody can call backward on its output any more."""
-
-    forward: int
-
-
-class OutputReached(NamedTuple):
-    """A gradient has come to an output of a forward."""
-
-    forward: int
-    task: int
-
-
-class TaskMet(NamedTuple):
-    """A forward begins inside a graph task: it is the outermost one there is."""
-
-    task: int
-
-
-class ScaleApplied(NamedTuple):
-    """The gradients of a task carry the loss scale."""
-
-    task: int
-
-
-class GradientReady(NamedTuple):
-    """A leaf has got the gradient that one graph task had for it."""
-
-    leaf: int
-    task: int
-
-
-class LeafReached(NamedTuple):
-    """A graph task has come to a leaf and has no gradient for it."""
-
-    task: int
-
-
-class GradientsReady(NamedTuple):
-    """More leaves of a task that is not synced have got gradients; told at once, before its end."""
-
-    task: int
-
-
-class TaskEnded(NamedTuple):
-    task: int
-
-
-class TaskRaised(NamedTuple):
-    task: int
-
-
-class SyncPaused(NamedTuple):
-    """A `no_sync` block was entered."""
-
-
-class SyncResumed(NamedTuple):
-    """A `no_sync` block was left."""
-
-
-class StepCalled(NamedTuple):
-    pass
-
-
-class GradientsZeroed(NamedTuple):
-    pass
-
-
-# --- actions: what to do -------------------------------------------------------------------------
-
-
-class Watch(NamedTuple):
-    """Have autograd tell when this task ends, or that it broke off."""
-
-    task: int
-
-
-class SetAside(NamedTuple):
-    """Keep the gradient that has just arrived for the task that will reach this forward."""
-
-    leaf: int
-    forward: int
-
-
-class Adopt(NamedTuple):
-    """What was set aside for this forward is the task's."""
-
-    forward: int
-
-
-class Forget(NamedTuple):
-    """Drop what was set aside for this forward."""
-
-    forward: int
-
-
-class Take(NamedTuple):
-    """The gradient that has just arrived is the task's."""
-
-    leaf: int
-
-
-class TakeAll(NamedTuple):
-    """The gradients that have arrived since the last word of them are the task's."""
-
-
-class Launch(NamedTuple):
-    """Reduce a bucket: what was kept and what the task has of it, zeros for the rest."""
-
-    bucket: int
-
-
-class Commit(NamedTuple):
-    """Wait for the reductions; what they gave, and what is left unreduced, is the step's."""
-
-
-class Discard(NamedTuple):
-    """Drop what the task brought; what it took of those kept and set aside is so again."""
-
-
-class Flush(NamedTuple):
-    """Reduce all that was kept, if any rank has kept something."""
-
-
-class Update(NamedTuple):
-    """Update the parameters from the step's gradients, which are then gone."""
-
-
-class Reshard(NamedTuple):
-    """Full parameters may be freed."""
-
-
-class Clear(NamedTuple):
-    """Drop the step's gradients."""
-
-
-Event = (
-    TaskMet
-    | ForwardStarted
-    | ForwardEnded
-    | ForwardRaised
-    | ForwardGone
-    | OutputReached
-    | ScaleApplied
-    | GradientReady
-    | LeafReached
-    | GradientsReady
-    | TaskEnded
-    | TaskRaised
-    | SyncPaused
-    | SyncResumed
-    | StepCalled
-    | GradientsZeroed
-)
-Action = (
-    Watch
-    | SetAside
-    | Adopt
-    | Forget
-    | Take
-    | TakeAll
-    | Launch
-    | Commit
-    | Discard
-    | Flush
-    | Update
-    | Reshard
-    | Clear
-)
 Result = tuple[BackwardState, Sequence[Action]]
 
 
@@ -397,10 +240,10 @@ def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) ->
     if mine is None:
         return state._replace(task=task), opened
     aside = _without(state.aside, event.forward)
-    seen = _sum(task.seen, mine)
+    seen = add(task.seen, mine)
     task = task._replace(
         seen=seen,
-        complete=task.complete | (_as_often(seen, state.last) if rules.counts else 0),
+        complete=task.complete | (as_often(seen, state.last) if rules.counts else 0),
         late=task.late | mine[0] & task.gone,
         adopted=(*task.adopted, (event.forward, mine)),
         inside=True,
@@ -414,7 +257,7 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
         if state.running:
             forward = state.running[-1]
             counts = dict(state.aside)
-            counts[forward] = _count(counts.get(forward, ()), bit)
+            counts[forward] = count(counts.get(forward, ()), bit)
             return state._replace(aside=tuple(counts.items())), (SetAside(event.leaf, forward),)
         task, actions = _task_of(rules, state, event.task)
     if rules.scaled and not task.scaled:
@@ -423,15 +266,15 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
             "loss scale every backward needs it: call engine.backward(loss), or "
             "engine.scale(loss).backward(). No gradient was changed."
         )
-    seen = _count(task.seen, bit)
+    seen = count(task.seen, bit)
     complete, inside = task.complete, task.inside
     # a nested task may come again for this leaf, and may yet come if it did the last time
     if event.task == task.number:
-        complete |= bit & ~_rarer(seen, state.last)
+        complete |= bit & ~rarer(seen, state.last)
     else:
         inside = True
         if rules.counts:
-            complete |= bit & _as_often(seen, state.last)
+            complete |= bit & as_often(seen, state.last)
     actions, launched, gone, buckets = (*actions, Take(event.leaf)), task.launched, task.gone, ()
     late = task.late | bit & gone
     if task.synced:
@@ -545,46 +388,6 @@ def _refuse_inside(state: BackwardState, what: str) -> None:
         )
 
 
-# --- counting ------------------------------------------------------------------------------------
-
-
-def _count(counts: Counts, bits: int) -> Counts:
-    """One more of each of `bits`."""
-    new: list[int] = []
-    for mask in counts:
-        new.append(mask | bits)
-        bits &= mask
-        if not bits:
-            return (*new, *counts[len(new) :])
-    return (*new, bits)
-
-
-def _sum(a: Counts, b: Counts) -> Counts:
-    for mask in b:
-        a = _count(a, mask)
-    return a
-
-
-def _as_often(seen: Counts, last: Counts) -> int:
-    """Leaves that have come exactly as often as in the last task."""
-    same = 0
-    for k, mask in enumerate(last):
-        if k >= len(seen):
-            break
-        more_last = last[k + 1] if k + 1 < len(last) else 0
-        more_seen = seen[k + 1] if k + 1 < len(seen) else 0
-        same |= mask & ~more_last & seen[k] & ~more_seen
-    return same
-
-
-def _rarer(seen: Counts, last: Counts) -> int:
-    """Leaves that have come less often than in the last task."""
-    rarer = 0
-    for k, mask in enumerate(last):
-        rarer |= mask & ~seen[k] if k < len(seen) else mask
-    return rarer
-
-
 _HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {
     ForwardStarted: _forward_started,
     TaskMet: _task_met,
@@ -603,12 +406,3 @@ _HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {
     StepCalled: _step_called,
     GradientsZeroed: _gradients_zeroed,
 }
-
-
-def masks(buckets: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """Each bucket's leaves as a bit mask.
-
-    >>> masks([[0, 2], [1]])
-    (5, 2)
-    """
-    return tuple(sum(1 << leaf for leaf in bucket) for bucket in buckets)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fzero.collectives import Axis
 from fzero.config import Config
+from fzero.engine.counts import masks
 from fzero.engine.leaves import LazyParameter, Units
-from fzero.engine.phases import masks
 from fzero.engine.slots import ParameterSlots
 from fzero.engine.units import plan_buckets, plan_units
 from fzero.errors import ConfigError, ShardError

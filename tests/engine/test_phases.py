@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fzero.engine import events as ev
 from fzero.engine import phases
-from fzero.engine.phases import BackwardState, Rules, masks, transition
+from fzero.engine.counts import masks
+from fzero.engine.phases import BackwardState, Rules, transition
 from fzero.errors import BackwardError
 from tests.engine.walk import Walk
 
@@ -35,18 +37,18 @@ arrivals = st.lists(
 
 
 def run(
-    rules: Rules, state: BackwardState, *events: phases.Event
-) -> tuple[BackwardState, list[phases.Action]]:
-    done: list[phases.Action] = []
+    rules: Rules, state: BackwardState, *events: ev.Event
+) -> tuple[BackwardState, list[ev.Action]]:
+    done: list[ev.Action] = []
     for event in events:
         state, actions = transition(rules, state, event)
         done += actions
     return state, done
 
 
-def one_task(number: int, arrivals: Arrivals) -> list[phases.Event]:
-    ready = [phases.GradientReady(leaf, number + nested) for leaf, nested in arrivals]
-    return [phases.OutputReached(0, number), *ready]
+def one_task(number: int, arrivals: Arrivals) -> list[ev.Event]:
+    ready = [ev.GradientReady(leaf, number + nested) for leaf, nested in arrivals]
+    return [ev.OutputReached(0, number), *ready]
 
 
 @given(arrivals, st.lists(st.integers(0, LEAVES), max_size=3), st.data())
@@ -56,7 +58,7 @@ def test_a_task_like_the_last_one_reduces_early_and_has_nothing_late(
     edges = [0, *sorted(set(cuts) - {0, LEAVES}), LEAVES]
     buckets = [range(a, b) for a, b in itertools.pairwise(edges)]
     rules = Rules(masks(buckets), counts=True)
-    state, _ = run(rules, BackwardState(), *one_task(10, first), phases.TaskEnded(10))
+    state, _ = run(rules, BackwardState(), *one_task(10, first), ev.TaskEnded(10))
     state, _ = run(
         rules, state._replace(kept=False), *one_task(20, data.draw(st.permutations(first)))
     )
@@ -70,58 +72,58 @@ def test_a_task_like_the_last_one_reduces_early_and_has_nothing_late(
 def test_what_comes_after_its_bucket_left_is_kept_for_the_next() -> None:
     rules = Rules(masks([[0], [1]]))
     state, actions = run(
-        rules, BackwardState(), *one_task(10, [(0, 0), (0, 1), (1, 0)]), phases.TaskEnded(10)
+        rules, BackwardState(), *one_task(10, [(0, 0), (0, 1), (1, 0)]), ev.TaskEnded(10)
     )
-    assert [a for a in actions if isinstance(a, phases.Launch)] == [(0,), (1,)]
+    assert [a for a in actions if isinstance(a, ev.Launch)] == [(0,), (1,)]
     assert state.kept
-    _, actions = run(rules, state, phases.StepCalled())
-    assert [type(a) for a in actions] == [phases.Flush, phases.Update, phases.Reshard]
+    _, actions = run(rules, state, ev.StepCalled())
+    assert [type(a) for a in actions] == [ev.Flush, ev.Update, ev.Reshard]
 
 
 def test_a_backward_that_only_asks_for_gradients_changes_nothing() -> None:
     state, actions = run(
-        Rules(masks([[0]])), BackwardState(), phases.OutputReached(3, 10), phases.TaskEnded(10)
+        Rules(masks([[0]])), BackwardState(), ev.OutputReached(3, 10), ev.TaskEnded(10)
     )
     assert state == BackwardState()
-    assert [type(a) for a in actions] == [phases.Watch, phases.Discard, phases.Reshard]
+    assert [type(a) for a in actions] == [ev.Watch, ev.Discard, ev.Reshard]
 
 
 def test_a_scale_on_one_backward_does_not_excuse_the_next() -> None:
     rules = Rules(masks([[0]]), scaled=True)
-    scaled = [phases.ScaleApplied(10), phases.GradientReady(0, 10), phases.TaskEnded(10)]
+    scaled = [ev.ScaleApplied(10), ev.GradientReady(0, 10), ev.TaskEnded(10)]
     state, _ = run(rules, BackwardState(), *scaled)
     with pytest.raises(BackwardError, match="scale"):
-        run(rules, state, phases.OutputReached(0, 11), phases.GradientReady(0, 11))
+        run(rules, state, ev.OutputReached(0, 11), ev.GradientReady(0, 11))
 
 
 @pytest.mark.parametrize(
     ("events", "word"),
     [
-        ([phases.StepCalled()], "no backward"),
-        ([*one_task(1, [(0, 0)]), phases.StepCalled()], "inside a backward"),
-        ([phases.ForwardStarted(0), phases.StepCalled()], "inside a forward"),
-        ([phases.ForwardStarted(0), phases.GradientsZeroed()], "inside a forward"),
+        ([ev.StepCalled()], "no backward"),
+        ([*one_task(1, [(0, 0)]), ev.StepCalled()], "inside a backward"),
+        ([ev.ForwardStarted(0), ev.StepCalled()], "inside a forward"),
+        ([ev.ForwardStarted(0), ev.GradientsZeroed()], "inside a forward"),
         (
             [
                 *one_task(1, [(0, 0)]),
-                phases.TaskEnded(1),
-                phases.StepCalled(),
-                phases.StepCalled(),
+                ev.TaskEnded(1),
+                ev.StepCalled(),
+                ev.StepCalled(),
             ],
             "no backward",
         ),
         (
             [
                 *one_task(1, [(0, 0)]),
-                phases.TaskEnded(1),
-                phases.SyncPaused(),
-                phases.StepCalled(),
+                ev.TaskEnded(1),
+                ev.SyncPaused(),
+                ev.StepCalled(),
             ],
             "no_sync",
         ),
     ],
 )
-def test_out_of_order(events: list[phases.Event], word: str) -> None:
+def test_out_of_order(events: list[ev.Event], word: str) -> None:
     rules = Rules(masks([[0]]))
     state, _ = run(rules, BackwardState(), *events[:-1])
     with pytest.raises(BackwardError, match=word):
@@ -141,9 +143,9 @@ def lines_per_event(leaves: int, history: bool) -> list[int]:
         lines[-1] += event == "line" and frame.f_code.co_filename == phases.__file__
         return count
 
-    some = [phases.GradientReady(leaf, 1 + leaf % 2) for leaf in range(0, leaves, size // 2)]
-    events = [phases.ForwardStarted(0), phases.ForwardEnded(0), phases.OutputReached(0, 1)]
-    for event in [*events, *some, phases.TaskEnded(1), phases.StepCalled()]:
+    some = [ev.GradientReady(leaf, 1 + leaf % 2) for leaf in range(0, leaves, size // 2)]
+    events = [ev.ForwardStarted(0), ev.ForwardEnded(0), ev.OutputReached(0, 1)]
+    for event in [*events, *some, ev.TaskEnded(1), ev.StepCalled()]:
         lines.append(0)
         before = sys.gettrace()
         sys.settrace(count)

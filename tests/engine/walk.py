@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fzero.engine import phases
+from fzero.engine import events, phases
+from fzero.engine.counts import masks
 from fzero.engine.phases import BackwardState, Rules, transition
 from fzero.errors import BackwardError
 
@@ -25,7 +26,7 @@ def move(source: Piles, target: Piles) -> None:
     source.clear()
 
 
-def label(action: phases.Action) -> tuple[str, *tuple[Any, ...]]:
+def label(action: events.Action) -> tuple[str, *tuple[Any, ...]]:
     """An action as something that differs from other kinds (named tuples of equal fields don't)."""
     return (type(action).__name__, *action)
 
@@ -51,26 +52,26 @@ class Hands:
     launched: list[int] = field(default_factory=list)
     updates: list[Counter[int]] = field(default_factory=list)
 
-    def do(self, action: phases.Action, reduces: bool) -> None:
+    def do(self, action: events.Action, reduces: bool) -> None:
         match action:
-            case phases.Take(leaf):
+            case events.Take(leaf):
                 self.task.setdefault(leaf, []).append(self.arrived)
-            case phases.TakeAll():
+            case events.TakeAll():
                 move(self.waiting, self.task)
-            case phases.SetAside(leaf, forward):
+            case events.SetAside(leaf, forward):
                 self.aside.setdefault(forward, {}).setdefault(leaf, []).append(self.arrived)
-            case phases.Adopt(forward):
+            case events.Adopt(forward):
                 self.adopted[forward] = self.aside.pop(forward)
                 move({leaf: [*ids] for leaf, ids in self.adopted[forward].items()}, self.task)
-            case phases.Forget(forward):
+            case events.Forget(forward):
                 del (self.aside if forward in self.aside else self.adopted)[forward]
-            case phases.Launch(bucket):
+            case events.Launch(bucket):
                 self.launched.append(bucket)
                 for leaf in self.buckets[bucket]:
                     self.used |= {leaf} & self.kept.keys()
                     ids = [*self.kept.get(leaf, []), *self.task.pop(leaf, [])]
                     self.landed.setdefault(leaf, []).extend(ids)
-            case phases.Commit():
+            case events.Commit():
                 for leaf in self.used:
                     del self.kept[leaf]
                 self.used.clear()
@@ -78,20 +79,20 @@ class Hands:
                 self.launched.clear()
                 move(self.landed, self.reduced)
                 move(self.task, self.kept)
-            case phases.Discard():
+            case events.Discard():
                 for gone in (self.task, self.waiting, self.landed, self.used, self.launched):
                     gone.clear()
                 self.aside |= self.adopted
                 self.adopted.clear()
-            case phases.Flush():
+            case events.Flush():
                 assert reduces
                 move(self.kept, self.reduced)
-            case phases.Update():
+            case events.Update():
                 self.updates.append(ids_in(self.reduced if reduces else self.kept))
                 assert not (self.kept if reduces else self.reduced), "some were not reduced"
                 self.reduced.clear()
                 self.kept.clear()
-            case phases.Clear():
+            case events.Clear():
                 self.reduced.clear()
                 self.kept.clear()
 
@@ -132,12 +133,12 @@ class Walk:
             if buckets[-1] and tape.pick(2):
                 buckets.append([])
             buckets[-1].append(leaf)
-        masks = list(phases.masks(buckets))
+        bits = list(masks(buckets))
         if tape.pick(4) == 3:  # a bucket that waits for the end, as modules of some ranks do
-            masks[-1] |= 1 << self.leaves
+            bits[-1] |= 1 << self.leaves
         reduces = tape.pick(4) != 3
         self.rules = Rules(
-            tuple(masks) if reduces else (),
+            tuple(bits) if reduces else (),
             reduces=reduces,
             accum_steps=max(1, tape.pick(7) - 2),
             scaled=tape.pick(4) == 3,
@@ -220,7 +221,7 @@ class Walk:
         self.forwards += 1
         self.frames.append(Frame("forward", self.forwards))
         self.fresh = True
-        assert not self.send(phases.ForwardStarted(self.forwards))
+        assert not self.send(events.ForwardStarted(self.forwards))
 
     def start_task(self) -> None:
         self.tasks += 1
@@ -232,7 +233,7 @@ class Walk:
         if frame.kind == "forward":
             self.live.append(frame.number)
             self.latest = {frame.number}
-            assert not self.send(phases.ForwardEnded(frame.number))
+            assert not self.send(events.ForwardEnded(frame.number))
         elif frame.number == self.open:
             self.end()
         else:  # nested, or nothing of the engine's was in it: nobody asked to be told
@@ -243,7 +244,7 @@ class Walk:
         while self.frames:
             frame = self.frames.pop()
             if frame.kind == "forward":
-                actions = self.send(phases.ForwardRaised(frame.number))
+                actions = self.send(events.ForwardRaised(frame.number))
                 assert (frame.number in self.aside) == (("Forget", frame.number) in actions)
                 assert (("Reshard",) in actions) == (self.open is None)
                 self.aside.pop(frame.number, None)
@@ -263,17 +264,17 @@ class Walk:
         self.hands.arrived = self.gradients
         running = [f.number for f in self.frames if f.kind == "forward"]
         if self.tape.pick(12) == 11:  # a function has none for it
-            assert not self.send(phases.LeafReached(frame.number))
+            assert not self.send(events.LeafReached(frame.number))
             self.brought |= self.open is not None
             return
         if self.open is None and running:
-            assert self.send(phases.GradientReady(leaf, frame.number)) == [
+            assert self.send(events.GradientReady(leaf, frame.number)) == [
                 ("SetAside", leaf, running[-1])
             ]
             self.aside.setdefault(running[-1], Counter())[self.gradients] += 1
             return
         if self.rules.scaled and not (self.open is not None and self.scaled):
-            self.refused(phases.GradientReady(leaf, frame.number), "scale")
+            self.refused(events.GradientReady(leaf, frame.number), "scale")
             self.throw()
             return
         # nothing waits for it: told at the end
@@ -281,7 +282,7 @@ class Walk:
             self.hands.waiting.setdefault(leaf, []).append(self.gradients)
             self.pending[self.gradients] += 1
             return
-        actions = self.send(phases.GradientReady(leaf, frame.number), opens=frame.number)
+        actions = self.send(events.GradientReady(leaf, frame.number), opens=frame.number)
         assert [a for a in actions if a[0] == "Take"] == [("Take", leaf)]
         self.taken = self.brought = True
         self.pending[self.gradients] += 1
@@ -291,7 +292,7 @@ class Walk:
             return
         forward = forward or self.live[self.tape.pick(len(self.live))]
         number = self.frames[-1].number
-        actions = self.send(phases.OutputReached(forward, number), opens=number)
+        actions = self.send(events.OutputReached(forward, number), opens=number)
         assert (("Adopt", forward) in actions) == (forward in self.aside)
         self.reached.add(forward)
         if forward in self.aside:
@@ -300,24 +301,24 @@ class Walk:
 
     def scale(self) -> None:
         number = self.frames[-1].number
-        self.send(phases.ScaleApplied(number), opens=number)
+        self.send(events.ScaleApplied(number), opens=number)
         self.scaled = True
 
     def pause(self) -> None:
         self.paused += 1
-        assert not self.send(phases.SyncPaused())
+        assert not self.send(events.SyncPaused())
 
     def resume(self) -> None:
         if self.paused:
             self.paused -= 1
-            assert not self.send(phases.SyncResumed())
+            assert not self.send(events.SyncResumed())
 
     def gone(self, forward: int | None = None) -> None:
         if not self.live:
             return
         forward = forward or self.live[self.tape.pick(len(self.live))]
         self.live.remove(forward)
-        actions = self.send(phases.ForwardGone(forward))
+        actions = self.send(events.ForwardGone(forward))
         held = self.aside if forward in self.aside else self.adopted
         assert actions == ([("Forget", forward)] if forward in held else [])
         held.pop(forward, None)
@@ -327,21 +328,21 @@ class Walk:
         if self.tasks and self.tasks != self.open:
             number = 1 + self.tape.pick(self.tasks)
             if number not in (self.open, *(f.number for f in self.frames if f.kind == "task")):
-                kind = (phases.TaskRaised, phases.TaskEnded)[self.tape.pick(2)]
+                kind = (events.TaskRaised, events.TaskEnded)[self.tape.pick(2)]
                 before = self.state
                 assert not self.send(kind(number))
                 assert self.state == before
 
     def step(self) -> None:
         if self.frames and (self.open is not None or self.running):
-            return self.refused(phases.StepCalled(), "step")
+            return self.refused(events.StepCalled(), "step")
         if self.frames:  # inside a backward that has not touched the engine: nobody can know
             return None
         if self.paused:
-            return self.refused(phases.StepCalled(), "no_sync")
+            return self.refused(events.StepCalled(), "no_sync")
         if not self.moved:
-            return self.refused(phases.StepCalled(), "no backward")
-        actions = self.send(phases.StepCalled())
+            return self.refused(events.StepCalled(), "no backward")
+        actions = self.send(events.StepCalled())
         self.moved, self.fresh = False, True
         if self.rules.accum_steps > 1 and len(self.micro) < self.rules.accum_steps:
             assert not actions
@@ -357,9 +358,9 @@ class Walk:
 
     def zero(self) -> None:
         if self.frames and (self.open is not None or self.running):
-            return self.refused(phases.GradientsZeroed(), "zero_grad")
+            return self.refused(events.GradientsZeroed(), "zero_grad")
         if not self.frames:
-            assert self.send(phases.GradientsZeroed()) == [("Clear",)]
+            assert self.send(events.GradientsZeroed()) == [("Clear",)]
             self.alive, self.micro, self.moved, self.fresh = Counter(), set(), False, True
             self.latest = set()
         return None
@@ -379,13 +380,13 @@ class Walk:
         number = self.open
         assert number is not None
         if not self.brought:  # torch.autograd.grad: as if it had never been
-            self.broken(phases.TaskEnded(number))
+            self.broken(events.TaskEnded(number))
             return
         self.open = None
         if self.hands.waiting:
-            assert self.send(phases.GradientsReady(number)) == [("TakeAll",)]
+            assert self.send(events.GradientsReady(number)) == [("TakeAll",)]
         early = [*self.hands.launched]
-        actions = self.send(phases.TaskEnded(number))
+        actions = self.send(events.TaskEnded(number))
         rest = [action[1] for action in actions if action[0] == "Launch"]
         assert actions[-1] == ("Reshard",), "the last thing is not to free parameters"
         assert actions[-2] == ("Commit",)
@@ -397,11 +398,11 @@ class Walk:
         self.alive += self.pending
         self.close()
 
-    def broken(self, event: phases.Event | None = None) -> None:
+    def broken(self, event: events.Event | None = None) -> None:
         number, self.open = self.open, None
         assert number is not None
         assert self.before is not None
-        event = event or phases.TaskRaised(number)
+        event = event or events.TaskRaised(number)
         assert self.send(event) == [("Discard",), ("Reshard",)]
         # of forwards inside it, which live
         ignored = {"running": (), "fresh": True, "aside": (), "latest": ()}
@@ -417,26 +418,26 @@ class Walk:
     # --- one event ---
 
     def send(
-        self, event: phases.Event, opens: int | None = None
+        self, event: events.Event, opens: int | None = None
     ) -> list[tuple[str, *tuple[Any, ...]]]:
         """Send an event, carry out its actions, compare with the truth."""
         self.events += 1
         before = self.state
         self.state, actions = transition(self.rules, before, event)
         assert hash(before) is not None  # immutable all the way down
-        watched = [action.task for action in actions if isinstance(action, phases.Watch)]
+        watched = [action.task for action in actions if isinstance(action, events.Watch)]
         assert watched == ([opens] if self.open is None and opens is not None else [])
         if watched:
-            assert isinstance(actions[0], phases.Watch)
+            assert isinstance(actions[0], events.Watch)
             self.begin(watched[0], before)
-        launches = [action.bucket for action in actions if isinstance(action, phases.Launch)]
+        launches = [action.bucket for action in actions if isinstance(action, events.Launch)]
         first = len(self.hands.launched)
         assert launches == list(range(first, first + len(launches))), "out of order, or twice"
         assert not launches or self.synced, "reduced in a pass that must not"
         assert len(actions) - len(launches) <= 4, "work that grows with something"
         for action in actions:
             self.hands.do(action, self.rules.reduces)
-        if not isinstance(event, (phases.GradientReady, phases.TaskEnded)):
+        if not isinstance(event, (events.GradientReady, events.TaskEnded)):
             assert not launches
         self.compare()
         return [label(action) for action in actions]
@@ -453,7 +454,7 @@ class Walk:
         idle = not (hands.task or hands.landed or hands.adopted or hands.waiting)
         assert state.task is not None or idle
 
-    def refused(self, event: phases.Event, word: str) -> None:
+    def refused(self, event: events.Event, word: str) -> None:
         """The event is an error of the user's, which says so and changes nothing."""
         before = self.state
         with pytest.raises(BackwardError, match=word):

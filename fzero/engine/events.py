@@ -1,0 +1,191 @@
+"""What happens to an engine, and what it does about it: the words of `fzero.engine.phases`."""
+
+from typing import NamedTuple
+
+# --- events: what happened -----------------------------------------------------------------------
+
+
+class ForwardStarted(NamedTuple):
+    forward: int
+
+
+class ForwardEnded(NamedTuple):
+    """A forward is over; `graph` says whether backward can go through it."""
+
+    forward: int
+    graph: bool = True
+
+
+class ForwardRaised(NamedTuple):
+    forward: int
+
+
+class ForwardGone(NamedTuple):
+    """Nobody can call backward on its output any more."""
+
+    forward: int
+
+
+class OutputReached(NamedTuple):
+    """A gradient has come to an output of a forward."""
+
+    forward: int
+    task: int
+
+
+class TaskMet(NamedTuple):
+    """A forward begins inside a graph task: it is the outermost one there is."""
+
+    task: int
+
+
+class ScaleApplied(NamedTuple):
+    """The gradients of a task carry the loss scale."""
+
+    task: int
+
+
+class GradientReady(NamedTuple):
+    """A leaf has got the gradient that one graph task had for it."""
+
+    leaf: int
+    task: int
+
+
+class LeafReached(NamedTuple):
+    """A graph task has come to a leaf and has no gradient for it."""
+
+    task: int
+
+
+class GradientsReady(NamedTuple):
+    """More leaves of a task that is not synced have got gradients; told at once, before its end."""
+
+    task: int
+
+
+class TaskEnded(NamedTuple):
+    task: int
+
+
+class TaskRaised(NamedTuple):
+    task: int
+
+
+class SyncPaused(NamedTuple):
+    """A `no_sync` block was entered."""
+
+
+class SyncResumed(NamedTuple):
+    """A `no_sync` block was left."""
+
+
+class StepCalled(NamedTuple):
+    pass
+
+
+class GradientsZeroed(NamedTuple):
+    pass
+
+
+# --- actions: what to do -------------------------------------------------------------------------
+
+
+class Watch(NamedTuple):
+    """Have autograd tell when this task ends, or that it broke off."""
+
+    task: int
+
+
+class SetAside(NamedTuple):
+    """Keep the gradient that has just arrived for the task that will reach this forward."""
+
+    leaf: int
+    forward: int
+
+
+class Adopt(NamedTuple):
+    """What was set aside for this forward is the task's."""
+
+    forward: int
+
+
+class Forget(NamedTuple):
+    """Drop what was set aside for this forward."""
+
+    forward: int
+
+
+class Take(NamedTuple):
+    """The gradient that has just arrived is the task's."""
+
+    leaf: int
+
+
+class TakeAll(NamedTuple):
+    """The gradients that have arrived since the last word of them are the task's."""
+
+
+class Launch(NamedTuple):
+    """Reduce a bucket: what was kept and what the task has of it, zeros for the rest."""
+
+    bucket: int
+
+
+class Commit(NamedTuple):
+    """Wait for the reductions; what they gave, and what is left unreduced, is the step's."""
+
+
+class Discard(NamedTuple):
+    """Drop what the task brought; what it took of those kept and set aside is so again."""
+
+
+class Flush(NamedTuple):
+    """Reduce all that was kept, if any rank has kept something."""
+
+
+class Update(NamedTuple):
+    """Update the parameters from the step's gradients, which are then gone."""
+
+
+class Reshard(NamedTuple):
+    """Full parameters may be freed."""
+
+
+class Clear(NamedTuple):
+    """Drop the step's gradients."""
+
+
+Event = (
+    TaskMet
+    | ForwardStarted
+    | ForwardEnded
+    | ForwardRaised
+    | ForwardGone
+    | OutputReached
+    | ScaleApplied
+    | GradientReady
+    | LeafReached
+    | GradientsReady
+    | TaskEnded
+    | TaskRaised
+    | SyncPaused
+    | SyncResumed
+    | StepCalled
+    | GradientsZeroed
+)
+Action = (
+    Watch
+    | SetAside
+    | Adopt
+    | Forget
+    | Take
+    | TakeAll
+    | Launch
+    | Commit
+    | Discard
+    | Flush
+    | Update
+    | Reshard
+    | Clear
+)
