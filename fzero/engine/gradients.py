@@ -94,7 +94,7 @@ class Gradients:
     def launch(self, bucket: int) -> None:
         """Reduce a bucket of what is kept and what the task has; zeros where there is nothing."""
         places = self.buckets[bucket]
-        self._land(_FLIGHTS)
+        self._land(_FLIGHTS - 1)
         self.flights.append((places, self._send(places, [self._local(i) for i in places])))
         self.gone(places)
 
