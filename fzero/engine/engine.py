@@ -491,12 +491,17 @@ class Engine:
         self._late = None
 
     def _take_all(self) -> None:
-        grads: dict[int, Tensor] = {}
+        params, dense, grads = self._by_place, torch.strided, {}
+        writes = self._gradients.accumulates or self._correction is not None
         for place in self._late or ():
-            param = self._by_place[place]
-            if param.grad is not None:  # else it came twice, or a function returned None for it
-                grads[place] = own(param.grad)
-                param.grad = None
+            param = params[place]
+            grad = param.grad
+            if grad is None:  # it came twice, or a function returned None for it
+                continue
+            param.grad = None
+            if writes or grad.requires_grad or grad.layout is not dense:
+                grad = own(grad)
+            grads[place] = grad
         if self._correction is not None and grads:
             torch._foreach_mul_(list(grads.values()), self._correction)
         self._gradients.take_all(grads)

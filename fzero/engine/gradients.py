@@ -25,7 +25,8 @@ class Gradients:
         scatter: whether only this rank's shards of the sums are kept.
         factors: on each gradient before, and on the sum after it is reduced.
         device: of the parameters.
-        accumulates: whether sums of many micro-batches are to be held in no less than float32.
+        accumulates: whether sums of many micro-batches are expected: they are added up in place,
+            in no less than float32.
         gone: told of the leaves whose gradients have been sent.
     """
 
@@ -43,6 +44,7 @@ class Gradients:
     ) -> None:
         self.leaves, self.buckets, self.traffic = leaves, buckets, traffic
         self.scatter, self.factors, self.device, self.gone = scatter, factors, device, gone
+        self.accumulates = accumulates
         # dtypes in which gradients come, travel and are summed
         come = [leaf.compute or leaf.dtype for leaf in leaves]
         self.travels = [leaf.reduce or dtype for leaf, dtype in zip(leaves, come, strict=True)]
@@ -73,7 +75,7 @@ class Gradients:
     def take_all(self, grads: dict[int, Tensor]) -> None:
         """Gradients of many leaves for the running task."""
         self.arrived.update(dict.fromkeys(grads))
-        _add(self.task, grads)
+        _add(self.task, grads, in_place=True)
 
     def set_aside(self, place: int, forward: int, grad: Tensor) -> None:
         """A gradient for the task that will reach this forward."""
@@ -109,7 +111,7 @@ class Gradients:
         for place, grad in self.landed.items():
             if grad.dtype != self.sums[place]:
                 self.landed[place] = grad.to(self.sums[place])
-        _add(self.reduced, self.landed)
+        _add(self.reduced, self.landed, in_place=True)
         for place in [*self.borrowed]:  # their buckets were under way already
             self.task[place] = self._brought(place)
         for forward in self.adopted:
@@ -118,7 +120,8 @@ class Gradients:
         for place in self.wider:
             if place in self.task:
                 self.task[place] = self.task[place].to(self.sums[place])
-        _add(self.kept, self.task)
+        # where none were expected, these may be in memory that others hold, too
+        _add(self.kept, self.task, in_place=self.accumulates)
 
     def discard(self) -> None:
         """The running task has raised: everything is as before it."""
@@ -200,10 +203,14 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _add(total: dict[int, Tensor], more: dict[int, Tensor]) -> None:
+def _add(total: dict[int, Tensor], more: dict[int, Tensor], *, in_place: bool) -> None:
     """Add one to the other, which is empty then."""
-    both = total.keys() & more.keys()
+    both = [place for place in more if place in total] if total else []
     if both:
-        torch._foreach_add_([total[i] for i in both], [more.pop(i) for i in both])
+        held, new = [total[i] for i in both], [more.pop(i) for i in both]
+        if in_place:
+            torch._foreach_add_(held, new)
+        else:
+            total.update(zip(both, torch._foreach_add(held, new), strict=True))
     total.update(more)
     more.clear()
