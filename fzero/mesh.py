@@ -10,9 +10,11 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -111,9 +113,9 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> Mesh:
 
 
 def default_store() -> Store:
-    """The key-value store that the ranks met at."""
+    """The key-value store that the ranks met at, without what earlier attempts left in it."""
     # Private. The public alternative, a `dist.TCPStore` of our own, needs a port that all know.
-    return dist.distributed_c10d._get_default_store()
+    return _of_attempt(dist.distributed_c10d._get_default_store(), os.environ)
 
 
 def is_simulated(mesh: Mesh) -> bool:
@@ -183,8 +185,36 @@ def _start_from_environment(environ: Mapping[str, str], device_type: str) -> Non
     else:
         backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
         torch.accelerator.set_device_index(int(environ.get("LOCAL_RANK", environ["RANK"])))
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, **_meeting_place(environ))
     atexit.register(functools.partial(_end, dist.group.WORLD))
+
+
+def _meeting_place(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Where the ranks of this attempt meet, as `init_process_group` takes it.
+
+    torchrun's ranks share its own store, which outlives a restart. Addresses of the attempt before
+    are still there, and gloo would connect to them: so the keys get a prefix.
+    """
+    if not _attempt(environ):
+        return {}
+    store = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
+    rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    return {"store": _of_attempt(store, environ), "rank": rank, "world_size": world}
+
+
+def _of_attempt(store: Store, environ: Mapping[str, str]) -> Store:
+    attempt = _attempt(environ)
+    return PrefixStore(f"fzero/attempt {attempt}", store) if attempt else store
+
+
+def _attempt(environ: Mapping[str, str]) -> int:
+    """How often torchrun has restarted these ranks on its own store.
+
+    0 where they are on several nodes, whose launchers count for themselves.
+    """
+    own = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    one_node = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if own and one_node else 0
 
 
 def _end(started: dist.ProcessGroup | None) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fzero.errors import ConfigError
-from fzero.mesh import Mesh, is_simulated, resolve_mesh
+from fzero.mesh import Mesh, _attempt, is_simulated, resolve_mesh
 from tests.ranks import fake_ranks, local_ranks, run_fresh, run_ranks
 
 
@@ -166,3 +166,35 @@ def _resolve_without_group(environment_world: str) -> bool:
 
 def test_a_torchrun_of_one_rank_starts_nothing() -> None:
     assert run_fresh(1, _resolve_without_group, "1") == [True]
+
+
+@pytest.mark.parametrize(
+    ("changed", "attempt"),
+    [
+        ({}, 2),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, 0),  # then each attempt has a store of its own
+        ({"LOCAL_WORLD_SIZE": "2"}, 0),  # launchers of several nodes count for themselves
+        ({"TORCHELASTIC_RESTART_COUNT": "0"}, 0),
+    ],
+)
+def test_a_restart_on_a_shared_store_is_told(changed: dict[str, str], attempt: int) -> None:
+    environ = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+    }
+    assert _attempt(environ | changed) == attempt
+
+
+def _meets_in(attempt: str) -> list[float]:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+    mesh = resolve_mesh(None, "cpu")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return [x.item(), float(mesh.world_size)]
+
+
+@pytest.mark.parametrize("attempt", ["0", "1"])
+def test_ranks_meet_at_every_attempt(attempt: str) -> None:
+    assert run_fresh(2, _meets_in, attempt) == [[2.0, 2.0]] * 2

@@ -69,7 +69,6 @@ def test_torchrun_restarts_from_the_latest_checkpoint(tmp_path: Path) -> None:
     env = os.environ | {
         "PYTHONPATH": str(ROOT),
         "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     with subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
