@@ -114,6 +114,23 @@ def sum_gradients(
     return _sums(high, leaves, [True] * len(high), axes, limit, announce)
 
 
+def plan_buckets(nbytes: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
+    """Places in this order, in groups of at most `limit` bytes, or one.
+
+    >>> plan_buckets([4, 4, 8], [2, 1, 0], limit=8)
+    [[2], [1, 0]]
+    """
+    groups: list[list[int]] = []
+    filled = 0
+    for place in order:
+        if not groups or filled + nbytes[place] > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(place)
+        filled += nbytes[place]
+    return groups
+
+
 def _sums(
     tensors: Sequence[Tensor],
     leaves: Sequence[LeafLayout],

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.agree import rendezvous
-from fzero.batched import scatter_gradients, sum_gradients
+from fzero.batched import plan_buckets, scatter_gradients, sum_gradients
 from fzero.errors import FzeroError, TraceError
 from fzero.gradients import (
     ModelFn,
@@ -246,7 +246,8 @@ class _Arrivals:
         self.tensors, self.leaves, self.reduce = tensors, leaves, reduce
         self.arrived: dict[int, Tensor] = {}
         self.reduced: dict[int, Tensor] = {}
-        self.waiting = _buckets([x.nbytes for x in tensors], limit)
+        last_first = range(len(tensors))[::-1]
+        self.waiting = plan_buckets([x.nbytes for x in tensors], last_first, limit)
         self.hooks = [x.register_hook(self._taker(i, done)) for i, x in enumerate(tensors)]
 
     def finish(self) -> list[Tensor]:
@@ -329,19 +330,6 @@ def _gradients(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
 
 def _dense(grad: Tensor) -> Tensor:
     return grad if grad.layout == torch.strided else grad.to_dense()
-
-
-def _buckets(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Places from the last to the first, in groups of at most `limit` bytes, or one."""
-    groups: list[list[int]] = []
-    filled = 0
-    for i in reversed(range(len(nbytes))):
-        if not groups or filled + nbytes[i] > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(i)
-        filled += nbytes[i]
-    return groups
 
 
 @contextlib.contextmanager

@@ -342,9 +342,10 @@ class Engine:
             self._units.reshard()
 
     def full_params(self) -> dict[str, Tensor]:
-        """Copies of the full parameters by name, on every rank; every rank must call it."""
+        """Copies of the full parameters by name. At stage 3 every rank must call it."""
         self._recover()
-        self._journal.enter("full_params")
+        if self.cfg.stage == 3:
+            self._journal.enter("full_params")
         leaves, shards = self._gradients.leaves, self._stepper.locals
         full: dict[str, Tensor] = {}
         for i in self._registered:

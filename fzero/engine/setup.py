@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fzero.batched import plan_buckets
 from fzero.collectives import Axis
 from fzero.config import Config
 from fzero.engine.counts import masks
 from fzero.engine.leaves import LazyParameter, Units
 from fzero.engine.slots import ParameterSlots
-from fzero.engine.units import plan_buckets, plan_units
+from fzero.engine.units import plan_units
 from fzero.errors import ConfigError, ShardError
 from fzero.layout import LeafLayout
 from fzero.mesh import is_gloo

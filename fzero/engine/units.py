@@ -1,7 +1,8 @@
 """Which leaves travel together: decided once, from names and sizes, the same on every rank."""
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 from fzero.errors import ConfigError
@@ -72,23 +73,6 @@ def plan_units(
     return [*units, *special.values()], list(special)
 
 
-def plan_buckets(nbytes: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Places in this order, in groups of at most `limit` bytes, or one.
-
-    >>> plan_buckets([4, 4, 8], [2, 1, 0], limit=8)
-    [[2], [1, 0]]
-    """
-    groups: list[list[int]] = []
-    filled = 0
-    for place in order:
-        if not groups or filled + nbytes[place] > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(place)
-        filled += nbytes[place]
-    return groups
-
-
 def _owners(leaves: Sequence[LeafLayout], together: Sequence[str]) -> dict[int, str]:
     """For the leaves of modules that a glob matches, the outermost such module."""
     owner: dict[int, str] = {}
@@ -119,12 +103,5 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _runs(places: Sequence[int], key) -> list[list[int]]:  # pyright: ignore
-    runs: list[list[int]] = []
-    last = None
-    for place in places:
-        if not runs or key(place) != last:
-            runs.append([])
-            last = key(place)
-        runs[-1].append(place)
-    return runs
+def _runs(places: Sequence[int], key: Callable[[int], str]) -> list[list[int]]:
+    return [list(run) for _, run in itertools.groupby(places, key)]

@@ -329,3 +329,17 @@ def _late_on_one_rank() -> list[Any]:
         grads.append(engine.full_grad("w").tolist())  # pyright: ignore
         engine.step()
     return grads
+
+
+def test_one_rank_may_look_at_parameters_that_are_whole() -> None:
+    run_ranks(2, _looks_alone)
+
+
+def _looks_alone() -> None:
+    for stage in range(3):
+        engine = fzero.Engine(nn.Linear(2, 1), SGD, fzero.Config(stage))
+        for _ in range(2):
+            engine(torch.ones(1, 2)).sum().backward()
+            engine.step()
+            if torch.distributed.get_rank() == 0:  # to save or print them
+                assert engine.full_params()["weight"].shape == (1, 2)
