@@ -9,7 +9,7 @@ import fzero
 from fzero.engine import journal
 from tests.engine.models import Experts, Lost, Raises
 from tests.engine.parity import SGD, build, data, here
-from tests.ranks import run_fresh
+from tests.ranks import RanksFailed, run_fresh
 
 
 def differ(when: str) -> tuple[float, str]:
@@ -77,3 +77,21 @@ def test_every_rank_is_told(when: str) -> None:
 
 def test_patience_leaves_time_to_tell() -> None:
     assert journal._PATIENCE + 5 <= 20
+
+
+def goes_on_alone() -> None:
+    """One rank calls backward once more, and the other updates."""
+    torch.distributed.init_process_group("gloo")
+    journal._PATIENCE = 3.0
+    rank, _ = here()
+    engine = fzero.Engine(build(Raises), SGD(), fzero.Config(stage=2))
+    for turn in range(3):
+        for _ in range(2 if turn == 2 and rank == 1 else 1):
+            engine(data(rank)).square().mean().backward()
+        engine.step()
+
+
+def test_one_backward_more_is_found_out_where_no_parameters_travel() -> None:
+    # the other rank learns of it when this one ends
+    with pytest.raises(RanksFailed, match=r"RankMismatchError: rank 1 came to 'engine 1, after b"):
+        run_fresh(2, goes_on_alone, timeout=30)
