@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 import fzero
 from benchmarks.models import SIZES, batch_of, fzero_step
 from fzero import checkpoint, tree
-from fzero.dtensor import local_tensor
+from fzero.distributed.dtensor import local_tensor
 
 MIB = 2**20
 PIECE = 4 * MIB

@@ -19,8 +19,8 @@ from benchmarks.allocations import measure
 from benchmarks.memory import one_rank_of
 from benchmarks.models import GPT, SIZES, Size, Step, batch_of, fzero_step
 from fzero import Config, Precision, tree
-from fzero.dtensor import local_tensor
-from fzero.step import micro_batches
+from fzero.distributed.dtensor import local_tensor
+from fzero.step.train_step import micro_batches
 from fzero.zero import divide
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,6 +7,7 @@ params, opt_state = step_fn(params, opt_state, batch)
 
 from fzero import checkpoint, optim
 from fzero.config import Config
+from fzero.eager.stage import stage
 from fzero.engine import Engine
 from fzero.errors import (
     BackwardError,
@@ -17,15 +18,14 @@ from fzero.errors import (
     ShardError,
     TraceError,
 )
-from fzero.functional import functionalize
-from fzero.loss_scale import LossScale
-from fzero.precision import Precision
+from fzero.functional.functionalize import functionalize
+from fzero.functional.remat import remat
+from fzero.numerics.loss_scale import LossScale
+from fzero.numerics.precision import Precision
 from fzero.program import Program
-from fzero.remat import remat
-from fzero.sharding import shard, unshard
-from fzero.stage import stage
-from fzero.state import OptState
-from fzero.step import TrainStep, make_train_step
+from fzero.state.opt_state import OptState
+from fzero.state.sharding import shard, unshard
+from fzero.step.train_step import TrainStep, make_train_step
 
 __all__ = [
     "BackwardError",

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fzero.collectives import Axis, all_gather, all_reduce, boundary, reduce_scatter, replicate
+from fzero.distributed.collectives import (
+    Axis,
+    all_gather,
+    all_reduce,
+    boundary,
+    reduce_scatter,
+    replicate,
+)
 from fzero.layout import Layout, LeafLayout
 
 Leaves = tuple[Tensor, ...]

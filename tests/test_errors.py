@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import Config, ConfigError, FzeroError, ShardError, TraceError, tree
-from fzero.step import TrainStep
+from fzero.step.train_step import TrainStep
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 

@@ -102,7 +102,7 @@ def test_imports_point_down(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("layout.py", "from fzero.step import TrainStep"),
+        ("layout.py", "from fzero.step.train_step import TrainStep"),
         ("layout.py", "import fzero.zero"),
         ("layout.py", "from fzero import Config"),
         ("layout.py", "import fzero"),
@@ -120,14 +120,14 @@ def test_wrong_imports_are_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("__init__.py", "from fzero.step import TrainStep"),
+        ("__init__.py", "from fzero.step.train_step import TrainStep"),
         (
             "layout.py",
             "import torch\nfrom fzero import mesh, tree\nfrom fzero.errors import ShardError",
         ),
         (
             "program/passes/bucket.py",
-            "from ..ir import Program\nfrom fzero.collectives import gather",
+            "from ..ir import Program\nfrom fzero.distributed.collectives import gather",
         ),
         ("optim/adam.py", "from fzero.optim.chain import chain\nfrom . import chain"),
         ("engine/phases.py", "from fzero import simulate"),

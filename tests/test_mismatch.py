@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
-from fzero import Config, FzeroError, RankMismatchError, agree, step, tree
+from fzero import Config, FzeroError, RankMismatchError, tree
+from fzero.distributed import agree
+from fzero.step import train_step
 from tests.ranks import RanksFailed, run_fresh, run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -155,7 +157,7 @@ def test_ranks_may_change_their_collectives_together(world: int, sub_mesh: bool)
 
 def _one_branches() -> None:
     dist.init_process_group("gloo")
-    step.rendezvous = functools.partial(agree.rendezvous, timeout=1.0)  # pyright: ignore
+    train_step.rendezvous = functools.partial(agree.rendezvous, timeout=1.0)  # pyright: ignore
     model_fn = _Branching()
     step_fn = fzero.make_train_step(model_fn, SGD, Config(stage=3))
     state = step_fn(*step_fn.init(_params()), X)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fzero import zero
-from fzero.collectives import Axis
+from fzero.distributed.collectives import Axis
+from fzero.distributed.mesh import resolve_mesh
 from fzero.layout import Layout, plan_layout
-from fzero.mesh import resolve_mesh
 from tests.ranks import run_ranks
 
 F64 = torch.float64

@@ -5,14 +5,14 @@ params, opt_state = fzero.checkpoint.load("runs/a", params, opt_state)
 """
 
 from fzero.checkpoint.background import wait
-from fzero.checkpoint.deepspeed import deepspeed_param_groups, import_deepspeed_universal
-from fzero.checkpoint.folders import latest
+from fzero.checkpoint.foreign.deepspeed import deepspeed_param_groups, import_deepspeed_universal
+from fzero.checkpoint.foreign.safetensors import export_safetensors
+from fzero.checkpoint.format.folders import latest
+from fzero.checkpoint.format.storage import Reader
 from fzero.checkpoint.load import load
-from fzero.checkpoint.order import sample_order
-from fzero.checkpoint.safetensors import export_safetensors
+from fzero.checkpoint.resume import sample_order
 from fzero.checkpoint.save import save
 from fzero.checkpoint.stopping import StopOnSignal
-from fzero.checkpoint.storage import Reader
 
 __all__ = [
     "Reader",

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fzero.checkpoint import manifest
-from fzero.checkpoint.crew import crew_of
-from fzero.checkpoint.folders import latest
-from fzero.checkpoint.manifest import Manifest
-from fzero.checkpoint.safetensors import Whole, write_folder
-from fzero.checkpoint.storage import Boxed, open_checked
-from fzero.checkpoint.verify import found_in, problems, table
+from fzero.checkpoint.foreign.safetensors import Whole, write_folder
+from fzero.checkpoint.format import manifest
+from fzero.checkpoint.format.folders import latest
+from fzero.checkpoint.format.manifest import Manifest
+from fzero.checkpoint.format.storage import Boxed, open_checked
+from fzero.checkpoint.format.verify import found_in, problems, table
+from fzero.checkpoint.ranks import crew_of
 from fzero.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch.distributed import ProcessGroup
 
-from fzero.checkpoint.crew import Crew
+from fzero.checkpoint.ranks import Crew
 
 
 class Background:

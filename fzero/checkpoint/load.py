@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from fzero.checkpoint import background, folders, foreign, manifest
-from fzero.checkpoint.crew import crew_of, together
-from fzero.checkpoint.flat import Flat, flatten
+from fzero.checkpoint import background
+from fzero.checkpoint.compare import compare, refuse
+from fzero.checkpoint.flatten import Flat, flatten
+from fzero.checkpoint.foreign import dcp
+from fzero.checkpoint.foreign.safetensors import is_safetensors, open_safetensors
+from fzero.checkpoint.format import folders, manifest
+from fzero.checkpoint.format.storage import Reader
 from fzero.checkpoint.progress import progress
-from fzero.checkpoint.report import compare, refuse
-from fzero.checkpoint.safetensors import is_safetensors, open_safetensors
+from fzero.checkpoint.ranks import crew_of, together
 from fzero.checkpoint.sources import Source
-from fzero.checkpoint.storage import Reader
-from fzero.dtensor import local_tensor
+from fzero.distributed.dtensor import local_tensor
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree
 
@@ -126,7 +128,7 @@ def fill(
 
 
 def _choose(path: Path) -> str:
-    if (path / manifest.NAME).exists() or (path / foreign.NAME).exists() or is_safetensors(path):
+    if (path / manifest.NAME).exists() or (path / dcp.NAME).exists() or is_safetensors(path):
         return str(path.absolute())
     newest = folders.latest(path)
     if newest is None:
@@ -146,7 +148,7 @@ def _open(where: str, flat: Flat, told: Callable[[int], None]) -> Source:
         return Source(where, reader, found.metadata(), found.scalars, identity=identity)
     if is_safetensors(path):
         return open_safetensors(path, list(flat.tensors), told)
-    return foreign.open_dcp(path, flat, told)
+    return dcp.open_dcp(path, flat, told)
 
 
 @torch.no_grad()

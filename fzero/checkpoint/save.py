@@ -31,17 +31,25 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from fzero.checkpoint import _files, background
-from fzero.checkpoint.crew import Crew, crew_of, together
-from fzero.checkpoint.flat import Flat, Scalar, flatten, place
-from fzero.checkpoint.folders import drop, is_whole, retain, saving_folder, step_folder, sweep
-from fzero.checkpoint.manifest import Extent, File
-from fzero.checkpoint.plan import Chunk, plan_save
+from fzero.checkpoint import background
+from fzero.checkpoint.flatten import Flat, Scalar, flatten, place
+from fzero.checkpoint.format import disk
+from fzero.checkpoint.format.boxes import Chunk, plan_save
+from fzero.checkpoint.format.folders import (
+    drop,
+    is_whole,
+    retain,
+    saving_folder,
+    step_folder,
+    sweep,
+)
+from fzero.checkpoint.format.manifest import Extent, File
+from fzero.checkpoint.format.storage import Writer, Written
 from fzero.checkpoint.progress import Progress, progress
-from fzero.checkpoint.storage import Writer, Written
-from fzero.dtensor import local_tensor
+from fzero.checkpoint.ranks import Crew, crew_of, together
+from fzero.distributed.dtensor import local_tensor
 from fzero.errors import CheckpointError
-from fzero.state import OptState
+from fzero.state.opt_state import OptState
 from fzero.tree import PyTree
 
 # A plain tensor counts as the same on all ranks; those of a state that cost nothing are compared.
@@ -167,8 +175,8 @@ class Job:
         def publish(by_rank: Sequence[Any]) -> None:
             if crew.leads:
                 writer.finish(self.metadata, self._results(by_rank))
-                _files.rename(folder, step_folder(self.path, self.step))
-                _files.sync_folder(self.path)
+                disk.rename(folder, step_folder(self.path, self.step))
+                disk.sync_folder(self.path)
 
         def let_go() -> None:
             if crew.leads and self.keep is not None:
@@ -181,7 +189,7 @@ class Job:
         except CheckpointError:
             if crew.leads:  # a full disk needs the room back
                 with contextlib.suppress(OSError):
-                    _files.remove(folder)
+                    disk.remove(folder)
             raise
         together(crew, "whether older ones are removed", let_go, _UNREMOVED)
 
@@ -270,8 +278,8 @@ def _prepare(crew: Crew, path: Path, step: int) -> None:
     sweep(path)
     if there.exists():
         drop(there)
-    _files.make_folder(saving_folder(path, step))
-    _files.sync_folder(path.parent)
+    disk.make_folder(saving_folder(path, step))
+    disk.sync_folder(path.parent)
 
 
 def _metadata(flat: Flat, step: int, chunks: Sequence[Chunk], crew: Crew) -> Metadata:

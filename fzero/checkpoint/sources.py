@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
-from fzero.checkpoint.flat import Scalar
-from fzero.checkpoint.pieces import pieces
+from fzero.checkpoint.flatten import Scalar
+from fzero.checkpoint.format.pieces import pieces
 
 Region = tuple[slice, ...]
 

@@ -10,16 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fzero.agree import first_says
 from fzero.config import Config
+from fzero.distributed.agree import first_says
+from fzero.distributed.journal import Journal
+from fzero.distributed.processes import who_is_gone
+from fzero.distributed.transport import Traffic
+from fzero.eager.units import Units
 from fzero.engine import events, outputs, phases
-from fzero.engine.autograd import Scale, accumulates, current_task, own, watch
-from fzero.engine.forward import Forward, no_loss
-from fzero.engine.gradients import Gradients
-from fzero.engine.journal import Journal
-from fzero.engine.leaves import Units
-from fzero.engine.phases import BackwardState, Rules, transition
-from fzero.engine.setup import (
+from fzero.engine.attach import (
     WITHOUT,
     factors,
     frozen_too,
@@ -30,17 +28,19 @@ from fzero.engine.setup import (
     plan_order,
     units_ahead,
 )
+from fzero.engine.autograd import Scale, accumulates, current_task, own, watch
+from fzero.engine.forward import Forward, no_loss
+from fzero.engine.phases import BackwardState, Rules, transition
+from fzero.engine.reducer import Gradients
 from fzero.engine.stepper import Stepper
 from fzero.engine.together import gather_around
-from fzero.engine.traffic import Traffic
 from fzero.engine.writes import Writes
 from fzero.errors import BackwardError, ShardError
-from fzero.functional import functionalize
+from fzero.functional.functionalize import functionalize
+from fzero.numerics.precision import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
-from fzero.precision import in_force, refuse_outer_autocast
-from fzero.presence import who_is_gone
-from fzero.start import start
-from fzero.state import OptState
+from fzero.state.init import start
+from fzero.state.opt_state import OptState
 from fzero.tree import PyTree
 
 

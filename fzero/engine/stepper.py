@@ -9,12 +9,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fzero import tree
 from fzero.errors import ShardError
-from fzero.loss_scale import LossScaleState, Watch, exhausted
-from fzero.plan import Held, Plan
-from fzero.sharding import locals_of
-from fzero.staged import UpdateHalf
-from fzero.state import OptState
-from fzero.step import _refuse_nonfinite
+from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
+from fzero.state.opt_state import OptState
+from fzero.state.plan import Held, Plan
+from fzero.state.sharding import locals_of
+from fzero.step.traced import UpdateHalf
+from fzero.step.train_step import _refuse_nonfinite
 from fzero.tree import PyTree
 from fzero.zero import divide
 

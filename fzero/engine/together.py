@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.engine.leaves import Units
+from fzero.eager.units import Units
 from fzero.engine.outputs import tensors_in
 
 

@@ -8,6 +8,7 @@ and fused kernels. Everything here is elementwise, so shards are all it needs to
 
 from fzero.optim.adam import AdamState, adam, adamw, scale_by_adam
 from fzero.optim.adapt import as_optimizer
+from fzero.optim.base import Optimizer
 from fzero.optim.clip import clip_by_global_norm, tree_global_norm, tree_norm
 from fzero.optim.compose import MaskedState, chain, masked
 from fzero.optim.inplace import EmptyState
@@ -29,7 +30,6 @@ from fzero.optim.transforms import (
     scale,
     scale_by_learning_rate,
 )
-from fzero.protocols import Optimizer
 
 __all__ = [
     "AdamState",

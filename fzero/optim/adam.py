@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import check
+from fzero.optim.base import Optimizer, Params, PyTree, Schedule
 from fzero.optim.foreach import by_group, cast_like, leaves_like, scale_, zero_step, zeros_like
 from fzero.optim.inplace import in_place
 from fzero.optim.transforms import decay_tree, scale_tree
-from fzero.protocols import Optimizer, Params, PyTree, Schedule
 
 
 class AdamState(NamedTuple):

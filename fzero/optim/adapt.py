@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.errors import ConfigError
+from fzero.optim.base import GlobalNorm, Optimizer, Params, PyTree, UpdateFn
 from fzero.optim.clip import tree_global_norm
 from fzero.optim.inplace import in_place
-from fzero.protocols import GlobalNorm, Optimizer, Params, PyTree, UpdateFn
 
 
 def as_optimizer(obj: Any) -> Optimizer:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import check
+from fzero.optim.base import GlobalNorm, Optimizer, Params, PyTree
 from fzero.optim.foreach import by_group, scaled
 from fzero.optim.inplace import EmptyState, in_place
-from fzero.protocols import GlobalNorm, Optimizer, Params, PyTree
 
 
 def tree_global_norm(values: PyTree) -> Tensor:

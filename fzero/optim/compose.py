@@ -8,9 +8,9 @@ import torch
 from fzero import tree
 from fzero.errors import ConfigError
 from fzero.optim.adapt import as_optimizer
+from fzero.optim.base import Optimizer, Params, PyTree
 from fzero.optim.foreach import add_, leaves_like
 from fzero.optim.inplace import Overwrite
-from fzero.protocols import Optimizer, Params, PyTree
 
 
 class MaskedState(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.errors import ShardError
-from fzero.protocols import PyTree
+from fzero.optim.base import PyTree
 
 Leaves = list[Tensor] | tuple[Tensor, ...]
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.errors import ConfigError
+from fzero.optim.base import ApplyFn, Params, PyTree, UpdateFn
 from fzero.optim.foreach import add_, copy_, leaves_like
-from fzero.protocols import ApplyFn, Params, PyTree, UpdateFn
 
 
 class EmptyState(NamedTuple):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import check
+from fzero.optim.base import Optimizer, Params, PyTree, Schedule
 from fzero.optim.foreach import (
     by_group,
     cast_like,
@@ -22,7 +23,6 @@ from fzero.optim.foreach import (
 )
 from fzero.optim.inplace import in_place
 from fzero.optim.transforms import decay_tree, scale_tree
-from fzero.protocols import Optimizer, Params, PyTree, Schedule
 
 
 class LionState(NamedTuple):

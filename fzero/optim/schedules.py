@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero.errors import ConfigError
 from fzero.optim import check
-from fzero.protocols import Schedule
+from fzero.optim.base import Schedule
 
 
 def constant(value: float) -> Schedule:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import ConfigError
 from fzero.optim import check
+from fzero.optim.base import Optimizer, Params, PyTree, Schedule
 from fzero.optim.foreach import (
     Leaves,
     by_group,
@@ -24,7 +25,6 @@ from fzero.optim.foreach import (
 )
 from fzero.optim.inplace import in_place
 from fzero.optim.transforms import decay_tree, scale_tree
-from fzero.protocols import Optimizer, Params, PyTree, Schedule
 
 
 class TraceState(NamedTuple):

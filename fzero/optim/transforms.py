@@ -11,9 +11,9 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import ConfigError
 from fzero.optim import check
+from fzero.optim.base import Optimizer, Params, PyTree, Schedule
 from fzero.optim.foreach import by_group, cast_like, leaves_like, scaled, zero_step
 from fzero.optim.inplace import EmptyState, in_place
-from fzero.protocols import Optimizer, Params, PyTree, Schedule
 
 
 class ScheduleState(NamedTuple):

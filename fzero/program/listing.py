@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fzero.program.ir import Program, phases
 from fzero.program.memory import peak_bytes, timeline
+from fzero.program.program import Program, phases
 
 
 class Collective(NamedTuple):

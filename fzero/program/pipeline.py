@@ -1,6 +1,5 @@
 """The order of the passes, and why."""
 
-from fzero.program.ir import Program
 from fzero.program.passes.bucket import bucket, bucket_at
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
@@ -8,6 +7,7 @@ from fzero.program.passes.gathers import hoist_reductions, regather, sink_gather
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_gather, is_reduction
 from fzero.program.passes.seed import insert_seeds, number_sites
+from fzero.program.program import Program
 
 
 def optimise(

@@ -28,9 +28,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
 from fzero.errors import FzeroError, TraceError
+from fzero.functional.torch_checkpoint import checkpoints_taken_over
 from fzero.program.interop import transformers_is_tracing
-from fzero.program.ir import Program, output_node, placeholders
-from fzero.takeover import checkpoints_taken_over
+from fzero.program.program import Program, output_node, placeholders
 
 FrontEnd = tuple[str, Callable[..., Any]]
 

@@ -1,4 +1,4 @@
-"""Faults put into `fzero.checkpoint._files`: every call that a save makes on the disk, counted."""
+"""Faults put into `fzero.checkpoint.format.disk`: every call that a save makes on the disk, counted."""
 
 import contextlib
 import errno
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from fzero.checkpoint import _files
+from fzero.checkpoint.format import disk
 
 # What can be cut off half-way, with something of it done.
 TORN = ("append", "remove")
@@ -21,14 +21,14 @@ def watched(act: Callable[[int, str, tuple[Any, ...]], None]) -> Iterator[list[s
     seen: list[str] = []
 
     def around(name: str) -> Any:
-        real = getattr(_files, name)
+        real = getattr(disk, name)
 
         def call(*args: Any) -> Any:
             seen.append(name)
             act(len(seen) - 1, name, args)
             return real(*args)
 
-        return mock.patch.object(_files, name, call)
+        return mock.patch.object(disk, name, call)
 
     with contextlib.ExitStack() as stack:
         for name in CALLS:

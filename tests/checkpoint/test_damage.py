@@ -15,8 +15,8 @@ from hypothesis import given, settings
 import fzero
 from fzero.checkpoint import latest, load, save
 from fzero.checkpoint.__main__ import main
-from fzero.checkpoint.manifest import _digest, loads, read
-from fzero.checkpoint.verify import problems
+from fzero.checkpoint.format.manifest import _digest, loads, read
+from fzero.checkpoint.format.verify import problems
 from tests.checkpoint.test_foreign import Touch
 
 

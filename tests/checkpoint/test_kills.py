@@ -9,8 +9,8 @@ import torch
 
 import fzero
 from fzero.checkpoint import latest, save
-from fzero.checkpoint.folders import steps
-from fzero.checkpoint.verify import problems
+from fzero.checkpoint.format.folders import steps
+from fzero.checkpoint.format.verify import problems
 from tests.checkpoint.faults import TORN, killer, watched
 from tests.ranks import Ranks, RanksFailed, run_fresh
 

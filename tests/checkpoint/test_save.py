@@ -15,8 +15,8 @@ import torch
 
 import fzero
 from fzero.checkpoint import background, latest, load, save, wait
-from fzero.checkpoint.folders import steps
-from fzero.checkpoint.verify import problems
+from fzero.checkpoint.format.folders import steps
+from fzero.checkpoint.format.verify import problems
 from tests.checkpoint.cases import Job, differing, full, make
 from tests.checkpoint.faults import full_disk, watched
 from tests.ranks import run_ranks
@@ -188,7 +188,9 @@ def _change_while_writing(run: Path) -> tuple[list[str], bool]:
         where = save(run, params, opt_state, step=7, asynchronous=True)
         early = where.exists()
         for leaf in (*fzero.tree.leaves(params), *fzero.tree.leaves(opt_state)):
-            fzero.dtensor.local_tensor(leaf).zero_()  # training goes on, in the same memory
+            fzero.distributed.dtensor.local_tensor(
+                leaf
+            ).zero_()  # training goes on, in the same memory
         gate.opened.set()
         wait()
     other, state, _ = make(Job(2, 3), 8)
@@ -245,7 +247,7 @@ run, params = {str(tmp_path)!r}, {{"w": torch.ones(3)}}
 fzero.checkpoint.save(run, params, step=1, asynchronous=True)
 fzero.checkpoint.wait()
 def fail(*args): raise OSError(28, "No space left on device")
-fzero.checkpoint._files.create = fail
+fzero.checkpoint.format.disk.create = fail
 fzero.checkpoint.save(run, params, step=2, asynchronous=True)
 """
     done = subprocess.run(

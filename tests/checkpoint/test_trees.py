@@ -15,9 +15,9 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.checkpoint import load, save
-from fzero.checkpoint.flat import flatten, keys
-from fzero.checkpoint.pieces import pieces
-from fzero.checkpoint.plan import box_at
+from fzero.checkpoint.flatten import flatten, keys
+from fzero.checkpoint.format.boxes import box_at
+from fzero.checkpoint.format.pieces import pieces
 
 
 class Pair(NamedTuple):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import fzero
 from fzero import Config, ConfigError, FzeroError, LossScale, Precision, tree
-from fzero.dtensor import local_tensor
+from fzero.distributed.dtensor import local_tensor
+from tests.functional.test_owners import Net
 from tests.laws import precision_reference as reference
 from tests.laws.precision_reference import LR, MOMENTUM, STEPS, Case, Trained
 from tests.ranks import run_ranks
-from tests.test_owners import Net
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PRESETS = {"bf16": torch.bfloat16, "fp16": torch.float16}

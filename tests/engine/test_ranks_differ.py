@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.engine import journal
+from fzero.distributed import journal
 from tests.engine.models import Experts, Lost, Raises
 from tests.engine.parity import SGD, build, data, here
 from tests.ranks import RanksFailed, run_fresh

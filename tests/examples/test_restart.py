@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 import fzero
-from fzero.checkpoint.folders import steps
+from fzero.checkpoint.format.folders import steps
 from tests.ranks import RanksFailed, run_fresh
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.test_loss_scale import Model as ScaleRule
+from tests.numerics.test_loss_scale import Model as ScaleRule
 
 ROWS, WIDTH, HIDDEN = 4, 6, 9
 STEPS, LR, MOMENTUM = 20, 0.125, 0.9

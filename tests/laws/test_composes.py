@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import zero
-from fzero.collectives import Axis
+from fzero.distributed.collectives import Axis
+from fzero.distributed.mesh import resolve_mesh
 from fzero.layout import plan_layout
-from fzero.mesh import resolve_mesh
 from tests.ranks import run_ranks
 
 F64 = torch.float64

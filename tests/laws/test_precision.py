@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fzero
 from fzero import Config, LossScale, tree
-from fzero.dtensor import local_tensor
+from fzero.distributed.dtensor import local_tensor
 from tests.laws import precision_reference as reference
 from tests.laws.precision_reference import LR, MOMENTUM, STEPS, Case, Trained
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 import fzero
 from fzero import Config, FzeroError, LossScale, tree
 from tests.laws import precision_reference as reference
-from tests.test_loss_scale import Model as ScaleRule
+from tests.numerics.test_loss_scale import Model as ScaleRule
 
 STAGES = pytest.mark.parametrize("stage", range(4))
 EXECUTORS = pytest.mark.parametrize("executor", ["traced", "eager"])

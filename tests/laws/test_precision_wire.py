@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import fzero
 from fzero import Config, Precision, tree
+from tests.functional.test_owners import SAFE, Net
 from tests.ranks import fake_ranks
-from tests.test_owners import SAFE, Net
 
 BF16, FP32 = torch.bfloat16, torch.float32
 STAGES = pytest.mark.parametrize("stage", range(4))

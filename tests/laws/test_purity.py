@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fzero
 from fzero import Config, tree
 from tests.ranks import run_ranks
-from tests.test_sharding import trees
+from tests.state.test_sharding import trees
 
 OPTIMIZERS = {
     "sgd": lambda: fzero.optim.sgd(0.1),

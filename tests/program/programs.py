@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero import zero
-from fzero.collectives import Axis
+from fzero.distributed.collectives import Axis
+from fzero.distributed.mesh import resolve_mesh
 from fzero.layout import Layout, plan_layout
-from fzero.mesh import resolve_mesh
 from fzero.program import Program
 from fzero.program.trace import stage_out
 from fzero.zero import Axes

@@ -13,17 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from fzero.distributed.buckets import GATHER, REDUCE_SCATTER
 from fzero.program import Program
-from fzero.program.buckets import GATHER, REDUCE_SCATTER
-from fzero.program.ir import (
-    BACKWARD,
-    FORWARD,
-    copy_graph,
-    is_op,
-    order_of,
-    output_node,
-    phases,
-)
+from fzero.program.codegen import compile
 from fzero.program.passes.bucket import bucket, bucket_at
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
@@ -32,7 +24,15 @@ from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction, legalise
 from fzero.program.passes.seed import insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
-from fzero.program.run import compile
+from fzero.program.program import (
+    BACKWARD,
+    FORWARD,
+    copy_graph,
+    is_op,
+    order_of,
+    output_node,
+    phases,
+)
 from tests.program.programs import Recorded
 from tests.ranks import fake_ranks, run_ranks
 

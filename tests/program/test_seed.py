@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fzero.collectives import boundary
+from fzero.distributed.collectives import boundary
 from fzero.errors import TraceError
 from fzero.program import Program
-from fzero.program.ir import copy_graph, output_node
+from fzero.program.codegen import compile
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.seed import SITE, insert_seeds, mix, number_sites
-from fzero.program.run import compile
+from fzero.program.program import copy_graph, output_node
 from fzero.program.trace import stage_out
 from tests.program.programs import Recorded
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.layout import LeafLayout
-from fzero.mesh import is_gloo
-from fzero.program.buckets import (
+from fzero.distributed.buckets import (
     ALL_REDUCE,
     GATHER,
     REDUCE_SCATTER,
@@ -23,7 +21,11 @@ from fzero.program.buckets import (
     unpack_into,
     unpack_shards,
 )
-from fzero.program.ir import (
+from fzero.distributed.mesh import is_gloo
+from fzero.layout import LeafLayout
+from fzero.program.memory import peak_bytes
+from fzero.program.passes.rewrite import call, is_cheap, is_gather, is_reduction, legalise, refresh
+from fzero.program.program import (
     BACKWARD,
     FORWARD,
     UPDATE,
@@ -33,8 +35,6 @@ from fzero.program.ir import (
     phases,
     tensors_of,
 )
-from fzero.program.memory import peak_bytes
-from fzero.program.passes.rewrite import call, is_cheap, is_gather, is_reduction, legalise, refresh
 
 _PACK = {GATHER: pack_shards, REDUCE_SCATTER: pack_full, ALL_REDUCE: pack_flat}
 _UNPACK = {GATHER: unpack_full, REDUCE_SCATTER: unpack_shards, ALL_REDUCE: unpack_flat}

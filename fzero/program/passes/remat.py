@@ -5,9 +5,9 @@ import operator
 from torch import fx
 from torch._ops import OpOverload
 
-from fzero.program.ir import BACKWARD, FORWARD, Program, copy_graph, order_of, phases
+from fzero.functional.remat import Path, regions_of
 from fzero.program.passes.rewrite import infer, refresh
-from fzero.remat import Path, regions_of
+from fzero.program.program import BACKWARD, FORWARD, Program, copy_graph, order_of, phases
 
 
 def rematerialise(program: Program) -> Program:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fzero.errors import TraceError
-from fzero.program.ir import Program, boundary_of, copy_graph, placeholders, tensors_of
+from fzero.program.program import Program, boundary_of, copy_graph, placeholders, tensors_of
 
 SITE = "random_site"
 

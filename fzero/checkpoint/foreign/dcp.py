@@ -1,0 +1,261 @@
+"""Checkpoints that `torch.distributed.checkpoint` wrote for other code, FSDP2 for one.
+
+Their `.metadata` is a pickle. It is read by an unpickler that knows a dozen names, each of which
+stands for a plain record made here: no module is imported, and no function of anybody's is called.
+Tensors are read with `torch.load(weights_only=True)`; entries that are no tensors are never read.
+"""
+
+import enum
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+)
+
+# Private, and what `FileSystemReader.read_data` looks up; there is no public way to make one.
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+
+from fzero.checkpoint.flatten import Flat
+from fzero.checkpoint.sources import Source, is_step, moment_of, names_of, shared_prefix
+from fzero.errors import CheckpointError
+
+NAME = ".metadata"
+MAX_BYTES = 2**30
+
+_DCP = "torch.distributed.checkpoint"
+_RECORDS = {
+    (f"{_DCP}.metadata", name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    )
+} | {(f"{_DCP}.filesystem", "_StorageInfo"), (f"{_DCP}.filesystem", "_StoragePrefix")}
+_TEXTS = {("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
+
+
+def open_dcp(path: Path, flat: Flat, told: Callable[[int], None]) -> Source:
+    """A checkpoint of `torch.distributed.checkpoint` as a source.
+
+    Parameters are found under the names that they have there, whatever one prefix stands before all
+    of them; moments of Adam under torch.optim's names.
+
+    Args:
+        path: the folder with the `.metadata`.
+        flat: what is to be filled.
+        told: called with the bytes of each tensor that is read.
+
+    Raises:
+        CheckpointError: the metadata is damaged, asks for code, or leads out of the folder.
+    """
+    there = _read(path)
+    foreign = {k: v for k, v in there.tensors.items() if isinstance(v, TensorStorageMetadata)}
+    names = names_of(flat.tensors)
+    prefix = shared_prefix(names, [k for k in foreign if not k.startswith("optim")])
+    ours: dict[str, str] = {}
+    for key in foreign:
+        if key.startswith(prefix) and not key.startswith("optim"):
+            ours[f"params.{key.removeprefix(prefix)}"] = key
+    for key in flat.tensors:
+        if (moment := moment_of(key, names)) is not None:
+            ending = f".{moment[0]}.{moment[1]}"
+            if at := next((k for k in foreign if k.endswith(ending)), None):
+                ours[key] = at
+    reader = _Reader(path, there, ours, told)
+    metadata = reader.read_metadata()
+    steps = {k for k in foreign if k.startswith("optim") and k.endswith(".step")}
+    values = _steps(path, there, steps, flat) if steps else {}
+    for key, value in values.items():
+        metadata.state_dict_metadata[key] = TensorStorageMetadata(
+            TensorProperties(dtype=value.dtype), value.shape, []
+        )
+    identity = repr(sorted((key, tuple(x.size)) for key, x in foreign.items()))
+    return Source(str(path), reader, metadata, values=values, identity=identity)
+
+
+class _There:
+    """What a `.metadata` says: tensors by key, and where each chunk is."""
+
+    def __init__(self, tensors: dict[str, Any], storage: dict[Any, _StorageInfo]) -> None:
+        self.tensors, self.storage = tensors, storage
+
+
+class _Reader(FileSystemReader):
+    """Reads tensors under our keys; refuses to read anything else."""
+
+    def __init__(
+        self, path: Path, there: _There, ours: dict[str, str], told: Callable[[int], None]
+    ) -> None:
+        super().__init__(path)
+        theirs = {key: [] for key in ours.values()}
+        for index, info in there.storage.items():
+            if index.fqn in theirs:
+                theirs[index.fqn].append((index, info))
+        self._metadata = Metadata(
+            {key: there.tensors[at] for key, at in ours.items()},
+            storage_data={
+                MetadataIndex(key, index.offset, index.index): info
+                for key, at in ours.items()
+                for index, info in theirs[at]
+            },
+        )
+        self._told = told
+        self.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What was found when it was opened; the file is not read again."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what the plan names into the planner's tensors, one chunk at a time."""
+        try:
+            for item in plan.items:
+                super().read_data(LoadPlan([item]), planner)
+                itemsize = self._metadata.state_dict_metadata[item.storage_index.fqn]
+                assert isinstance(itemsize, TensorStorageMetadata)  # we ask for nothing else
+                self._told(item.lengths.numel() * itemsize.properties.dtype.itemsize)
+        except (OSError, pickle.UnpicklingError, RuntimeError, AssertionError, EOFError) as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read: {error}. A file of it is damaged, or holds something "
+                "else than tensors."
+            ) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _steps(path: Path, there: _There, steps: set[str], flat: Flat) -> dict[str, torch.Tensor]:
+    """The one count of updates that all parameters have, for each of our counters."""
+    read: dict[str, Any] = {
+        key: torch.zeros((), dtype=there.tensors[key].properties.dtype) for key in sorted(steps)
+    }
+    reader = _Reader(path, there, {key: key for key in read}, lambda nbytes: None)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(read, reader.read_metadata(), is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner)
+    return one_step({key: float(x) for key, x in read.items()}, str(path), flat)
+
+
+def one_step(steps: dict[str, float], where: str, flat: Flat) -> dict[str, torch.Tensor]:
+    """The count that all of `steps` agree on, for each of our counters.
+
+    Raises:
+        CheckpointError: they don't agree.
+    """
+    if len(set(steps.values())) > 1:
+        low, high = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+        raise CheckpointError(
+            f"{where}: parameters were updated {steps[low]:g} times ({low}) and {steps[high]:g} "
+            f"times ({high}). fzero keeps one count for all; save the other job at a step where "
+            "they agree."
+        )
+    step = next(iter(steps.values()))
+    return {k: torch.tensor(step).to(x.dtype) for k, x in flat.tensors.items() if is_step(k)}
+
+
+def _read(path: Path) -> _There:
+    file = path / NAME
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"{file} has more than {MAX_BYTES} bytes: it is damaged.")
+        with file.open("rb") as opened:
+            found = _Unpickler(opened, str(file)).load()
+        return _There(
+            {key: _tensor(x) for key, x in found.state_dict_metadata.items()},
+            {_index(i): _info(x, path) for i, x in found.storage_data.items()},
+        )
+    except CheckpointError:
+        raise
+    except Exception as error:  # a pickle that is damaged can fail in any way
+        raise CheckpointError(
+            f"{file} cannot be read: {type(error).__name__}: {error}. It is damaged, or written by "
+            "a version of torch that this release doesn't know."
+        ) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names of one kind of file, and makes a plain record of each."""
+
+    def __init__(self, file: Any, where: str) -> None:
+        super().__init__(file)
+        self.where = where
+        # Made anew each time, so that nothing in a file can change what the next one finds.
+        self.records = {key: type(key[1], (_Record,), {}) for key in _RECORDS}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name in the file stands for, or a refusal."""
+        if (module, name) in self.records:
+            return self.records[module, name]
+        if (module, name) == (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"):
+            return enum.IntEnum("Memory", {"CONTIGUOUS": 0, "CHANNELS_LAST": 1, "PRESERVE": 2})
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return lambda text: str(text)
+        if (module, name) in _TEXTS:
+            return lambda *parts: "/".join(map(str, parts))
+        raise CheckpointError(
+            f"{self.where} asks for {module}.{name}, and metadata of a checkpoint has no use for "
+            "it: loading it could run code. Don't trust this file."
+        )
+
+
+class _Record:
+    """The fields of a pickled object, and no behaviour."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__.update(kwargs)
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+def _tensor(x: Any) -> TensorStorageMetadata | None:
+    if not hasattr(x, "size"):
+        return None  # of bytes, which are never read
+    size = torch.Size(x.size)
+    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in x.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=x.properties.state[0]), size, chunks)
+
+
+def _index(x: Any) -> MetadataIndex:
+    return MetadataIndex(x.fqn, getattr(x, "offset", None), getattr(x, "index", None))
+
+
+def _info(x: Any, path: Path) -> _StorageInfo:
+    name = x.relative_path
+    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+        raise CheckpointError(
+            f"{path / NAME} names the file {name!r}; it may name only files in its own folder. "
+            "Don't trust this checkpoint."
+        )
+    if getattr(x, "transform_descriptors", None):
+        raise CheckpointError(
+            f"{path / NAME} says that {name} is compressed or encrypted "
+            f"({x.transform_descriptors}); fzero reads plain files. Save it again without."
+        )
+    return _StorageInfo(name, int(x.offset), int(x.length))

@@ -1,0 +1,227 @@
+"""DeepSpeed's universal checkpoints: what `ds_to_universal.py` makes, read into any sharding.
+
+    zero/optimizer_state.pt              hyperparameters of each group, and counters
+    zero/<parameter>/fp32.pt             {"param": tensor, "vocab_tensor": True, ...}
+    zero/<parameter>/exp_avg.pt          the same for the moments: exp_avg_sq.pt, momentum_buffer.pt
+    zero/<parameter>/step.pt             a number
+
+References: `deepspeed/checkpoint/ds_to_universal.py` and `universal_checkpoint.py` of DeepSpeed
+0.14 to 0.18 (https://github.com/deepspeedai/DeepSpeed). Lian et al., Universal Checkpointing,
+arXiv:2406.18820.
+"""
+
+import math
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from fzero.checkpoint.flatten import Flat
+from fzero.checkpoint.foreign.dcp import one_step
+from fzero.checkpoint.load import fill
+from fzero.checkpoint.sources import Lazy, LazyReader, Region, Source, moment_of, names_of
+from fzero.errors import CheckpointError
+from fzero.tree import PyTree
+
+STATE = "optimizer_state.pt"
+
+
+def import_deepspeed_universal(
+    path: str | os.PathLike[str],
+    params_like: PyTree,
+    opt_state_like: PyTree = None,
+    *,
+    strict: bool = True,
+    timeout: float = 600.0,
+) -> tuple[PyTree, PyTree]:
+    """Fill trees from a DeepSpeed universal checkpoint; every rank must call it.
+
+    Parameters (masters, where there are any) take `fp32.pt`; the moments of Adam take `exp_avg.pt`
+    and `exp_avg_sq.pt`, momentum takes `momentum_buffer.pt`, and every counter of updates the one
+    step that all parameters agree on. Vocabularies that were padded for another world are cut or
+    filled up with zeros along dim 0. The loss scale starts anew. Hyperparameters belong to the
+    optimizer that you make: `deepspeed_param_groups` tells what they were, group by group.
+
+    Args:
+        path: the universal folder: the one that holds `zero/`, or `zero/` itself.
+        params_like, opt_state_like, strict, timeout: as for `load`.
+
+    Returns:
+        `(params, opt_state)`, in the memory of the trees that were passed.
+
+    Raises:
+        CheckpointError: a file asks for code, parameters were updated different numbers of times,
+            or something does not fit; every leaf that differs is named.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp(), "zero", "w")
+        >>> folder.mkdir(parents=True)
+        >>> torch.save({"param": torch.ones(2)}, folder / "fp32.pt")
+        >>> import_deepspeed_universal(folder.parent.parent, {"w": torch.zeros(2)})
+        ({'w': tensor([1., 1.])}, None)
+    """
+
+    where = Path(path)
+    # cast: float32 is what DeepSpeed keeps, whatever precision the job had
+    return fill(
+        lambda: str(_zero(where)),
+        _open,
+        params_like,
+        opt_state_like,
+        strict=strict,
+        cast=True,
+        timeout=timeout,
+    )
+
+
+def deepspeed_param_groups(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The hyperparameters of a DeepSpeed universal checkpoint, one dict for each group.
+
+    Args:
+        path: as for `import_deepspeed_universal`.
+
+    Returns:
+        What torch.optim keeps in `param_groups`, without the parameters: `lr`, `betas`,
+        `weight_decay` and so on. Groups are kept apart: give each its own optimizer, with `masked`.
+
+    Raises:
+        CheckpointError: there is no `optimizer_state.pt`, or it asks for code.
+    """
+    groups = _state(_zero(Path(path))).get("param_groups", [])
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def _zero(path: Path) -> Path:
+    for folder in (path / "zero", path):
+        if folder.is_dir() and (folder.name == "zero" or (folder / STATE).exists()):
+            return folder
+    raise CheckpointError(
+        f"{path} has no folder zero/; a universal checkpoint of DeepSpeed has one. Convert the "
+        "checkpoint with DeepSpeed's ds_to_universal.py first, and pass its output folder."
+    )
+
+
+def _open(where: str, flat: Flat, told: Callable[[int], None]) -> Source:
+    zero = Path(where)
+    names = names_of(flat.tensors)
+    folders = {e.name: e for e in sorted(zero.iterdir()) if (e / "fp32.pt").exists()}
+    leaves = {f"params.{n}": _lazy(f / "fp32.pt", flat, f"params.{n}") for n, f in folders.items()}
+    for key in flat.tensors:
+        moment = moment_of(key, names)
+        if moment and moment[0] in folders:
+            file = folders[moment[0]] / f"{moment[1]}.pt"
+            if file.exists():
+                leaves[key] = _lazy(file, flat, key)
+    steps = {}
+    for name in names:
+        file = folders[name] / "step.pt" if name in folders else None
+        if file is not None and file.exists():
+            steps[name] = _number(read_safely(file), file)
+    if (zero / STATE).exists():
+        for i, group in enumerate(_state(zero).get("param_groups", [])):
+            if "step" in group:
+                steps[f"param_groups[{i}]"] = _number(group["step"], zero / STATE)
+    values = one_step(steps, str(zero), flat) if steps else {}
+    reader = LazyReader(leaves, told)
+    metadata = reader.read_metadata()
+    held = metadata.state_dict_metadata
+    for key, x in flat.tensors.items():
+        if key.startswith("opt_state.loss_scale"):
+            values[key] = x.clone()  # starts anew
+    for key, value in values.items():
+        held[key] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [])
+    return Source(str(zero), reader, metadata, values=values, identity=repr(sorted(leaves)))
+
+
+def _lazy(file: Path, flat: Flat, key: str) -> Lazy:
+    found = _param(file)
+    tensor = found["param"]
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    wanted = tuple(flat.tensors[key].shape) if key in flat.tensors else shape
+    fits = len(shape) == len(wanted) and shape[1:] == wanted[1:]
+    # Mapped, so that only what is copied is ever read.
+    if bool(found.get("vocab_tensor", False)) and fits and shape[:1] != wanted[:1]:
+        return Lazy(dtype, wanted, lambda region: _padded(tensor, region))
+    if shape != wanted and shape == (math.prod(wanted),):  # not given its shape back when merged
+        return Lazy(dtype, wanted, lambda region: tensor.view(wanted)[region])
+    return Lazy(dtype, shape, lambda region: tensor[region])
+
+
+def _padded(held: Tensor, region: Region) -> Tensor:
+    """Rows beyond the last one are zeros, as padding is."""
+    rows = region[0]
+    part = held[region]
+    missing = (rows.stop - rows.start) - part.shape[0]
+    return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
+
+
+def _param(file: Path) -> Mapping[str, Any]:
+    found = read_safely(file)
+    found = found if isinstance(found, dict) else {"param": found}
+    if not isinstance(found.get("param"), Tensor):
+        raise CheckpointError(f"{file} holds no tensor under 'param'; it is no universal file.")
+    return found
+
+
+def _state(zero: Path) -> Mapping[str, Any]:
+    found = read_safely(zero / STATE)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{zero / STATE} holds a {type(found).__name__}; expected a dict.")
+    return found
+
+
+def read_safely(file: Path) -> Any:
+    """What `torch.load` makes of a file without running any code in it, mapped from the disk.
+
+    Objects of DeepSpeed's own classes, such as its loss scaler, become empty records: DeepSpeed
+    isn't imported.
+
+    Raises:
+        CheckpointError: the file asks for anything else, is damaged or isn't there.
+    """
+    try:
+        asked = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        foreign = [name for name in asked if not name.startswith("deepspeed.")]
+        if foreign:
+            raise CheckpointError(
+                f"{file} asks for {', '.join(foreign)}, which a checkpoint has no use for: loading "
+                "it could run code. Don't trust this file."
+            )
+        stand_ins: list[Any] = [
+            (type(name.rpartition(".")[2], (_StandIn,), {}), name) for name in asked
+        ]
+        with torch.serialization.safe_globals(stand_ins):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}. It is damaged, missing, or asks for more than "
+            "tensors and plain values."
+        ) from error
+
+
+class _StandIn:
+    """In place of an object of DeepSpeed's: takes whatever comes, and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _number(value: Any, file: Path) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} holds {value!r:.60} as a step; expected a number."
+        ) from error

@@ -1,0 +1,253 @@
+"""Safetensors, as Hugging Face lays them out: parameters out, and parameters in.
+
+    model.safetensors.index.json        {"metadata": {...}, "weight_map": {name: file}}
+    model-00001-of-00002.safetensors
+
+References: https://huggingface.co/docs/safetensors/index#format, and
+https://huggingface.co/docs/hub/models-adding-libraries for the names of the files.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fzero import tree
+from fzero.checkpoint.flatten import keys
+from fzero.checkpoint.format import disk
+from fzero.checkpoint.format.storage import ST_DTYPES, write_file
+from fzero.checkpoint.progress import progress
+from fzero.checkpoint.ranks import Crew, crew_of, together
+from fzero.checkpoint.sources import Lazy, LazyReader, Source, names_of, shared_prefix
+from fzero.errors import CheckpointError
+from fzero.tree import PyTree
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_FILE_BYTES = 5 * 10**9
+
+_UNWRITTEN = ("the parameters were not exported", "See that the disk has room, then export again.")
+
+
+def export_safetensors(
+    path: str | os.PathLike[str],
+    params: PyTree,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    timeout: float = 600.0,
+) -> Path:
+    """Write full parameters as safetensors that `transformers` loads; every rank must call it.
+
+    Leaves are gathered one at a time. Ranks take turns with the files.
+
+    Args:
+        path: folder for the files, such as one with the model's config.json; made if need be.
+        params: pytree of tensors or DTensors; names are its keys joined by dots.
+        dtype: what floating leaves are converted to; None leaves them.
+        max_file_bytes: a file is closed before it would grow beyond this, unless one leaf does.
+        timeout: seconds that ranks wait for each other.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: a leaf that the format can't hold, files that are there already, a disk
+            that is full.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = export_safetensors(tempfile.mkdtemp(), {"w": torch.ones(2, 3)})
+        >>> sorted(file.name for file in folder.iterdir())
+        ['model-00001-of-00001.safetensors', 'model.safetensors.index.json']
+    """
+    leaves = tree.leaves(params)
+    names = [key.removeprefix("params.") for key in keys("params", params)]
+    crew = crew_of([x for x in leaves if isinstance(x, Tensor)], timeout)
+    items = [_whole(name, x, dtype) for name, x in zip(names, leaves, strict=True)]
+    return write_folder(Path(path).absolute(), items, crew, max_file_bytes)
+
+
+class Whole(NamedTuple):
+    """A full leaf that isn't there yet.
+
+    Args:
+        name: in the file.
+        dtype: in the file.
+        shape: of the leaf.
+        make: the leaf; every rank of the crew calls it, and says whether it wants the result.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[bool], Tensor | None]
+
+
+def write_folder(
+    folder: Path, leaves: Sequence[Whole], crew: Crew, max_file_bytes: int = MAX_FILE_BYTES
+) -> Path:
+    """`export_safetensors` of leaves that are made one at a time."""
+    bad = [f"{leaf.name} ({leaf.dtype})" for leaf in leaves if leaf.dtype not in ST_DTYPES]
+    if bad:
+        raise CheckpointError(
+            f"safetensors can't hold {', '.join(bad)}. Pass a dtype, or convert these leaves."
+        )
+    crew.same("what they export", {leaf.name: f"{leaf.dtype} {leaf.shape}" for leaf in leaves})
+    sizes = [torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in leaves]
+    members = _files_of(sizes, max_file_bytes)
+    files = [f"model-{i:05d}-of-{len(members):05d}.safetensors" for i in range(1, len(members) + 1)]
+    shown = progress(f"exporting to {folder}", sum(sizes), shown=crew.leads)
+
+    def prepare() -> None:
+        if crew.leads:
+            disk.make_folder(folder)
+            there = [n for n in (*files, INDEX, SINGLE) if (folder / n).exists()]
+            if there:
+                raise CheckpointError(
+                    f"{folder} has {', '.join(there[:3])} already. Export to another folder, or "
+                    "remove them first."
+                )
+
+    def write(place: int) -> None:
+        name, rows = files[place], [leaves[i] for i in members[place]]
+        if place % len(crew.ranks) != crew.place:
+            for leaf in rows:
+                leaf.make(False)
+            return
+        part = folder / f".{name}.part"
+        part.unlink(missing_ok=True)  # of an export that was cut short
+        described = [(leaf.name, leaf.dtype, leaf.shape) for leaf in rows]
+        tensors = (_made(leaf) for leaf in rows)
+        write_file(part, described, tensors, about={"format": "pt"}, told=shown)
+        disk.rename(part, folder / name)
+
+    def finish() -> None:
+        if crew.leads:
+            where = {
+                leaves[i].name: file for file, f in zip(files, members, strict=True) for i in f
+            }
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
+            part = folder / f".{INDEX}.part"
+            part.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            disk.rename(part, folder / INDEX)
+            disk.sync_folder(folder)
+
+    together(crew, "whether the folder is there", prepare, _UNWRITTEN)
+    for place, name in enumerate(files):
+        together(crew, f"whether {name} is written", partial(write, place), _UNWRITTEN)
+    together(crew, "whether the index is written", finish, _UNWRITTEN)
+    shown.close()
+    return folder
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether `path` is a safetensors file, an index of them, or a folder with either."""
+    inside = path.is_dir() and ((path / INDEX).exists() or (path / SINGLE).exists())
+    return inside or path.name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def open_safetensors(path: Path, wanted: Sequence[str], told: Callable[[int], None]) -> Source:
+    """A safetensors file, or what an index lists, as a source of parameters.
+
+    Args:
+        path: of the file, the index, or the folder with either.
+        wanted: our keys.
+        told: called with the bytes of each piece that is read.
+
+    Raises:
+        CheckpointError: a file is damaged, missing, or not in the folder.
+    """
+    found = {name: file for file in _members(path) for name in _names_in(file)}
+    prefix = shared_prefix(names_of(wanted), found)
+    leaves = {
+        f"params.{name.removeprefix(prefix)}": _lazy(file, name)
+        for name, file in found.items()
+        if name.startswith(prefix)
+    }
+    reader = LazyReader(leaves, told)
+    identity = json.dumps(sorted((name, file.stat().st_size) for name, file in found.items()))
+    return Source(str(path), reader, reader.read_metadata(), identity=identity)
+
+
+def _whole(name: str, x: Any, dtype: torch.dtype | None) -> Whole:
+    if not isinstance(x, Tensor):
+        raise CheckpointError(
+            f"params.{name} is a {type(x).__name__}; safetensors hold tensors only. Keep it out of "
+            "the tree."
+        )
+    to = dtype if dtype is not None and x.is_floating_point() else x.dtype
+
+    def make(keep: bool) -> Tensor | None:
+        full = x.full_tensor() if isinstance(x, DTensor) else x
+        return full.detach().to(to) if keep else None
+
+    return Whole(name, to, tuple(x.shape), make)
+
+
+def _made(leaf: Whole) -> Tensor:
+    full = leaf.make(True)
+    assert full is not None
+    return full
+
+
+def _files_of(sizes: Sequence[int], limit: int) -> list[range]:
+    """Consecutive leaves for each file."""
+    borders, held = [0], 0
+    for i, size in enumerate(sizes):
+        if held and held + size > limit:
+            borders.append(i)
+            held = 0
+        held += size
+    return [range(a, b) for a, b in zip(borders, [*borders[1:], len(sizes)], strict=True)]
+
+
+def _members(path: Path) -> list[Path]:
+    """The safetensors files of a file, an index, or a folder."""
+    if path.is_dir():
+        path = path / INDEX if (path / INDEX).exists() else path / SINGLE
+    if not path.name.endswith(".json"):
+        return [path]
+    try:
+        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors: {error!r}.") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise CheckpointError(
+                f"{path} names the file {name!r}; it may name only files in its own folder. Don't "
+                "trust it."
+            )
+    return [path.parent / name for name in names]
+
+
+def _names_in(file: Path) -> Iterator[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield from opened.keys()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}. It is damaged or no safetensors file."
+        ) from error
+
+
+def _lazy(file: Path, name: str) -> Lazy:
+    with safe_open(file, framework="pt") as opened:
+        view = opened.get_slice(name)
+        shape, stored = tuple(view.get_shape()), view.get_dtype()
+    by_name = {text: dtype for dtype, text in ST_DTYPES.items()}
+    if stored not in by_name:
+        raise CheckpointError(f"{file}: {name} is {stored}, which torch does not have.")
+
+    def read(region: tuple[slice, ...]) -> Tensor:
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_slice(name)[region] if region else opened.get_tensor(name)
+
+    return Lazy(by_name[stored], shape, read)

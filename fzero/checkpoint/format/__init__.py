@@ -1,0 +1,1 @@
+"""What a checkpoint is on the disk."""

@@ -1,0 +1,454 @@
+"""Where `torch.distributed.checkpoint` writes to and reads from: safetensors and a JSON manifest.
+
+Each rank writes one safetensors file with its boxes; the leading rank writes the manifest. What is
+read goes straight into the tensors that are there, a few MiB at a time, and every block of it is
+held against its checksum first.
+
+References: the format of the files, https://huggingface.co/docs/safetensors/index#format.
+"""
+
+import json
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fzero.checkpoint.format import disk, manifest
+from fzero.checkpoint.format.boxes import Box
+from fzero.checkpoint.format.disk import bytes_of
+from fzero.checkpoint.format.manifest import BLOCK, Extent, File, Leaf, Manifest
+from fzero.checkpoint.format.pieces import PIECE, Checks, pieces, stream
+from fzero.errors import CheckpointError
+
+Told = Callable[[int], None]
+
+THREADS = 2
+
+ST_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+
+
+class Written(NamedTuple):
+    """A box on the disk, and the file it is in."""
+
+    extent: Extent
+    file: File
+
+
+class Writer(StorageWriter):
+    """One rank's boxes into one safetensors file of a folder; the leading rank adds the manifest.
+
+    Args:
+        folder: where the files go; not yet visible to readers.
+        name: of this rank's file.
+        told: called with the bytes of each piece that is written.
+        pool: computes checksums beside the writing; None: one after the other.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        told: Told = lambda nbytes: None,
+        pool: Executor | None = None,
+    ) -> None:
+        self.folder, self.name, self.told, self.pool = folder, name, told, pool
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from one save to the next."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The folder is there already."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the boxes of the plan one after the other; returns once they are on the disk."""
+        results = []
+        if plan.items:
+            items = list(map(_described, plan.items))
+            tensors = (_resolved(planner, item) for item in plan.items)
+            path = self.folder / self.name
+            written = write_file(path, items, tensors, told=self.told, pool=self.pool)
+            for item, (_, dtype, shape), one in zip(plan.items, items, written, strict=True):
+                nbytes = torch.Size(shape).numel() * dtype.itemsize
+                results.append(WriteResult(item.index, nbytes, one))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest, on the leading rank, once all ranks' boxes are there."""
+        found = {result.index: result.storage_data for rank in results for result in rank}
+        files = {one.extent.file: one.file for one in found.values()}
+        leaves = {}
+        for key, leaf in metadata.state_dict_metadata.items():
+            boxes = {}
+            for chunk in leaf.chunks:  # pyright: ignore[reportAttributeAccessIssue]  # no bytes here
+                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                boxes[box] = found[MetadataIndex(key, box.offsets)].extent
+            leaves[key] = Leaf(leaf.properties.dtype, tuple(leaf.size), boxes)  # pyright: ignore
+        about: Mapping[str, Any] = metadata.planner_data
+        text = Manifest(leaves=leaves, files=files, **about).dumps()
+        file = disk.create(self.folder / manifest.NAME)
+        try:
+            disk.append(file, memoryview(text.encode()))
+            disk.sync(file)
+        finally:
+            os.close(file)
+        disk.sync_folder(self.folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """A folder says all there is to say."""
+        return checkpoint_id is None
+
+
+class Reader(StorageReader):
+    """A checkpoint of fzero for `torch.distributed.checkpoint`: any model can read its leaves.
+
+    Args:
+        folder: of the step, with its manifest.
+        told: called with the bytes of each piece that is read.
+
+    Examples:
+        >>> import tempfile, fzero, torch.distributed.checkpoint as dcp
+        >>> where = fzero.checkpoint.save(tempfile.mkdtemp(), {"w": torch.ones(2)}, step=3)
+        >>> mine = {"params.w": torch.zeros(2)}
+        >>> dcp.load(mine, storage_reader=Reader(where), no_dist=True)
+        >>> mine
+        {'params.w': tensor([1., 1.])}
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], told: Told = lambda nbytes: None) -> None:
+        self.folder, self.told = Path(folder), told
+        self.manifest = manifest.read(self.folder)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """The folder stays the one that it was made for."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest as `torch.distributed.checkpoint` knows it."""
+        return self.manifest.metadata()
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """The manifest is read already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what the plan names into the planner's tensors, file by file from start to end."""
+        by_file: dict[str, list[tuple[Extent, Box, ReadItem]]] = {}
+        for item in plan.items:
+            leaf = self.manifest.leaves[item.storage_index.fqn]
+            offsets = tuple(item.storage_index.offset or (0,) * len(leaf.shape))
+            box, extent = next((b, e) for b, e in leaf.boxes.items() if b.offsets == offsets)
+            by_file.setdefault(extent.file, []).append((extent, box, item))
+        for name in sorted(by_file):
+            # Reading, checking and copying leave the interpreter to others: two at a time.
+            with (
+                open_checked(self.folder / name, self.manifest.files[name]) as file,
+                ThreadPoolExecutor(THREADS) as pool,
+            ):
+                waiting = []
+                for extent, box, item in sorted(by_file[name], key=lambda row: row[0].start):
+                    key = item.storage_index.fqn
+                    source = Boxed(file, key, extent, box.sizes, self.manifest.leaves[key].dtype)
+                    target = planner.resolve_tensor(item).detach()
+                    copy = pool.submit(source.copy, item.storage_offsets, target, self.told)
+                    waiting.append((copy, item, target))
+                for copy, item, target in waiting:
+                    copy.result()
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """A folder says all there is to say."""
+        return checkpoint_id is None
+
+
+class Open(NamedTuple):
+    """An open file of a checkpoint."""
+
+    path: Path
+    descriptor: int
+
+    def __enter__(self) -> "Open":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        os.close(self.descriptor)
+
+
+def open_checked(path: Path, expected: File) -> Open:
+    """A file of a checkpoint, if it is a plain one of the size that the manifest says.
+
+    Raises:
+        CheckpointError: it is missing, a link, or has another size.
+    """
+    try:
+        # Without O_NONBLOCK opening a pipe that somebody put there would wait for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be opened: {error.strerror}. The manifest names it: the checkpoint is "
+            "not whole. Load another one (python -m fzero.checkpoint verify lists which are)."
+        ) from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != expected.nbytes:
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{path} has {found.st_size} bytes, and the manifest says {expected.nbytes}. It was "
+            "cut off or changed after the save; load another checkpoint (python -m "
+            "fzero.checkpoint verify lists which are whole)."
+        )
+    return Open(path, descriptor)
+
+
+class Boxed(NamedTuple):
+    """A box on the disk, to be read in parts.
+
+    Args:
+        file: the file that it is in.
+        key: the leaf's, for messages.
+        extent: where it is.
+        sizes: of the box.
+        dtype: of the leaf.
+    """
+
+    file: Open
+    key: str
+    extent: Extent
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def copy(self, offsets: Sequence[int], target: Tensor, told: Told) -> None:
+        """Copy the part of the box at `offsets`, of the target's shape, converting its dtype.
+
+        Raises:
+            CheckpointError: a block does not have its checksum.
+        """
+        first = self._start_in_file_order(offsets, target)
+        if first is not None:
+            self._read_into(bytes_of(target), first, told)
+            return
+        for piece in pieces(self.sizes, self.dtype.itemsize):
+            box = _region(piece.cuts, self.sizes)
+            low = [max(a, b) for (a, _), b in zip(box, offsets, strict=True)]
+            high = [
+                min(a + n, b + m) for (a, n), b, m in zip(box, offsets, target.shape, strict=True)
+            ]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            data = self._read(piece.start, piece.nbytes)
+            source = torch.frombuffer(data, dtype=self.dtype).view([n for _, n in box])
+            part = target
+            for dim, (a, b) in enumerate(zip(low, high, strict=True)):
+                source = source.narrow(dim, a - box[dim][0], b - a)
+                part = part.narrow(dim, a - offsets[dim], b - a)
+            part.copy_(source)
+            told(part.numel() * self.dtype.itemsize)
+
+    def _start_in_file_order(self, offsets: Sequence[int], target: Tensor) -> int | None:
+        """Where in the box the target's bytes start, if they follow each other there as here."""
+        same = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
+        if not same or tuple(target.shape[1:]) != self.sizes[1:]:
+            return None  # the same rows, whole: or else the bytes are scattered
+        rows = offsets[0] if offsets else 0
+        return rows * torch.Size(self.sizes[1:]).numel() * self.dtype.itemsize
+
+    def _read_into(self, target: memoryview, start: int, told: Told) -> None:
+        """Blocks that are asked for whole go straight into the tensor; the ends take a detour."""
+        at = 0
+        while at < len(target):
+            room = len(target) - at
+            size = min(PIECE, room // BLOCK * BLOCK)
+            if (start + at) % BLOCK or not size:
+                size = min(BLOCK - (start + at) % BLOCK, room)
+                target[at : at + size] = self._read(start + at, size)
+            else:
+                self._fill(target[at : at + size], (start + at) // BLOCK)
+            told(size)
+            at += size
+
+    def check(self, told: Told) -> None:
+        """Read all of it, and hold it against its checksums."""
+        for piece in pieces((torch.Size(self.sizes).numel(),), self.dtype.itemsize):
+            self._read(piece.start, piece.nbytes)
+            told(piece.nbytes)
+
+    def _read(self, start: int, nbytes: int) -> memoryview:
+        """Bytes of the box, from blocks that are as they were written."""
+        whole = torch.Size(self.sizes).numel() * self.dtype.itemsize
+        first = start // BLOCK
+        stop = min(-(-(start + nbytes) // BLOCK) * BLOCK, whole)
+        # a bytearray, because torch wants memory that may be written to
+        data = memoryview(bytearray(stop - first * BLOCK))
+        self._fill(data, first)
+        return data[start - first * BLOCK :][:nbytes]
+
+    def _fill(self, data: memoryview, first: int) -> None:
+        """Read whole blocks from the one numbered `first`, and hold each against its checksum."""
+        filled = 0
+        while filled < len(data):
+            at = self.extent.start + first * BLOCK + filled
+            got = os.preadv(self.file.descriptor, [data[filled:]], at)
+            if not got:
+                break
+            filled += got
+        for i in range(0, len(data), BLOCK):
+            block = first + i // BLOCK
+            if zlib.crc32(data[i : i + BLOCK]) != self.extent.checks[block]:
+                where = self.extent.start + block * BLOCK
+                raise CheckpointError(
+                    f"{self.file.path}: bytes {where} to {where + len(data[i : i + BLOCK])}, which "
+                    f"hold a part of {self.key}, do not have their checksum. The file was damaged "
+                    "after the save; load another checkpoint (python -m fzero.checkpoint verify "
+                    "lists which are whole)."
+                )
+
+
+def write_file(
+    path: Path,
+    items: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    tensors: Iterator[Tensor],
+    *,
+    about: Mapping[str, str] | None = None,
+    told: Told = lambda nbytes: None,
+    pool: Executor | None = None,
+) -> list[Written]:
+    """A new safetensors file, written a piece at a time; returns once it is on the disk.
+
+    Args:
+        path: of the file, which must not be there yet.
+        items: (key, dtype, shape) of each tensor, in the order they are written.
+        tensors: the tensors, each asked for when its turn comes.
+        about: texts for the file's own metadata.
+        told: called with the bytes of each piece.
+        pool: computes checksums beside the writing; None: one after the other.
+
+    Returns:
+        Where each tensor is.
+
+    Raises:
+        OSError: the disk is full, for one.
+    """
+    header = _header(items, about)
+    file = disk.create(path)
+    extents = []
+    try:
+        disk.append(file, memoryview(header))
+        start = len(header)
+        for (key, dtype, shape), tensor in zip(items, tensors, strict=True):
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), key
+            checks, first = Checks(), start
+            for data in stream(tensor):
+                # The little ones aren't worth a thread.
+                beside = pool.submit(checks.add, data) if pool and len(data) > BLOCK else None
+                try:
+                    disk.append(file, data)
+                finally:
+                    # Waited for in any case: the memory goes with the next piece.
+                    beside.result() if beside else checks.add(data)
+                told(len(data))
+                start += len(data)
+            extents.append(Extent(path.name, first, checks.done()))
+        disk.sync(file)
+    finally:
+        os.close(file)
+    about_file = File(start, len(header), zlib.crc32(header))
+    return [Written(extent, about_file) for extent in extents]
+
+
+def _header(
+    items: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Mapping[str, str] | None
+) -> bytes:
+    table: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    start = 0
+    for key, dtype, shape in items:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        # A dtype that the format lacks is kept as its bytes; the manifest knows better.
+        name, sizes = (ST_DTYPES[dtype], list(shape)) if dtype in ST_DTYPES else ("U8", [nbytes])
+        table[key] = {"dtype": name, "shape": sizes, "data_offsets": [start, start + nbytes]}
+        start += nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)  # tensors start at an aligned byte
+    return len(text).to_bytes(8, "little") + text
+
+
+def _region(index: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """The piece's (offset, size) along every dim."""
+    region = [(0, size) for size in sizes]
+    for dim, start, length in index:
+        region[dim] = (start, length)
+    return region
+
+
+def _described(item: WriteItem) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    """A name in the file for a box, its dtype and its shape."""
+    data = item.tensor_data
+    if item.type == WriteItemType.BYTE_IO or data is None:
+        raise CheckpointError(
+            f"{item.index.fqn} is no tensor, and would be pickled. Save tensors only."
+        )
+    whole = data.chunk.sizes == data.size
+    where = "" if whole else f"@{','.join(map(str, data.chunk.offsets))}"
+    return f"{item.index.fqn}{where}", data.properties.dtype, tuple(data.chunk.sizes)
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    return tensor.detach()

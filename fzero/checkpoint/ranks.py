@@ -1,0 +1,177 @@
+"""The ranks that save or load together, and how they tell each other how it went.
+
+What they exchange is JSON in byte tensors: nothing is pickled, not even between ranks.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from fzero.distributed.processes import Processes, meet
+from fzero.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Ranks that save or load together.
+
+    Args:
+        ranks: their global ranks.
+        place: this rank's place among them.
+        group: for their messages; None for a rank that is alone.
+        timeout: seconds that the others are waited for.
+        processes: of the ranks, to see who is gone.
+    """
+
+    ranks: tuple[int, ...]
+    place: int
+    group: ProcessGroup | None
+    timeout: float
+    processes: Processes = field(default_factory=Processes)
+
+    @property
+    def rank(self) -> int:
+        """This rank's global rank."""
+        return self.ranks[self.place]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one rank that does what must be done once."""
+        return self.place == 0
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value, in the order of `ranks`; all must call it.
+
+        Args:
+            what: what the value is, as the message names it.
+            value: anything that JSON takes.
+
+        Raises:
+            CheckpointError: some rank did not come within the timeout, or is gone.
+        """
+        if self.group is None:
+            return [value]
+        data = json.dumps(value).encode()
+        try:
+            lengths = [int(n) for n in self._gather(torch.tensor([len(data)]))]
+            padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
+            told = self._gather(padded)
+        except RuntimeError as error:
+            blame = self.processes.blame(error) or f"no answer within {self.timeout:g} s"
+            raise CheckpointError(
+                f"rank {self.rank} waited for {what} of ranks {list(self.ranks)}: {blame}. Look at "
+                "the output of that rank; earlier checkpoints are as they were. The collective "
+                f"said: {error}"
+            ) from error
+        return [json.loads(bytes(text[:n].tolist())) for text, n in zip(told, lengths, strict=True)]
+
+    def same(self, what: str, items: Mapping[str, str]) -> None:
+        """Return if all ranks pass the same items.
+
+        Raises:
+            CheckpointError: on every rank, with the first difference.
+        """
+        told = self.gather(what, _digest(items))
+        if len(set(told)) == 1:
+            return
+        by_rank = self.gather(what, dict(items))
+        for key in dict.fromkeys(key for there in by_rank for key in there):
+            values = {rank: there.get(key) for rank, there in zip(self.ranks, by_rank, strict=True)}
+            if len(set(values.values())) > 1:
+                listing = "; ".join(f"rank {rank}: {value}" for rank, value in values.items())
+                raise CheckpointError(
+                    f"ranks differ in {what} at {key}: {listing}. It must be the same on all."
+                )
+
+    def apart(self) -> "Crew":
+        """The same ranks with a group of their own, for use beside training; all must call it."""
+        if self.group is None:
+            return self
+        group = dist.new_group(
+            list(self.ranks),
+            timeout=timedelta(seconds=self.timeout),
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="fzero checkpoints",
+        )
+        return replace(self, group=group)
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        mine = mine.to(_device(self.group))
+        parts = [torch.empty_like(mine) for _ in self.ranks]
+        work = dist.all_gather(parts, mine, group=self.group, async_op=True)
+        assert work is not None  # this rank is in the group
+        work.wait(timedelta(seconds=self.timeout))
+        return [part.cpu() for part in parts]
+
+
+def crew_of(tensors: Iterable[Tensor], timeout: float) -> Crew:
+    """The ranks that the DTensors among `tensors` live on; without any, all ranks.
+
+    >>> crew_of([], 60.0).ranks
+    (0,)
+    """
+    meshes = (x.device_mesh for x in tensors if isinstance(x, DTensor))
+    mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
+    if not dist.is_initialized():
+        return Crew((0,), 0, None, timeout)
+    if mesh is None or mesh.size() == dist.get_world_size():
+        ranks, group = tuple(range(dist.get_world_size())), dist.group.WORLD
+    else:
+        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        # `_flatten` is private; the public way, a group made here, would be a collective of all.
+        group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    group = group if len(ranks) > 1 else None
+    return Crew(ranks, ranks.index(dist.get_rank()), group, timeout, meet(ranks))
+
+
+def together(crew: Crew, what: str, act: Callable[[], Any], failing: tuple[str, str]) -> list[Any]:
+    """What `act` returns on every rank, as JSON keeps it; if it fails on one, an error on all.
+
+    Args:
+        crew: the ranks; all must call it.
+        what: what is exchanged, as the message names it.
+        act: what each rank does. OSError and CheckpointError count as failures of its own; anything
+            else is a bug and goes through.
+        failing: what a failure means, and what to do next.
+
+    Raises:
+        CheckpointError: on every rank, with each rank's failure.
+    """
+    cause: Exception | None = None
+    told: dict[str, Any] = {}
+    try:
+        told["is"] = act()
+    except (OSError, CheckpointError) as error:
+        cause = error
+        told["failed"] = str(error)
+    by_rank = crew.gather(what, told)
+    failed = {r: t["failed"] for r, t in zip(crew.ranks, by_rank, strict=True) if "failed" in t}
+    if not failed:
+        return [told["is"] for told in by_rank]
+    if isinstance(cause, CheckpointError) and len(set(failed.values())) == 1:
+        raise cause
+    listing = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    raise CheckpointError(f"{failing[0]}. {listing}. {failing[1]}") from cause
+
+
+def _device(group: ProcessGroup | None) -> torch.device:
+    # "cpu:gloo,cuda:nccl", "gloo", "nccl"
+    if "gloo" in str(dist.get_backend_config(group)) or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _digest(items: Mapping[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(dict(items)).encode(), digest_size=16).hexdigest()

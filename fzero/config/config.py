@@ -1,0 +1,283 @@
+"""The one place where a step is configured.
+
+Every field is checked when the `Config` is made, so that what runs later can rely on it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from os import PathLike
+from typing import Any, Literal, NoReturn
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fzero.config import deepspeed
+from fzero.errors import ConfigError
+from fzero.numerics import loss_scale as loss_scales
+from fzero.numerics import precision as precisions
+from fzero.numerics.loss_scale import LossScale
+from fzero.numerics.precision import Precision
+
+Selection = str | Sequence[str] | Callable[[str], bool]
+
+# Names that say an axis splits something else than the data, so that a mesh which has one was
+# passed whole by mistake.
+_FOREIGN_AXES = (
+    "tp",
+    "pp",
+    "cp",
+    "sp",
+    "ep",
+    "etp",
+    "tensor",
+    "pipeline",
+    "pipe",
+    "model",
+    "expert",
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a step is sharded, accumulated, kept finite and run.
+
+    Args:
+        stage: ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also
+            parameters.
+        mesh: the ranks. None: all of them on one axis; a 2-axis mesh is `(replicate, shard)`.
+        accum_steps: micro-batches per step, whose gradients are averaged.
+        clip_norm: bound on the global gradient norm; None does not clip.
+        precision: None, "bf16", "fp16", or a `Precision`.
+        loss_scale: None, "dynamic", a number (static), or a `LossScale`. With float16 gradients
+            None means "dynamic".
+        has_aux: the model function returns `(loss, aux)`.
+        on_nonfinite: what a step does whose gradients are not finite: "report" it in the metrics,
+            "skip" the update, or "raise". With a loss scale it always skips.
+        frozen: leaves that get no gradient and no optimizer state: globs over leaf names
+            (`*` crosses dots), or a predicate.
+        reshard_after_forward: free gathered parameters after forward and gather them again.
+        bucket_mb: MiB of gathered bytes that share one collective.
+        prefetch: how many buckets ahead gathers are launched. None: 1 where a transfer overlaps
+            with computation, 0 over gloo, where both take the same cores and it only costs memory.
+        gather_together: globs over module names, each gathered as one (for modules that only some
+            ranks run).
+        executor: "traced" runs the Program, "eager" stages nothing out, "inductor" compiles the
+            Program.
+        donate: reuse the memory of the inputs; False leaves them untouched.
+        offload: "cpu" keeps masters and optimizer state in host memory, pinned where there is a
+            GPU, and updates them there; parameters stay on the device in the compute dtype.
+        seed: of all randomness in the step.
+        norm_type: p of the norm that `clip_norm` bounds and `metrics["grad_norm"]` tells;
+            `math.inf` for the largest magnitude.
+
+    Raises:
+        ConfigError: a value that its field does not take; the message names field, value, rule.
+
+    Examples:
+        >>> cfg = Config(stage=2, accum_steps=4, precision="bf16", frozen="embed.*")
+        >>> cfg.frozen, cfg.is_frozen("embed.weight"), cfg.is_frozen("head.weight")
+        (('embed.*',), True, False)
+        >>> Config(executor="trace")
+        Traceback (most recent call last):
+        ...
+        fzero.errors.ConfigError: Config.executor='trace': must be ... Did you mean 'traced'?
+    """
+
+    stage: int = 3
+    mesh: DeviceMesh | None = None
+    accum_steps: int = 1
+    clip_norm: float | None = None
+    precision: Literal["bf16", "fp16"] | Precision | None = None
+    loss_scale: Literal["dynamic"] | float | LossScale | None = None
+    has_aux: bool = False
+    on_nonfinite: Literal["report", "skip", "raise"] = "report"
+    frozen: Selection = ()
+    reshard_after_forward: bool = True
+    bucket_mb: float = 25
+    prefetch: int | None = None
+    gather_together: str | Sequence[str] = ()
+    executor: Literal["traced", "eager", "inductor"] = "traced"
+    donate: bool = True
+    offload: Literal["cpu"] | None = None
+    seed: int = 0
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        self._check_int("stage", 0, 3, "0 (nothing sharded) to 3 (parameters sharded)")
+        self._check_int("accum_steps", 1, None, ">= 1 (micro-batches per step)")
+        if self.prefetch is not None:
+            self._check_int("prefetch", 0, None, "None or >= 0 (buckets ahead; 0: when needed)")
+        self._check_int("seed", 0, 2**63 - 1, ">= 0 and below 2**63")
+        if self.clip_norm is not None:
+            self._check_number("clip_norm", "None or a finite number > 0 (a global norm)")
+        if self.norm_type != math.inf:
+            self._check_number("norm_type", "a number > 0 (p of a p-norm), or math.inf")
+        self._check_number("bucket_mb", "a finite number > 0 (MiB)")
+        for field in ("has_aux", "reshard_after_forward", "donate"):
+            if not isinstance(getattr(self, field), bool):
+                self._refuse(field, "True or False")
+        self._check_choice("on_nonfinite", ("report", "skip", "raise"))
+        self._check_choice("executor", ("traced", "eager", "inductor"))
+        self._check_choice("offload", (None, "cpu"))
+        if not callable(self.frozen):
+            self._set_globs("frozen", "globs over leaf names, or a predicate over them")
+        self._set_globs("gather_together", "globs over module names")
+        try:
+            precisions.resolve(self.precision)
+            loss_scales.resolve(self.loss_scale)
+        except ConfigError as error:
+            raise ConfigError(f"Config.{error}") from None
+        self._check_mesh()
+
+    @property
+    def dtypes(self) -> Precision:
+        """`precision` with its preset filled in."""
+        return precisions.resolve(self.precision)
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """`loss_scale` as a `LossScale`: dynamic where float16 needs one and none was given.
+
+        Examples:
+            >>> Config(precision="fp16").scaling == LossScale(), Config(precision="bf16").scaling
+            (True, None)
+        """
+        given = loss_scales.resolve(self.loss_scale)
+        return LossScale() if given is None and self.dtypes.needs_loss_scale else given
+
+    @property
+    def nonfinite_policy(self) -> Literal["report", "skip", "raise"]:
+        """`on_nonfinite`, or "skip" where a loss scale makes overflows part of the plan."""
+        return self.on_nonfinite if self.scaling is None else "skip"
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether the leaf of this dotted name is frozen."""
+        if callable(self.frozen):
+            return bool(self.frozen(name))
+        return any(fnmatchcase(name, glob) for glob in self.frozen)
+
+    def replace(self, **changes: Any) -> "Config":
+        """A copy with some fields changed, checked like a new one.
+
+        Examples:
+            >>> Config(stage=3).replace(stage=1).stage
+            1
+        """
+        _check_names(changes)
+        return dataclasses.replace(self, **changes)
+
+    def describe(self) -> dict[str, str]:
+        """Every field as text that two ranks can compare.
+
+        Examples:
+            >>> Config(stage=2).describe()["stage"]
+            '2'
+        """
+        text = {f.name: repr(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        if callable(self.frozen):
+            # A repr holds an address, which differs between ranks.
+            text["frozen"] = str(
+                getattr(self.frozen, "__qualname__", type(self.frozen).__qualname__)
+            )
+        if self.mesh is not None:
+            names = self.mesh.mesh_dim_names
+            text["mesh"] = f"{tuple(self.mesh.shape)} {names or ''}".strip()
+        return text
+
+    @classmethod
+    def from_deepspeed(
+        cls, source: dict[str, Any] | str | PathLike[str], *, world_size: int | None = None
+    ) -> "Config":
+        """The `Config` that a DeepSpeed configuration asks for, or a list of what it can't have.
+
+        A value "auto" means this library's default. Keys that cannot change results (logging,
+        profiling, scheduling of communication) are ignored; every other key that is not
+        translated is refused, all of them in one message.
+
+        Args:
+            source: the configuration as a dict, or the path of its JSON file.
+            world_size: ranks, to relate `train_batch_size` and
+                `train_micro_batch_size_per_gpu` (default: the process group's, else 1).
+
+        Returns:
+            The `Config`; `mesh` stays None.
+
+        Raises:
+            ConfigError: keys that are unknown, contradict each other, or cannot be honoured.
+
+        Examples:
+            >>> Config.from_deepspeed({
+            ...     "gradient_accumulation_steps": 4,
+            ...     "bf16": {"enabled": True},
+            ...     "zero_optimization": {"stage": 2},
+            ... }) == Config(stage=2, accum_steps=4, precision="bf16")
+            True
+        """
+        return cls(**deepspeed.read(source, world_size=world_size))
+
+    # --- checks ---
+
+    def _check_int(self, field: str, low: int, high: int | None, rule: str) -> None:
+        value = getattr(self, field)
+        ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+        if not ok or (high is not None and value > high):
+            self._refuse(field, f"an int {rule}")
+
+    def _check_number(self, field: str, rule: str) -> None:
+        value = getattr(self, field)
+        ok = isinstance(value, int | float) and not isinstance(value, bool)
+        if not ok or not math.isfinite(value) or value <= 0:
+            self._refuse(field, rule)
+
+    def _check_choice(self, field: str, allowed: tuple[str | None, ...]) -> None:
+        value = getattr(self, field)
+        if not isinstance(value, str | None) or value not in allowed:
+            words = [word for word in allowed if word is not None]
+            near = get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else []
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            self._refuse(field, f"one of {', '.join(map(repr, allowed))}.{hint}")
+
+    def _set_globs(self, field: str, rule: str) -> None:
+        value = getattr(self, field)
+        globs = (value,) if isinstance(value, str) else value
+        ok = isinstance(globs, list | tuple | set | frozenset)
+        if not ok or not all(isinstance(glob, str) and glob for glob in globs):
+            self._refuse(field, f"{rule} (non-empty strings)")
+        if isinstance(globs, set | frozenset):
+            globs = sorted(globs)
+        object.__setattr__(self, field, tuple(globs))
+
+    def _check_mesh(self) -> None:
+        if self.mesh is None:
+            return
+        if not isinstance(self.mesh, DeviceMesh):
+            self._refuse("mesh", "None or a torch.distributed DeviceMesh (init_device_mesh)")
+        names = self.mesh.mesh_dim_names or ()
+        foreign = [name for name in names if name.lower() in _FOREIGN_AXES]
+        if self.mesh.ndim not in (1, 2) or (self.mesh.ndim == 2 and foreign):
+            found = f"{self.mesh.ndim} axes of sizes {tuple(self.mesh.shape)}"
+            if names:
+                found += f" named {names}"
+            raise ConfigError(
+                f"Config.mesh is an undivided mesh ({found}): it must have one axis, or the two "
+                "axes (replicate, shard). Slice out the data-parallel part, mesh['dp'], or "
+                "flatten several axes into one, mesh['dp', 'cp']._flatten('data')."
+            )
+
+    def _refuse(self, field: str, rule: str) -> NoReturn:
+        end = "" if rule.endswith(("?", ".")) else "."
+        raise ConfigError(f"Config.{field}={getattr(self, field)!r}: must be {rule}{end}")
+
+
+def _check_names(changes: dict[str, Any]) -> None:
+    fields = [f.name for f in dataclasses.fields(Config)]
+    for name in changes:
+        if name not in fields:
+            near = get_close_matches(name, fields, n=2)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ConfigError(
+                f"Config has no field {name!r}.{hint} Its fields: {', '.join(fields)}."
+            )

@@ -1,0 +1,1 @@
+"""The ranks: mesh, collectives, buckets, and agreement before a collective can hang."""

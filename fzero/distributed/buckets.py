@@ -1,0 +1,158 @@
+"""Buckets: several leaves in one collective, and the copies in and out of its buffer.
+
+[Note: a bucket's buffer] Every rank's part is laid end to end, the leaves one after another inside
+a part, each padded to the same rows on every rank:
+
+    rank 0: [leaf a, padded rows of rank 0][leaf b, ...] | rank 1: [leaf a, ...][leaf b, ...] | ...
+
+A single leaf that is split evenly along dim 0 is laid out so already; it travels without a copy.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.distributed.collectives import as_wire, pad_rows
+from fzero.layout import LeafLayout
+
+GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Leaves of one dtype that share one collective over one axis.
+
+    Args:
+        kind: GATHER, REDUCE_SCATTER or ALL_REDUCE.
+        leaves: in the order of the buffer.
+        dtype: of all of them.
+        world: ranks on the axis.
+        group: name of its process group.
+        rank: this rank's place on it.
+        exchanged: carried by an all-to-all, which has the same result. Gloo's own reduce-scatter is
+            an all-reduce whose rest is thrown away, and its all-gather takes twice the processor
+            time of its all-to-all.
+    """
+
+    kind: str
+    leaves: tuple[LeafLayout, ...]
+    dtype: torch.dtype
+    world: int
+    group: str
+    rank: int = 0
+    exchanged: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full side, without padding."""
+        return sum(leaf.numel for leaf in self.leaves) * self.dtype.itemsize
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each rank sends in a ring: what bandwidth-optimal collectives move."""
+        hops = 2 if self.kind == ALL_REDUCE else 1
+        return hops * self.nbytes * (self.world - 1) // self.world
+
+    def __repr__(self) -> str:
+        first = self.leaves[0].name
+        more = f" +{len(self.leaves) - 1}" if len(self.leaves) > 1 else ""
+        return f"{self.kind}[{first}{more}]"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the leaf's own memory is the buffer."""
+        (leaf, *more) = self.leaves
+        return not more and leaf.dim == 0 and leaf.shape[0] % self.world == 0
+
+
+def pack_shards(shards: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """This rank's part of the buffer, in a dtype that travels."""
+    copies = bucket.world if bucket.exchanged else 1  # an all-to-all has a part for every rank
+    if bucket.is_plain and copies == 1:
+        return as_wire(shards[0])
+    parts = []
+    for shard, leaf in zip(shards, bucket.leaves, strict=True):
+        assert leaf.dim is not None
+        front = shard.movedim(leaf.dim, 0) if leaf.dim else shard
+        parts.append(pad_rows(front, leaf.padded_rows).reshape(-1))
+    return as_wire(torch.cat(parts * copies))
+
+
+def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
+    """The full leaves from the gathered buffer, each contiguous."""
+    buffer = buffer.view(bucket.dtype)
+    if bucket.is_plain:
+        return [buffer.view(bucket.leaves[0].shape)]
+    sizes = [math.prod(leaf.padded_shape) for leaf in bucket.leaves]
+    table = buffer.view(bucket.world, -1)
+    columns: Any = torch.split_with_sizes_copy(table, sizes, dim=1) if len(sizes) > 1 else [table]
+    full = []
+    for column, leaf in zip(columns, bucket.leaves, strict=True):
+        assert leaf.dim is not None
+        rows, *rest = leaf.padded_shape
+        x = column.view(rows * bucket.world, *rest)
+        if rows * bucket.world != leaf.shape[leaf.dim]:
+            x = x.narrow(0, 0, leaf.shape[leaf.dim])
+        full.append(x.movedim(0, leaf.dim).contiguous() if leaf.dim else x)
+    return full
+
+
+def unpack_into(buffer: Tensor, bucket: Bucket, targets: Sequence[Tensor]) -> None:
+    """Write the gathered leaves over `targets`, with no copy in between where memory allows it."""
+    buffer = buffer.view(bucket.dtype)
+    even = all(
+        leaf.dim == 0 and leaf.shape[0] % bucket.world == 0 and target.is_contiguous()
+        for leaf, target in zip(bucket.leaves, targets, strict=True)
+    )
+    if even and all(target.dtype == bucket.dtype for target in targets):
+        rows = [target.view(bucket.world, -1) for target in targets]
+        sizes = [x.shape[1] for x in rows]
+        torch.split_with_sizes_copy(buffer.view(bucket.world, -1), sizes, dim=1, out=rows)
+    else:
+        torch._foreach_copy_(list(targets), unpack_full(buffer, bucket))
+
+
+def pack_full(grads: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """The buffer to reduce and scatter, from full gradients."""
+    if bucket.is_plain:
+        return grads[0].contiguous().view(-1)
+    fronts = [
+        grad.movedim(leaf.dim, 0) if leaf.dim else grad
+        for grad, leaf in zip(grads, bucket.leaves, strict=True)
+    ]
+    return torch._chunk_cat(fronts, 0, bucket.world).view(-1)
+
+
+def unpack_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
+    """This rank's gradient shards, as views of the reduced buffer."""
+    if bucket.exchanged:  # every rank's part of what is ours, still to be summed
+        buffer = buffer.view(bucket.world, -1).sum(0)
+    buffer = buffer.view(-1)
+    sizes = [math.prod(leaf.padded_shape) for leaf in bucket.leaves]
+    shards = []
+    for part, leaf in zip(buffer.split(sizes), bucket.leaves, strict=True):
+        assert leaf.dim is not None
+        start, stop = leaf.bounds(bucket.rank)
+        x = part.view(leaf.padded_shape)
+        x = x if stop - start == leaf.padded_rows else x.narrow(0, 0, stop - start)
+        shards.append(x.movedim(0, leaf.dim) if leaf.dim else x)
+    return shards
+
+
+def pack_flat(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """Whole tensors end to end, for an all-reduce."""
+    if len(tensors) == 1:
+        return tensors[0].contiguous()
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def unpack_flat(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
+    """The inverse of `pack_flat`, as views."""
+    if len(bucket.leaves) == 1:
+        return [buffer.view(bucket.leaves[0].shape)]
+    parts = buffer.split([leaf.numel for leaf in bucket.leaves])
+    return [x.view(leaf.shape) for x, leaf in zip(parts, bucket.leaves, strict=True)]

@@ -1,0 +1,1 @@
+"""Parameters that are there only while something reads them."""

@@ -1,0 +1,216 @@
+"""The gradients of one step, as backward brings them: local, on their way, and reduced."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.distributed.transport import Flight, Traffic
+from fzero.errors import FzeroError
+from fzero.layout import LeafLayout
+
+# Reductions that are under way at once: each holds its bucket twice.
+_FLIGHTS = 1
+
+
+class Gradients:
+    """What an engine holds of its trained leaves' gradients.
+
+    Args:
+        leaves: of all parameters; the trained ones get gradients.
+        buckets: places of those that are reduced together.
+        traffic: what reduces.
+        scatter: whether only this rank's shards of the sums are kept.
+        factors: on each gradient before, and on the sum after it is reduced.
+        device: of the parameters.
+        accumulates: whether sums of many micro-batches are expected: they are added up in place,
+            in no less than float32.
+        gone: told of the leaves whose gradients have been sent.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[LeafLayout],
+        buckets: Sequence[Sequence[int]],
+        traffic: Traffic,
+        *,
+        scatter: bool,
+        factors: tuple[float, float],
+        device: torch.device,
+        accumulates: bool,
+        gone: Callable[[Sequence[int]], None] = lambda places: None,
+    ) -> None:
+        self.leaves, self.buckets, self.traffic = leaves, buckets, traffic
+        self.scatter, self.factors, self.device, self.gone = scatter, factors, device, gone
+        self.accumulates = accumulates
+        # dtypes in which gradients come, travel and are summed
+        come = [leaf.compute or leaf.dtype for leaf in leaves]
+        self.travels = [leaf.reduce or dtype for leaf, dtype in zip(leaves, come, strict=True)]
+        self.sums = [_summed_in(dtype) if accumulates else dtype for dtype in self.travels]
+        self.wider = [i for i, dtype in enumerate(come) if self.sums[i] != dtype]
+        # [Note: where a gradient is] `task` has what the running graph task brought, `aside` what
+        # backwards inside forwards did, of which `borrowed` is the task's; `kept` has earlier
+        # tasks' sums that are full and this rank's own; `flights` and `landed` the running task's
+        # reductions; `reduced` their sum.
+        self.task: dict[int, Tensor] = {}
+        self.aside: dict[int, dict[int, Tensor]] = {}
+        self.adopted: set[int] = set()  # forwards, by the running task
+        self.borrowed: dict[int, list[tuple[Tensor, Tensor | float]]] = {}  # with their factors
+        self.kept: dict[int, Tensor] = {}
+        self.used: set[int] = set()  # of the kept ones, by the running task
+        self.flights: list[tuple[Sequence[int], Flight]] = []
+        self.landed: dict[int, Tensor] = {}
+        self.reduced: dict[int, Tensor] = {}
+        self.arrived: dict[int, None] = {}  # leaves of the running task, in order
+        self.present: set[int] = set()  # leaves that have a gradient of this rank
+
+    def take(self, place: int, grad: Tensor) -> None:
+        """A gradient for the running task."""
+        held = self.task.get(place)
+        self.arrived[place] = None
+        self.task[place] = grad if held is None else held.add_(grad)
+
+    def take_all(self, grads: dict[int, Tensor]) -> None:
+        """Gradients of many leaves for the running task."""
+        self.arrived.update(dict.fromkeys(grads))
+        _add(self.task, grads, in_place=True)
+
+    def set_aside(self, place: int, forward: int, grad: Tensor) -> None:
+        """A gradient for the task that will reach this forward."""
+        mine = self.aside.setdefault(forward, {})
+        mine[place] = mine[place].add_(grad) if place in mine else grad
+
+    def adopt(self, forward: int, factor: Tensor | float) -> None:
+        """The running task has reached a forward: what was set aside for it is the task's."""
+        self.adopted.add(forward)
+        for place, grad in self.aside[forward].items():
+            self.arrived[place] = None
+            self.borrowed.setdefault(place, []).append((grad, factor))
+
+    def forget(self, forward: int) -> None:
+        """Drop what was set aside for a forward, once the running task is over."""
+        self.aside.pop(forward, None)
+
+    def launch(self, bucket: int) -> None:
+        """Reduce a bucket of what is kept and what the task has; zeros where there is nothing."""
+        places = self.buckets[bucket]
+        self._land(_FLIGHTS - 1)
+        self.flights.append((places, self._send(places, [self._local(i) for i in places])))
+        self.gone(places)
+
+    def commit(self) -> None:
+        """The running task has ended well."""
+        self._land(0)
+        self.present |= self.arrived.keys()
+        self.arrived.clear()
+        for place in self.used:
+            del self.kept[place]
+        self.used.clear()
+        for place, grad in self.landed.items():
+            if grad.dtype != self.sums[place]:
+                self.landed[place] = grad.to(self.sums[place])
+        _add(self.reduced, self.landed, in_place=True)
+        for place in [*self.borrowed]:  # their buckets were under way already
+            self.task[place] = self._brought(place)
+        for forward in self.adopted:
+            self.aside.pop(forward, None)
+        self.adopted.clear()
+        for place in self.wider:
+            if place in self.task:
+                self.task[place] = self.task[place].to(self.sums[place])
+        # where none were expected, these may be in memory that others hold, too
+        _add(self.kept, self.task, in_place=self.accumulates)
+
+    def discard(self) -> None:
+        """The running task has raised: everything is as before it."""
+        # a reduction that fails too is no news: what the task raised is on its way
+        with contextlib.suppress(RuntimeError, FzeroError):
+            self._land(0)
+        self.flights.clear()
+        self.landed.clear()
+        self.task.clear()
+        self.borrowed.clear()
+        self.adopted.clear()
+        self.used.clear()
+        self.arrived.clear()
+
+    def flush(self) -> None:
+        """Reduce all that was kept."""
+        for bucket in range(len(self.buckets)):
+            self.launch(bucket)
+        self.commit()
+
+    def clear(self) -> None:
+        """No gradients."""
+        self.kept.clear()
+        self.reduced.clear()
+        self.present.clear()
+
+    def zeros(self, place: int, *, full: bool) -> Tensor:
+        """The sum of a leaf without a gradient."""
+        leaf = self.leaves[place]
+        shape = leaf.shape if full else leaf.shard_shape(self.traffic.axes.shard.rank)
+        return torch.zeros(shape, dtype=self.sums[place], device=self.device)
+
+    def one(self, place: int, *, kept: bool) -> Tensor:
+        """The sum of everything a leaf has, reduced, as `reduced` holds it; changes nothing.
+
+        Args:
+            place: of the leaf.
+            kept: whether some rank has kept a gradient of it.
+        """
+        total = self.reduced.get(place)
+        if total is None:
+            total = self.zeros(place, full=not self.scatter)
+        return total + self._send([place], [self.local(place)]).wait()[0] if kept else total
+
+    def local(self, place: int) -> Tensor:
+        """A copy of what is kept of a leaf: full, and this rank's own."""
+        kept = self.kept.get(place)
+        return self.zeros(place, full=True) if kept is None else kept.clone()
+
+    def _local(self, place: int) -> Tensor:
+        grad, kept = self._brought(place), self.kept.get(place)
+        if kept is None:
+            return self.zeros(place, full=True) if grad is None else grad
+        self.used.add(place)
+        return kept.clone() if grad is None else kept + grad  # kept stays, should the task raise
+
+    def _brought(self, place: int) -> Any:
+        """What the task has of a leaf and no longer holds then, or None."""
+        grad = self.task.pop(place, None)
+        for aside, factor in self.borrowed.pop(place, ()):  # stays, should the task raise
+            grad = aside * factor if grad is None else grad.add_(aside * factor)
+        return grad
+
+    def _send(self, places: Sequence[int], grads: list[Tensor]) -> Flight:
+        before, after = self.factors
+        leaves = [self.leaves[i] for i in places]
+        # the same on every rank, whoever has kept or got what
+        grads = [grad.to(self.travels[i]) for i, grad in zip(places, grads, strict=True)]
+        return self.traffic.reduce(grads, leaves, scatter=self.scatter, before=before, after=after)
+
+    def _land(self, most: int) -> None:
+        """Wait until at most so many reductions are under way."""
+        while len(self.flights) > most:
+            places, flight = self.flights.pop(0)
+            self.landed.update(zip(places, flight.wait(), strict=True))
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _add(total: dict[int, Tensor], more: dict[int, Tensor], *, in_place: bool) -> None:
+    """Add one to the other, which is empty then."""
+    both = [place for place in more if place in total] if total else []
+    if both:
+        held, new = [total[i] for i in both], [more.pop(i) for i in both]
+        if in_place:
+            torch._foreach_add_(held, new)
+        else:
+            total.update(zip(both, torch._foreach_add(held, new), strict=True))
+    total.update(more)
+    more.clear()

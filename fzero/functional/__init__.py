@@ -1,0 +1,1 @@
+"""User code made pure: modules, rematerialisation, torch's checkpoints."""

@@ -1,0 +1,1 @@
+"""What lives between steps: shards, masters, optimizer state, and their first values."""

@@ -1,0 +1,163 @@
+"""The first state of a step: what ranks must agree on, shards, masters, optimizer state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.config import Config
+from fzero.distributed.agree import agree
+from fzero.distributed.mesh import Mesh, is_simulated, resolve_mesh
+from fzero.errors import ConfigError
+from fzero.functional.owners import noted_like
+from fzero.numerics import loss_scale
+from fzero.numerics.precision import plan_kept, widened
+from fzero.optim.base import Optimizer
+from fzero.state.builder import Recording, record
+from fzero.state.masters import Placement, place
+from fzero.state.opt_state import OptState
+from fzero.state.plan import Plan
+from fzero.state.sharding import check_tensors, plan_sharding
+from fzero.tree import PyTree
+from fzero.zero import divide
+
+
+def start(
+    cfg: Config, opt: Optimizer, params: PyTree | Callable[[], PyTree], model_state: PyTree = None
+) -> tuple[Plan, PyTree, OptState]:
+    """The plan of a step, sharded parameters, and the state before the first call.
+
+    Args:
+        cfg, opt: the step's.
+        params: full, the same on every rank, and copied; or a function that builds them.
+        model_state: what the model carries from call to call, or None; copied.
+
+    Raises:
+        ConfigError: the config can't be honoured for parameters of these dtypes, or on this device.
+        ShardError: a leaf is not a tensor.
+        RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
+        TraceError: the function that builds the parameters can't be recorded.
+    """
+    recording = record(params) if callable(params) else None
+    shapes = recording.tree() if recording else params
+    leaves = tree.leaves(shapes)
+    check_tensors("params", leaves, tree.paths(shapes))
+    check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
+    device = leaves[0].device if leaves else torch.device("cpu")
+    device = recording.device if recording else device
+    mesh = resolve_mesh(cfg.mesh, device.type)
+    agree_on_start(cfg, shapes, model_state, mesh, built=recording is None)
+    placement = place(cfg, device)
+    _check_offload(placement, opt)
+    kept = plan_kept(
+        leaves,
+        tree.paths(shapes),
+        cfg.dtypes,
+        trained=[not cfg.is_frozen(name) for name in tree.names(shapes)],
+        sharded=cfg.stage == 3,
+        apart=cfg.offload is not None,
+    )
+    pairs = zip(leaves, kept.params, strict=True)
+    low = [noted_like(x.detach().to("meta", dtype), x) for x, dtype in pairs]
+    low = tree.unflatten(tree.flatten(shapes)[1], low)
+    sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)
+    plan = Plan(cfg, opt, mesh, sharding)
+    shards: list[Any] = [None] * len(leaves)
+    masters_of: list[Any] = [None] * len(leaves)
+
+    def take(i: int, full: Tensor) -> None:
+        shards[i] = sharding.split_one(i, full.to(kept.params[i]))
+        leaf = sharding.layout.leaves[i]
+        if kept.masters is not None and leaf.trainable:
+            masters_of[i] = placement.master(plan.part(full, leaf), kept.masters[i])
+
+    if recording is None:
+        for i, leaf in enumerate(tree.leaves(params)):
+            take(i, leaf)
+    else:
+        _agree_on_randomness(recording, mesh)
+        recording.replay(take)
+    targets = plan.targets(divide(shards, sharding.layout)[0])
+    if kept.masters is not None:
+        targets = list(divide(masters_of, sharding.layout)[0])
+    wide = targets
+    if cfg.dtypes.state == torch.float32:  # the state is made in the dtype of what it is made for
+        wide = [widened(x) for x in targets]
+    inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
+    inner = tree.map(placement.state, inner)
+    opt_state = OptState(
+        step=torch.zeros((), dtype=torch.int64),
+        inner=plan.wrap_inner(inner),
+        master=None if kept.masters is None else plan.trained_tree(plan.wrap(targets)),
+        loss_scale=loss_scale.init(cfg.scaling, device=device) if cfg.scaling else None,
+        model_state=tree.map(lambda x: x.detach().clone(), model_state),
+        metrics={},
+    )
+    return plan, tree.unflatten(sharding.spec, sharding.wrap(shards)), opt_state
+
+
+def _check_offload(placement: Placement, opt: Optimizer) -> None:
+    if opt.foreign and placement.masters != placement.params:
+        raise ConfigError(
+            f"Config.offload='cpu' keeps the optimizer's state in host memory while the ranks' "
+            f"collectives run on {placement.params.type}, and an optimizer that knows nothing of "
+            "shards needs collectives for its state. Use one of fzero.optim, or offload=None."
+        )
+
+
+def agree_on_start(
+    cfg: Config,
+    params: PyTree,
+    model_state: PyTree,
+    mesh: Mesh,
+    *,
+    values: bool = True,
+    built: bool = True,
+) -> None:
+    """Find what differs between ranks while a message is still possible."""
+    agree("Config", [(f".{name}", text) for name, text in cfg.describe().items()], mesh)
+    for what, held, there in (("params", params, built), ("model_state", model_state, True)):
+        leaves, paths = tree.leaves(held), tree.paths(held)
+        pairs = list(zip(paths, leaves, strict=True))
+        agree(what, [(path, f"{x.dtype} {tuple(x.shape)}") for path, x in pairs], mesh)
+        if values and there and mesh.world_size > 1 and not is_simulated(mesh):
+            agree(
+                f"the values of {what}",
+                [(path, _checksum(x)) for path, x in pairs],
+                mesh,
+                hint="Every rank must start from the same values: seed all ranks alike before "
+                "building the model (torch.manual_seed), or load the same checkpoint on each.",
+            )
+
+
+def _agree_on_randomness(recording: Recording, mesh: Mesh) -> None:
+    """See that all ranks will draw, and so build, the same numbers."""
+    agree(
+        "what the parameters are built from",
+        recording.fingerprint(),
+        mesh,
+        hint="Seed all ranks alike before step_fn.init, or in the function that builds the "
+        "parameters: torch.manual_seed(0).",
+    )
+
+
+def _checksum(x: Tensor) -> str:
+    """A text that differs where bits do: their sum, and one along each dim that sees the order.
+
+    Integers that wrap around: no rounding, so the order of summation, which may depend on a rank's
+    threads or device, does not matter.
+    """
+    x = x.detach()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    bits = x.contiguous().view(_BITS[x.element_size()])
+    sums = [bits.sum(dtype=torch.int64)]
+    for dim in range(x.dim()):
+        rest = [d for d in range(x.dim()) if d != dim]
+        line = bits.sum(rest, dtype=torch.int64) if rest else bits.to(torch.int64)
+        sums.append((line * torch.arange(1, len(line) + 1, device=x.device)).sum())
+    return f"checksum {' '.join(f'{int(total) % 2**64:x}' for total in sums)}"
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

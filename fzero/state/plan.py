@@ -1,0 +1,220 @@
+"""What is known about a step before any batch: where every leaf lives, and how states look."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fzero import tree
+from fzero.config import Config
+from fzero.distributed.collectives import Axis
+from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
+from fzero.distributed.mesh import Mesh
+from fzero.errors import ShardError
+from fzero.functional.owners import noted_like
+from fzero.layout import LeafLayout
+from fzero.optim.base import Optimizer
+from fzero.state.opt_state import OptState
+from fzero.state.sharding import Sharding, locals_of
+from fzero.tree import PyTree
+from fzero.zero import Axes, merge, trained_leaves
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step function on one mesh for one tree of parameters.
+
+    Args:
+        cfg: the step's.
+        opt: its optimizer.
+        mesh: its ranks.
+        sharding: how the parameters live between steps.
+    """
+
+    cfg: Config
+    opt: Optimizer
+    mesh: Mesh
+    sharding: Sharding
+
+    def __post_init__(self) -> None:
+        for path, leaf in zip(self.sharding.paths, self.sharding.layout, strict=True):
+            if leaf.trainable and leaf.dtype.is_complex:
+                raise ShardError(
+                    f"params{path} is {leaf.dtype}, and a trained leaf must be real: optimizers "
+                    "and norms work on real numbers. Pass torch.view_as_real of it and go back "
+                    "with torch.view_as_complex in the model function, or name it in "
+                    "Config(frozen=...)."
+                )
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh, as the transforms take it."""
+        mesh = self.mesh
+        return Axes(
+            Axis(mesh.shard_group, mesh.shard_size, mesh.shard_rank),
+            Axis(mesh.replicate_group, mesh.replicate_size, mesh.replicate_rank),
+        )
+
+    @property
+    def trained(self) -> list[LeafLayout]:
+        """The leaves that get a gradient."""
+        return trained_leaves(self.sharding.layout)
+
+    @property
+    def names(self) -> tuple[list[str], list[str]]:
+        """Names of the trained and of the frozen leaves."""
+        layout = self.sharding.layout
+        trained = [leaf.name for leaf in layout if leaf.trainable]
+        return trained, [leaf.name for leaf in layout if not leaf.trainable]
+
+    @property
+    def splits_state(self) -> bool:
+        """Whether each rank keeps only its part of the optimizer's state."""
+        return self.cfg.stage > 0
+
+    def part(self, full: Tensor, leaf: LeafLayout) -> Tensor:
+        """The part of a full leaf whose optimizer state lives on this rank."""
+        return leaf.split(full, self.mesh.shard_rank) if self.splits_state else full
+
+    def targets(self, trained: Sequence[Tensor]) -> list[Tensor]:
+        """What the optimizer updates, from the trained leaves as they live between steps."""
+        if self.cfg.stage in (0, 3):
+            return list(trained)
+        pairs = zip(trained, self.trained, strict=True)
+        return [self.part(x, leaf).contiguous() for x, leaf in pairs]
+
+    def trained_tree(self, leaves: Sequence[Any]) -> PyTree:
+        """Trained leaves in the structure of the parameters, None in place of frozen ones."""
+        frozen = [None] * (len(self.sharding.layout) - len(leaves))
+        return tree.unflatten(self.sharding.spec, merge(leaves, frozen, self.sharding.layout))
+
+    def foreign_tree(self, leaves: Sequence[Tensor]) -> PyTree:
+        """The same for an optimizer that knows nothing of shards: it sees DTensors."""
+        return self.trained_tree(self.wrap(leaves))
+
+    def wrap(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """One part per trained leaf, as users hold them."""
+        return [self._wrap(x, leaf) for x, leaf in zip(parts, self.trained, strict=True)]
+
+    def wrap_inner(self, inner: PyTree) -> PyTree:
+        """An optimizer's state; leaves shaped and named like parameters become DTensors."""
+        if not self.splits_state:
+            return inner
+        rank = self.mesh.shard_rank
+        paths = dict(zip(self.sharding.paths, self.sharding.layout, strict=True))
+        leaves, spec = tree.flatten(inner)
+        wrapped = []
+        for x, path in zip(leaves, tree.paths(inner), strict=True):
+            starts = (i for i, char in enumerate(path) if char in "[.")
+            leaf = next((paths[path[i:]] for i in starts if path[i:] in paths), None)
+            mine = leaf is not None and tuple(x.shape) == leaf.shard_shape(rank)
+            wrapped.append(self._wrap(x, leaf) if mine and leaf else x)
+        return tree.unflatten(spec, wrapped)
+
+    def _wrap(self, x: Tensor, leaf: LeafLayout) -> Tensor:
+        if not self.splits_state or isinstance(x, DTensor):
+            return x
+        stride = torch.empty(leaf.shape, device="meta").stride()
+        placements = self.mesh.placements(leaf.dim)
+        spec = dtensor_spec(self.mesh.device_mesh, placements, leaf.shape, stride, x.dtype)
+        return from_spec(x, spec)
+
+    @functools.cached_property
+    def inner_spec(self) -> tree.Spec | None:
+        """Structure of the optimizer's state; None for one that knows nothing of shards."""
+        if self.opt.foreign:
+            return None
+        rank = self.mesh.shard_rank
+        shapes = [
+            leaf.shard_shape(rank) if self.splits_state else leaf.shape for leaf in self.trained
+        ]
+        pairs = zip(shapes, self.trained, strict=True)
+        empty = [torch.empty(shape, dtype=leaf.dtype, device="meta") for shape, leaf in pairs]
+        return tree.flatten(self.opt.init(self.trained_tree(empty)))[1]
+
+    def check_inner(self, spec: tree.Spec) -> None:
+        """Raise a ShardError if the optimizer keeps a state of another structure than `spec`."""
+        if self.inner_spec not in (None, spec):
+            raise ShardError(
+                f"opt_state.inner is {spec}, and this step function's optimizer keeps "
+                f"{self.inner_spec}. Pass the state of the same optimizer, or start a new one with "
+                "step_fn.init."
+            )
+
+    def check(self, leaves: Sequence[Any], spec: tree.Spec) -> None:
+        """Raise a ShardError unless `leaves` are parameters as `init` returned them."""
+        sharding = self.sharding
+        if spec != sharding.spec:
+            raise ShardError(_structure_message(tree.paths(tree.unflatten(spec, leaves)), sharding))
+        rank = self.mesh.shard_rank
+        for x, leaf, dtensor, path in zip(
+            leaves, sharding.layout, sharding.dtensors, sharding.paths, strict=True
+        ):
+            shape = leaf.shape if dtensor is None else leaf.shard_shape(rank)
+            if not isinstance(x, Tensor) or isinstance(x, DTensor) != (dtensor is not None):
+                wanted = "a DTensor" if dtensor else "a plain tensor"
+                raise ShardError(
+                    f"params{path} is a {type(x).__name__}, and at stage {self.cfg.stage} it must "
+                    f"be {wanted}. Pass what step_fn.init or the last call of step_fn returned; "
+                    "full parameters go through step_fn.init first."
+                )
+            if local_tensor(x).shape != shape or x.dtype != leaf.dtype:
+                raise ShardError(
+                    f"params{path} is {x.dtype} with {tuple(local_tensor(x).shape)} on this rank, "
+                    f"and was {leaf.dtype} with {tuple(shape)} in the tree that this step function "
+                    "was made for. Make another step function for other shapes."
+                )
+
+
+class Held(NamedTuple):
+    """The local tensors of an `OptState`, in flat lists, and what rebuilds it."""
+
+    masters: list[Tensor]
+    inner: list[Tensor]
+    scale: list[Tensor]
+    state: list[Tensor]
+    inner_spec: tree.Spec
+    state_spec: tree.Spec | None
+    step: Tensor
+
+    @classmethod
+    def of(cls, opt_state: OptState, *, dtensors: bool) -> "Held":
+        """Unpack; `dtensors` leaves the optimizer's state as DTensors."""
+        inner, inner_spec = tree.flatten(opt_state.inner)
+        state, state_spec = tree.flatten(opt_state.model_state)
+        return cls(
+            locals_of(tree.leaves(opt_state.master)),
+            inner if dtensors else locals_of(inner),
+            tree.leaves(opt_state.loss_scale),
+            state,
+            inner_spec,
+            None if opt_state.model_state is None else state_spec,
+            opt_state.step,
+        )
+
+    def nbytes(self) -> int:
+        """Bytes on this rank of what an update overwrites."""
+        return sum(local_tensor(x).nbytes for x in (*self.masters, *self.inner))
+
+
+def like(new: Tensor, old: Tensor) -> Tensor:
+    """`new` wrapped and noted as `old` is."""
+    if isinstance(old, DTensor) and not isinstance(new, DTensor):
+        new = from_spec(new, old._spec)
+    return noted_like(new, old)
+
+
+def _structure_message(found: Sequence[str], sharding: Sharding) -> str:
+    missing = [path for path in sharding.paths if path not in set(found)]
+    extra = [path for path in found if path not in set(sharding.paths)]
+    said = [f"lacks {', '.join(f'params{p}' for p in missing[:3])}"] if missing else []
+    said += [f"has {', '.join(f'params{p}' for p in extra[:3])} besides"] if extra else []
+    return (
+        f"params has another structure than the tree that this step function was made for: it "
+        f"{' and '.join(said) or 'nests the same leaves in other containers'}. Pass what "
+        "step_fn.init or the last call of step_fn returned, or make another step function."
+    )

@@ -1,0 +1,175 @@
+"""Trees between steps: which leaves are DTensors, and the way there and back.
+
+Inside a step every tensor is a plain local one; outside, a sharded leaf is a `DTensor`, whose
+global shape `torch.distributed.checkpoint`, `full_tensor()` and `torch.optim` understand.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fzero import tree
+from fzero.config import Config
+from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
+from fzero.distributed.mesh import Mesh, resolve_mesh
+from fzero.errors import ConfigError, ShardError
+from fzero.functional.owners import Owners, noted, noted_like, owners_of
+from fzero.layout import Layout, LeafLayout, plan_layout
+from fzero.numerics.precision import Precision
+from fzero.tree import PyTree
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the leaves of one tree live on a mesh.
+
+    Args:
+        spec: the tree's structure.
+        paths: of its leaves, for messages.
+        layout: how each leaf is split.
+        mesh: over which ranks.
+        dtensors: what makes a shard a DTensor; None for a leaf that stays a plain tensor.
+        owners: which kinds of modules each leaf belongs to, as far as that is known.
+    """
+
+    spec: tree.Spec
+    paths: tuple[str, ...]
+    layout: Layout
+    mesh: Mesh
+    dtensors: tuple[DTensorSpec | None, ...]
+    owners: tuple[Owners, ...]
+
+    def wrap(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Local tensors as users hold them."""
+        return [
+            noted(shard if spec is None else from_spec(shard, spec), owners)
+            for shard, spec, owners in zip(shards, self.dtensors, self.owners, strict=True)
+        ]
+
+    def split(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's shards of full leaves, in memory of their own."""
+        return [self.split_one(i, x) for i, x in enumerate(leaves)]
+
+    def split_one(self, place: int, full: Tensor) -> Tensor:
+        """`split` for the leaf at one place."""
+        leaf = self.layout.leaves[place]
+        sharded = self.dtensors[place] is not None
+        part = leaf.split(full.detach(), self.mesh.shard_rank) if sharded else full.detach()
+        return part.clone(memory_format=torch.contiguous_format)
+
+
+def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> Sharding:
+    """How `params` (full leaves, or DTensors) lives on `mesh`; as DTensors if `sharded`.
+
+    Raises:
+        ConfigError: autocast depends on modules, and a leaf doesn't know its own.
+        ShardError: a leaf is not a tensor.
+    """
+    leaves, spec = tree.flatten(params)
+    paths = tree.paths(params)
+    check_tensors("params", leaves, paths)
+    dtypes = cfg.dtypes
+    layout = plan_layout(
+        tree.names(params),
+        leaves,
+        mesh.shard_size,
+        frozen=cfg.is_frozen,
+        compute=dtypes.param,
+        reduce=dtypes.reduce,
+    )
+    owners = tuple(map(owners_of, leaves))
+    if dtypes.autocast is not None:
+        rows = zip(layout, owners, paths, strict=True)
+        layout = replace(layout, leaves=tuple(_autocast(*row, dtypes) for row in rows))
+    specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
+    return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
+
+
+def _autocast(leaf: LeafLayout, owners: Owners, path: str, dtypes: Precision) -> LeafLayout:
+    """How a leaf travels under autocast: in the low dtype if only safe modules use it."""
+    safe = dtypes.safe_modules
+    if not safe or not leaf.dtype.is_floating_point:
+        return leaf
+    if owners is None:
+        raise ConfigError(
+            f"params{path} says nothing of the module that uses it, so Precision."
+            "lower_precision_safe_modules can't tell whether it may travel in "
+            f"{dtypes.autocast}. Only fzero.functionalize notes that, and copies made since "
+            "(.to(device), .clone()) have lost it: move the module before you functionalize it, "
+            "and pass the params as they come. For parameters of no module set "
+            "Precision(autocast=..., lower_precision_safe_modules=()): all travel in float32."
+        )
+    low = dtypes.autocast if safe.issuperset(owners) else None
+    return replace(leaf, compute=low, reduce=low or leaf.reduce)
+
+
+def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
+    """Full leaves, the same on every rank, as DTensors that are split over `cfg.mesh`.
+
+    Args:
+        full: pytree of tensors of any shape and dtype.
+        cfg: only its mesh is used; None means all ranks.
+
+    Returns:
+        The same tree; every leaf a `DTensor` of its own memory.
+
+    Raises:
+        ShardError: a leaf is not a tensor.
+
+    Examples:
+        >>> sharded = shard({"w": torch.ones(4, 2)})
+        >>> sharded["w"].shape, torch.equal(unshard(sharded)["w"], torch.ones(4, 2))
+        (torch.Size([4, 2]), True)
+    """
+    cfg = Config(mesh=cfg.mesh if cfg else None)
+    leaves = tree.leaves(full)
+    check_tensors("full", leaves, tree.paths(full))
+    mesh = resolve_mesh(cfg.mesh, leaves[0].device.type if leaves else "cpu")
+    plan = plan_sharding(full, cfg, mesh, sharded=True)
+    return tree.unflatten(plan.spec, plan.wrap(plan.split(leaves)))
+
+
+def unshard(sharded: PyTree, *, rank0_only: bool = False) -> PyTree:
+    """Full tensors from a tree with DTensors; every rank must call it. The inverse of `shard`.
+
+    Args:
+        sharded: pytree, any of whose leaves are DTensors; other leaves come back as they are.
+        rank0_only: the other ranks get None instead, and hold one leaf at a time on the way.
+
+    Examples:
+        >>> unshard({"w": torch.ones(2), "n": 3})
+        {'w': tensor([1., 1.]), 'n': 3}
+    """
+    leaves, spec = tree.flatten(sharded)
+    keep = not rank0_only or not torch.distributed.is_initialized()
+    keep = keep or torch.distributed.get_rank() == 0
+    full = []
+    for leaf in leaves:
+        whole = noted_like(leaf.full_tensor(), leaf) if isinstance(leaf, DTensor) else leaf
+        full.append(whole if keep else None)
+    return tree.unflatten(spec, full) if keep else None
+
+
+def locals_of(leaves: Sequence[Any]) -> list[Any]:
+    """This rank's part of each leaf."""
+    return [local_tensor(leaf) for leaf in leaves]
+
+
+def check_tensors(what: str, leaves: Sequence[Any], paths: Sequence[str]) -> None:
+    """Raise a ShardError that names the first leaf that is not a tensor."""
+    for leaf, path in zip(leaves, paths, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise ShardError(
+                f"{what}{path} is a {type(leaf).__name__} ({leaf!r:.60}); every leaf must be a "
+                f"torch.Tensor. Make it one with torch.as_tensor, or keep it out of the tree."
+            )
+
+
+def _dtensor(leaf: LeafLayout, mesh: Mesh) -> DTensorSpec:
+    stride = torch.empty(leaf.shape, device="meta").stride()
+    return dtensor_spec(mesh.device_mesh, mesh.placements(leaf.dim), leaf.shape, stride, leaf.dtype)

@@ -1,0 +1,1 @@
+"""One training step: gradients, update, and the two executors."""

@@ -1,0 +1,365 @@
+"""The eager executor: the same step for model functions that can't be staged out.
+
+Forward and backward run as plain PyTorch; collectives travel in buckets, outside of autograd.
+
+    stages 0-2   the model function gets full leaves, and gradients are reduced bucket by bucket in
+                 a fixed order while backward goes on: ranks may use different leaves
+    stage 3      it gets lazy leaves (see `fzero.eager.lazy`); `fzero.stage` frees them after use
+
+Differentiated is with `torch.autograd.grad`, as `loss.backward()` does: whatever trains in PyTorch
+trains here, and user code runs once. The results have no derivative; that is the traced executor's.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.distributed.agree import rendezvous
+from fzero.distributed.batched import plan_buckets, scatter_gradients, sum_gradients
+from fzero.distributed.buckets import Bucket
+from fzero.distributed.mesh import Mesh, default_store, is_simulated
+from fzero.eager.lazy import Gathered, changed_in_place
+from fzero.eager.stage import kept
+from fzero.errors import FzeroError, TraceError
+from fzero.layout import LeafLayout
+from fzero.numerics.precision import widened
+from fzero.program.passes.seed import generator_of, mix
+from fzero.state.plan import Held, Plan
+from fzero.step.gradients import (
+    ModelFn,
+    Signature,
+    flat_loss_fn,
+    reduces_once,
+    share_of,
+    summable,
+    with_room,
+)
+from fzero.step.traced import UpdateHalf
+from fzero.step.update import Updated
+from fzero.tree import PyTree
+from fzero.zero import divide, merge, scaled
+
+Reduce = Callable[[Sequence[Tensor], Sequence[LeafLayout]], list[Tensor]]
+
+
+class Eager:
+    """The halves of a step, as `Staged` has them, the gradients' run eagerly.
+
+    Random numbers are a function of seed, step, micro-batch and rank. Unlike in a Program, where
+    every operator is seeded by its place, they come from one stream per micro-batch: the masks are
+    others than the traced executor's.
+    """
+
+    collectives = "those of the eager executor"
+
+    def __init__(self, model_fn: ModelFn, plan: Plan, held: Held) -> None:
+        self.model_fn = model_fn
+        self.plan = plan
+        self.limit = int(plan.cfg.bucket_mb * 2**20)
+        self.bucket_bytes = (self.limit, self.limit)
+        self.update_half = UpdateHalf(plan, held, reduced=True)
+        self.journal = _Journal(plan.mesh)
+        self.order: list[int] = []  # in which leaves were used last time
+
+    @property
+    def program(self) -> NoReturn:
+        """There is none.
+
+        Raises:
+            TraceError: always.
+        """
+        raise TraceError(
+            "Config(executor='eager') stages nothing out, so there is no Program to lower to. Use "
+            "Config(executor='traced') for a listing, or measure a step with torch.profiler."
+        )
+
+    def gradients(
+        self,
+        trained: Sequence[Tensor],
+        frozen: Sequence[Tensor],
+        held: Held,
+        micro: Sequence[PyTree],
+        step: Tensor,
+    ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
+        """Gradients and loss summed over the micro-batches, the last model state, all aux.
+
+        Raises:
+            FzeroError: the model function changed a parameter or the batch in place.
+            RankMismatchError: at stage 3, this rank gathers other leaves than the others.
+        """
+        plan, state = self.plan, held.state
+        leaves = merge(trained, frozen, plan.sharding.layout)
+        total: list[Tensor] = []
+        losses, auxes = [], []
+        for i, batch in enumerate(micro):
+            key = mix(plan.cfg.seed, int(step), i, plan.mesh.rank)
+            with _seeded(key, leaves), _unchanged(leaves, batch, plan):
+                grads, loss, state, aux = self._one(leaves, state, batch, held)
+            if total:
+                torch._foreach_add_(total, grads)
+            else:
+                total = grads
+                for j in range(len(grads) if len(micro) > 1 else 0):
+                    total[j] = grads[j].clone()  # autograd may hand out memory that others see
+            del grads
+            losses.append(loss)
+            auxes.append(aux)
+        if reduces_once(plan.cfg):
+            total = self._reduce(total, plan.trained)
+        loss = torch.stack(losses).sum() / (plan.axes.world * len(micro))
+        aux = auxes[0] if len(micro) == 1 else tree.map(lambda *x: torch.stack(x), *auxes)
+        return total, loss, state, aux
+
+    def update(
+        self,
+        trained: Sequence[Tensor],
+        held: Held,
+        grads: list[Tensor],
+        loss: Tensor,
+        state: Sequence[Tensor],
+    ) -> Updated:
+        """Overwrite `trained` and what `held` has of masters and optimizer state."""
+        half = self.update_half
+        if half.program is None and not self.plan.opt.foreign:
+            half.stage_out(trained, held, grads, loss, state, bucket_bytes=self.limit)
+        return half(trained, held, grads, loss, state)
+
+    def _one(
+        self, leaves: Sequence[Tensor], state: Sequence[Tensor], batch: PyTree, held: Held
+    ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
+        """One micro-batch, from the leaves as they live between steps."""
+        plan, cfg = self.plan, self.plan.cfg
+        inputs, spec = tree.flatten(batch)
+        signature = Signature(
+            plan.sharding.spec, plan.sharding.layout, held.state_spec, spec, bool(held.scale)
+        )
+        loss_fn = scaled(
+            flat_loss_fn(self.model_fn, cfg, signature), share_of(cfg, plan.axes, held.scale)
+        )
+
+        def run(given: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, tuple[Tensor, ...]]]:
+            with torch.enable_grad():
+                return loss_fn(tuple(given), tuple(x.clone() for x in state), tuple(inputs))
+
+        differentiate = self._sharded if cfg.stage == 3 else self._whole
+        grads, loss, aux = differentiate(leaves, run)
+        held_by_us = {x.untyped_storage()._cdata for x in leaves}
+        own = [x.clone() if x.untyped_storage()._cdata in held_by_us else x for x in aux]
+        grads = [g.contiguous() for g in grads]
+        grads = summable(grads) if cfg.accum_steps > 1 else grads
+        return signature.results((*grads, widened(loss.detach()), *own))
+
+    def _whole(
+        self, leaves: Sequence[Tensor], run: Callable[..., Any]
+    ) -> tuple[list[Tensor], Tensor, tuple[Tensor, ...]]:
+        """Stages 0 to 2."""
+        layout = self.plan.sharding.layout
+        given = [
+            x.detach().requires_grad_(leaf.trainable)
+            for x, leaf in zip(leaves, layout, strict=True)
+        ]
+        low = [x.to(leaf.compute or x.dtype) for x, leaf in zip(given, layout, strict=True)]
+        scaled_loss, (loss, aux) = run(low)
+        inputs = [x for x in given if x.requires_grad]
+        if reduces_once(self.plan.cfg):
+            grads = _gradients(scaled_loss, inputs)
+            pairs = zip(grads, inputs, strict=True)
+            return [torch.zeros_like(x) if g is None else _dense(g) for g, x in pairs], loss, aux
+        arrivals = _Arrivals(inputs, self.plan.trained, self._reduce, self.limit)
+        _gradients(scaled_loss, inputs)
+        return arrivals.finish(), loss, aux
+
+    def _sharded(
+        self, leaves: Sequence[Tensor], run: Callable[..., Any]
+    ) -> tuple[list[Tensor], Tensor, tuple[Tensor, ...]]:
+        """Stage 3."""
+        plan = self.plan
+        self.journal.begin()
+        layout = plan.sharding.layout
+        trained_shards, frozen = divide(leaves, layout)
+        trained_shards, layout = with_room(trained_shards, layout)
+        source = Gathered(
+            merge(trained_shards, frozen, layout),
+            layout,
+            plan.axes,
+            self.limit,
+            self.order,
+            self.journal.announce,
+        )
+        scaled_loss, (loss, aux) = run(source.leaves)
+        self.order = list(source.used)
+        if plan.cfg.reshard_after_forward:
+            source.reshard()
+        trained = [x for x in source.leaves if x.requires_grad]
+        # what was gathered is the same on every rank, what was used may not be
+        used = [x for x in trained if x.place in source.used]
+        arrivals = _Arrivals(
+            used,
+            [x.leaf for x in used],
+            self._reduce,
+            self.limit,
+            done=lambda i: source.drop(used[i].place),
+        )
+        found = _gradients(scaled_loss, [*used, *(x.shard for x in trained)])[len(used) :]
+        arrived = dict(zip((x.place for x in used), arrivals.finish(), strict=True))
+        source.close()
+        grads: list[Tensor] = []
+        for x, staged in zip(trained, found, strict=True):
+            parts = [arrived.get(x.place), staged]
+            there = [part.to(x.leaf.dtype) for part in parts if part is not None]
+            grads.append(sum(there[1:], there[0]) if there else torch.zeros_like(x.shard))
+        return grads, loss, aux
+
+    def _reduce(self, grads: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> list[Tensor]:
+        plan = self.plan
+        reduce = sum_gradients if plan.cfg.stage == 0 else scatter_gradients
+        announce = self.journal.announce if plan.cfg.stage == 3 else _silent
+        return reduce(grads, leaves, plan.axes, self.limit, announce)
+
+
+class _Arrivals:
+    """Full gradients, reduced in buckets as backward brings them.
+
+    The buckets and their order are fixed, from the last leaf to the first, so that ranks whose
+    backwards take different ways reduce the same things; a gradient that never comes is zero.
+
+    Args:
+        tensors: leaves of autograd's graph.
+        leaves: how each is split.
+        reduce: from full gradients to what each rank keeps.
+        limit: most bytes in a bucket.
+        done: told when a tensor's gradient has arrived.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        leaves: Sequence[LeafLayout],
+        reduce: Reduce,
+        limit: int,
+        done: Callable[[int], None] = lambda i: None,
+    ) -> None:
+        self.tensors, self.leaves, self.reduce = tensors, leaves, reduce
+        self.arrived: dict[int, Tensor] = {}
+        self.reduced: dict[int, Tensor] = {}
+        last_first = range(len(tensors))[::-1]
+        self.waiting = plan_buckets([x.nbytes for x in tensors], last_first, limit)
+        self.hooks = [x.register_hook(self._taker(i, done)) for i, x in enumerate(tensors)]
+
+    def finish(self) -> list[Tensor]:
+        """What `reduce` made of each gradient; those that have not come are zeros."""
+        while self.waiting:
+            for i in self.waiting[0]:
+                if i not in self.arrived:
+                    x = self.tensors[i]
+                    self.arrived[i] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            self._flush()
+        for hook in self.hooks:  # they hold what holds them
+            hook.remove()
+        return [self.reduced.pop(i) for i in range(len(self.leaves))]
+
+    def _taker(self, i: int, done: Callable[[int], None]) -> Callable[[Tensor], Tensor | None]:
+        def take(grad: Tensor) -> Tensor | None:
+            self.arrived[i] = _dense(grad)
+            done(i)
+            while self.waiting and all(j in self.arrived for j in self.waiting[0]):
+                self._flush()
+            if grad.layout != torch.strided:  # sparse gradients may not be replaced
+                return None
+            return grad.new_zeros(()).expand(grad.shape)  # nothing for autograd to keep
+
+        return take
+
+    def _flush(self) -> None:
+        places = self.waiting.pop(0)
+        grads = [self.arrived.pop(i) for i in places]
+        results = self.reduce(grads, [self.leaves[i] for i in places])
+        for i, result in zip(places, results, strict=True):
+            self.reduced[i] = result
+
+
+class _Journal:
+    """The collectives of the last micro-batch, which all ranks are known to have run.
+
+    A model function whose Python depends on data may gather other leaves than last time. Then the
+    ranks meet first, through the store, and whoever comes alone raises instead of hanging.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.lines: list[str] = []
+        self.position = self.turn = 0
+        self.alone = mesh.world_size == 1 or is_simulated(mesh)
+        # ranks make their step functions in the same order: the n-th is the same on all
+        self.number = 0 if self.alone else default_store().add(f"fzero/eager/{mesh.rank}", 1)
+
+    def begin(self) -> None:
+        """A micro-batch starts."""
+        self.position = 0
+        self.turn += 1
+
+    def announce(self, bucket: Bucket) -> None:
+        """Return once all ranks are known to run this collective next.
+
+        Raises:
+            RankMismatchError: they are not.
+        """
+        if self.alone:
+            return
+        line = f"{bucket.kind} of {', '.join(leaf.name for leaf in bucket.leaves)}"
+        if self.lines[self.position : self.position + 1] != [line]:
+            where = f"eager step function {self.number}, micro-batch {self.turn}"
+            rendezvous(f"{where}, collective {self.position + 1}", line, self.mesh)
+            self.lines[self.position :] = [line]
+        self.position += 1
+
+
+def _silent(bucket: Bucket) -> None:
+    pass
+
+
+def _gradients(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    if not loss.requires_grad or not inputs:
+        return [None] * len(inputs)
+    return list(torch.autograd.grad(loss, inputs, allow_unused=True))
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+@contextlib.contextmanager
+def _seeded(key: int, leaves: Sequence[Tensor]) -> Iterator[None]:
+    """The generators of the leaves' devices, and the host's, start from `key`; as before after."""
+    devices = {x.device for x in leaves} | {torch.device("cpu")}
+    generators = [generator_of(device) for device in sorted(devices, key=str)]
+    with kept(generators):
+        for generator in generators:
+            generator.manual_seed(key)
+        yield
+
+
+@contextlib.contextmanager
+def _unchanged(leaves: Sequence[Tensor], batch: PyTree, plan: Plan) -> Iterator[None]:
+    """Raise if a parameter or the batch was written to."""
+    names = [leaf.name for leaf in plan.sharding.layout]
+    inputs = tree.leaves(batch)
+    versions = [_version(x) for x in (*leaves, *inputs)]
+    yield
+    for name, x, version in zip(names, leaves, versions, strict=False):
+        if _version(x) != version:
+            raise changed_in_place(name)
+    for path, x, version in zip(tree.paths(batch), inputs, versions[len(leaves) :], strict=True):
+        if _version(x) != version:
+            raise FzeroError(
+                f"the model function changed batch{path} in place. The batch is an input of a pure "
+                "function: compute a new tensor instead (x - mean, not x.sub_(mean))."
+            )
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version  # inference tensors count no changes

@@ -1,0 +1,259 @@
+"""The gradient half of a step: a user's model function, differentiated and staged out.
+
+A flat calling convention joins the halves. In: trained leaves, frozen leaves, model state, one
+micro-batch, the loss scale if there is one. Out: gradients, loss, new model state, aux.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import tree, zero
+from fzero.config import Config
+from fzero.errors import FzeroError, ShardError
+from fzero.layout import Layout, LeafLayout
+from fzero.numerics.precision import cast, in_force, widened
+from fzero.program import Program
+from fzero.program.pipeline import optimise
+from fzero.program.trace import stage_out
+from fzero.tree import PyTree
+from fzero.zero import Axes, GradFn, Leaves, LossFn
+
+ModelFn = Callable[..., Any]
+
+
+@dataclass
+class Signature:
+    """What the flat leaves of one call stand for; the specs of what comes out are found on the way.
+
+    Args:
+        params: structure of the parameters.
+        layout: of their leaves.
+        state: structure of the model state, or None if there is none.
+        batch: structure of the batch.
+        scaled: whether the last input is a loss scale.
+    """
+
+    params: tree.Spec
+    layout: Layout
+    state: tree.Spec | None
+    batch: tree.Spec
+    scaled: bool
+    state_out: tree.Spec | None = field(default=None)
+    aux_out: tree.Spec | None = field(default=None)
+
+    def parts(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+        """The flat inputs as (trained, frozen, state, batch, scale)."""
+        trained = sum(leaf.trainable for leaf in self.layout)
+        sizes = [trained, len(self.layout) - trained]
+        sizes += [self.state.num_leaves if self.state else 0, self.batch.num_leaves]
+        cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        parts = [tuple(flat[a:b]) for a, b in itertools.pairwise(cuts)]
+        return (*parts, tuple(flat[cuts[-1] :]))
+
+    def results(self, flat: Sequence[Any]) -> tuple[list[Any], Any, list[Any], PyTree]:
+        """The flat outputs as (gradients, loss, state leaves, aux)."""
+        trained = sum(leaf.trainable for leaf in self.layout)
+        states = self.state_out.num_leaves if self.state_out else 0
+        grads, (loss, *rest) = list(flat[:trained]), flat[trained:]
+        aux = tree.unflatten(self.aux_out, rest[states:]) if self.aux_out else None
+        return grads, loss, rest[:states], aux
+
+
+def gradient_fn(
+    model_fn: ModelFn, cfg: Config, signature: Signature, axes: Axes, grad: zero.Grad
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The gradient function of `cfg.stage` under the flat calling convention.
+
+    Gradients are scaled to sum to the mean over ranks and micro-batches. With accumulation they
+    come in no less than float32, and stages 0 and 1 return this rank's own: they are reduced once a
+    step.
+    """
+
+    def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
+        trained, frozen, state, batch, scale = signature.parts(flat)
+        loss_fn = zero.scaled(flat_loss_fn(model_fn, cfg, signature), share_of(cfg, axes, scale))
+        layout = signature.layout
+        if cfg.stage == 3:
+            trained, layout = with_room(trained, layout)
+        grads_of = transform(cfg, loss_fn, layout, axes, grad)
+        grads, (_, (loss, aux)) = grads_of(trained, frozen, state, batch)
+        # the fused optimizer kernels read memory in order, whatever the strides
+        grads = [grad.contiguous() for grad in grads]
+        return (*(summable(grads) if cfg.accum_steps > 1 else grads), widened(loss), *aux)
+
+    return flat_fn
+
+
+def share_of(cfg: Config, axes: Axes, scale: Sequence[Tensor]) -> float | Tensor:
+    """What a micro-batch's loss is multiplied by: its share of the mean, and the loss scale."""
+    share = 1.0 / (axes.world * cfg.accum_steps)
+    external = cfg.scaling is not None and cfg.scaling.external  # it is on the loss already
+    return scale[0] * share if scale and not external else share
+
+
+def with_room(trained: Sequence[Tensor], layout: Layout) -> tuple[tuple[Tensor, ...], Layout]:
+    """The trained shards in dtypes that hold their gradients as they are reduced, and the layout.
+
+    Autograd gives a gradient in the dtype of what it is the gradient of: of a bfloat16 shard it
+    would round what was just summed in float32. What is gathered stays the same.
+    """
+
+    def wide(leaf: LeafLayout) -> LeafLayout:
+        if not leaf.trainable or leaf.reduce is None:
+            return leaf
+        dtype = torch.promote_types(leaf.dtype, leaf.reduce)
+        same = dtype == leaf.dtype
+        return leaf if same else replace(leaf, dtype=dtype, compute=leaf.compute or leaf.dtype)
+
+    roomy = replace(layout, leaves=tuple(map(wide, layout)))
+    pairs = zip(trained, zero.trained_leaves(roomy), strict=True)
+    return tuple(x.to(leaf.dtype) for x, leaf in pairs), roomy
+
+
+def summable(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients in dtypes that lose nothing of many micro-batches: float32 at least."""
+    return [widened(grad) for grad in grads]
+
+
+def transform(cfg: Config, loss_fn: LossFn, layout: Layout, axes: Axes, grad: zero.Grad) -> GradFn:
+    """The composition of one ZeRO stage."""
+    if cfg.stage == 3:
+        return zero.zero3(loss_fn, layout, axes, grad)
+    if reduces_once(cfg):
+        return zero.ddp_local(loss_fn, layout, grad)
+    return (zero.zero2 if cfg.stage else zero.zero0)(loss_fn, layout, axes, grad)
+
+
+def reduces_once(cfg: Config) -> bool:
+    """Whether gradients are accumulated before they are reduced."""
+    return cfg.stage < 2 and cfg.accum_steps > 1
+
+
+def stage_gradients(
+    model_fn: ModelFn,
+    cfg: Config,
+    signature: Signature,
+    axes: Axes,
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    resident: int,
+    bucket_bytes: int | None = None,
+) -> Program:
+    """The gradient function as a Program that is fit to run.
+
+    Args:
+        inputs: example tensors for the flat calling convention.
+        names: one per input.
+        resident: bytes that a rank holds beside them while the Program runs.
+        bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
+
+    Raises:
+        TraceError: it can't be staged out.
+    """
+    front_ends = [
+        ("torch.func.vjp", gradient_fn(model_fn, cfg, signature, axes, zero.vjp)),
+        ("torch.autograd.grad", gradient_fn(model_fn, cfg, signature, axes, zero.autograd)),
+    ]
+    program = replace(
+        stage_out("gradients", front_ends, inputs, names),
+        times=cfg.accum_steps,
+        resident=resident,
+    )
+    return optimise(
+        program,
+        reshard_after_forward=cfg.reshard_after_forward,
+        bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
+        exact=bucket_bytes is not None,
+        prefetch=cfg.prefetch,
+        slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
+    )
+
+
+# How much of the peak fewer and larger collectives may cost. Who shards parameters is short of
+# memory; who doesn't holds them all in any case.
+_SLACK_SHARDED, _SLACK = 0.1, 0.25
+
+
+def flat_loss_fn(model_fn: ModelFn, cfg: Config, signature: Signature) -> LossFn:
+    """The user's function on flat leaves, its result checked and its aux flattened."""
+
+    def loss_fn(leaves: Leaves, state: Leaves, batch: Leaves) -> tuple[Tensor, Leaves]:
+        args: list[Any] = [tree.unflatten(signature.params, leaves)]
+        if signature.state is not None:
+            args.append(tree.unflatten(signature.state, state))
+        args.append(tree.unflatten(signature.batch, batch))
+        with in_force(cfg.dtypes, leaves[0].device.type if leaves else "cpu"):
+            returned = model_fn(*args)
+        loss, new_state, aux = _taken_apart(returned, cfg, signature.state is not None)
+        check_loss(loss)
+        loss, aux = cast((loss, aux), cfg.dtypes.output)
+        state_leaves: list[Any] = []
+        aux_leaves: list[Any] = []
+        if signature.state is not None:
+            state_leaves, signature.state_out = tree.flatten(new_state)
+            _check_state(signature, state_leaves, state)
+        if cfg.has_aux:
+            aux_leaves, signature.aux_out = tree.flatten(aux)
+        return loss, tuple(map(_as_output, (*state_leaves, *aux_leaves)))
+
+    return loss_fn
+
+
+def _taken_apart(result: Any, cfg: Config, stateful: bool) -> tuple[Any, Any, Any]:
+    """What the model function returned, as (loss, model state, aux)."""
+    form = ["loss"] + ["new_model_state"] * stateful + ["aux"] * cfg.has_aux
+    if len(form) == 1:
+        if isinstance(result, (tuple, list)):
+            raise FzeroError(
+                f"the model function returned a {type(result).__name__} of {len(result)}, and must "
+                "return the loss alone. To return more, set Config(has_aux=True), or pass model "
+                "state to step_fn.init(params, model_state)."
+            )
+        return result, None, None
+    if not isinstance(result, tuple) or len(result) != len(form):
+        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise FzeroError(
+            f"the model function returned {found}, and must return ({', '.join(form)}): has_aux is "
+            f"{cfg.has_aux}, and init was given {'a' if stateful else 'no'} model state."
+        )
+    rest = list(result[1:])
+    return result[0], rest.pop(0) if stateful else None, rest.pop(0) if cfg.has_aux else None
+
+
+def check_loss(loss: Any) -> None:
+    """Raise if `loss` is not a 0-d floating tensor."""
+    if not isinstance(loss, Tensor):
+        raise FzeroError(
+            f"the model function returned a {type(loss).__name__} as its loss; it must be a 0-d "
+            "floating tensor, the mean over this rank's batch."
+        )
+    if loss.dim() or not loss.is_floating_point():
+        raise FzeroError(
+            f"the loss has shape {tuple(loss.shape)} and dtype {loss.dtype}; it must be a 0-d "
+            "floating tensor, the mean over this rank's batch. Reduce it with .mean()."
+        )
+
+
+def _check_state(signature: Signature, new: Sequence[Any], old: Sequence[Tensor]) -> None:
+    if signature.state_out != signature.state:
+        raise ShardError(
+            f"the model function returned a model state of structure {signature.state_out}, and "
+            f"was given {signature.state}; it must return the same structure."
+        )
+    for i, (after, before) in enumerate(zip(new, old, strict=True)):
+        if after.shape != before.shape or after.dtype != before.dtype:
+            raise ShardError(
+                f"leaf {i} of the model state came back as {after.dtype} {tuple(after.shape)} and "
+                f"was {before.dtype} {tuple(before.shape)}; shapes and dtypes must stay."
+            )
+
+
+def _as_output(x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        x = torch.as_tensor(x)
+    return x.detach()

@@ -1,0 +1,392 @@
+"""`make_train_step`: a whole training step as one function from state to state."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.config import Config
+from fzero.distributed.agree import agree, check_meeting, rendezvous, smallest
+from fzero.distributed.collectives import all_reduce
+from fzero.distributed.mesh import Mesh, default_store, is_simulated, resolve_mesh
+from fzero.distributed.processes import Processes, meet, who_is_gone
+from fzero.errors import ConfigError, FzeroError, RankMismatchError, ShardError
+from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
+from fzero.numerics.precision import refuse_outer_autocast
+from fzero.optim import as_optimizer
+from fzero.optim.base import Optimizer
+from fzero.program import Program
+from fzero.state.init import agree_on_start, start
+from fzero.state.masters import copied
+from fzero.state.opt_state import OptState
+from fzero.state.plan import Held, Plan, like
+from fzero.state.sharding import check_tensors, locals_of, plan_sharding
+from fzero.step.eager import Eager
+from fzero.step.gradients import ModelFn
+from fzero.step.traced import Staged
+from fzero.step.update import Updated
+from fzero.tree import PyTree
+from fzero.zero import divide, merge
+
+MAX_SIGNATURES = 8
+
+
+def make_train_step(model_fn: ModelFn, opt: Any, cfg: Config | None = None) -> "TrainStep":
+    """A pure, sharded training step.
+
+    Args:
+        model_fn: `(params, batch) -> loss`, a 0-d floating tensor: the mean over this rank's batch.
+            `-> (loss, aux)` with `cfg.has_aux`; with model state `(params, model_state, batch) ->
+            (loss, new_model_state)`; with both `-> (loss, new_model_state, aux)`.
+        opt: one of `fzero.optim`, or any object with optax's `init` and `update`.
+        cfg: see `Config`.
+
+    Raises:
+        ConfigError: `opt` is no optimizer, or `cfg` asks for what there isn't.
+
+    Examples:
+        >>> import fzero
+        >>> def model_fn(params, batch):
+        ...     return ((params["w"] * batch).sum(-1) ** 2).mean()
+        >>> step_fn = make_train_step(model_fn, fzero.optim.sgd(0.1))
+        >>> params, opt_state = step_fn.init({"w": torch.ones(3)})
+        >>> params, opt_state = step_fn(params, opt_state, torch.ones(2, 3))
+        >>> opt_state.metrics["loss"]
+        tensor(9.)
+    """
+    if not callable(model_fn):
+        raise ConfigError(
+            f"model_fn is a {type(model_fn).__name__}; it must be a function "
+            "(params, batch) -> loss."
+        )
+    return TrainStep(model_fn, as_optimizer(opt), cfg or Config())
+
+
+class TrainStep:
+    """A step from `(params, opt_state, batch)` to `(params, opt_state)`; see `make_train_step`.
+
+    Nothing that a call computes depends on earlier calls: what is kept are Programs, by the shapes
+    that they were staged out for.
+    """
+
+    def __init__(self, model_fn: ModelFn, opt: Optimizer, cfg: Config) -> None:
+        _check_available(cfg)
+        self.model_fn = model_fn
+        self.opt = opt
+        self.cfg = cfg
+        self._plan: Plan | None = None
+        self._staged: dict[Any, Staged | Eager] = {}
+        self._bucket_bytes: tuple[int, int] | None = None
+        self._number, self._calls = 0, 0
+        self._last_collectives: str | None = None
+        self._processes = Processes()
+        self._watch = Watch()
+
+    def init(
+        self, params: PyTree | Callable[[], PyTree], model_state: PyTree = None
+    ) -> tuple[PyTree, OptState]:
+        """Sharded parameters and the state of the first step.
+
+        Args:
+            params: pytree of full tensors, the same on every rank; they are copied. Or a function
+                without arguments that builds it: its operators are recorded and run again leaf by
+                leaf, so that no rank ever holds the whole model. Values, and the state of torch's
+                random generator afterwards, are those of calling it.
+            model_state: what the model function carries from call to call (BatchNorm's running
+                statistics), or None.
+
+        Returns:
+            `(params, opt_state)`.
+
+        Raises:
+            ShardError: a leaf is not a tensor.
+            RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
+            TraceError: the function that builds the parameters can't be recorded.
+
+        Examples:
+            >>> import fzero
+            >>> apply, _ = fzero.functionalize(torch.nn.Linear(3, 2, device="meta"))
+            >>> def model_fn(params, batch):
+            ...     return apply(params, batch).square().mean()
+            >>> step_fn = make_train_step(model_fn, fzero.optim.sgd(0.1))
+            >>> build = lambda: fzero.functionalize(torch.nn.Linear(3, 2))[1]
+            >>> params, opt_state = step_fn.init(build)
+            >>> {name: tuple(leaf.shape) for name, leaf in params.items()}
+            {'weight': (2, 3), 'bias': (2,)}
+        """
+        plan, params, opt_state = start(self.cfg, self.opt, params, model_state)
+        self._use(plan)
+        return params, opt_state
+
+    def __call__(
+        self, params: PyTree, opt_state: OptState, batch: PyTree
+    ) -> tuple[PyTree, OptState]:
+        """One step.
+
+        Args:
+            params, opt_state: from `init` or the last call. With `cfg.donate` their memory is
+                reused: do not read them again.
+            batch: pytree of tensors, this rank's part of the global batch. With `accum_steps=k`
+                each leaf's leading dim is cut into k micro-batches; 0-d leaves go to all.
+
+        Returns:
+            `(params, opt_state)`; `opt_state.metrics` tells loss and gradient norm.
+
+        Raises:
+            ConfigError: the call is under the caller's own `torch.autocast`.
+            TraceError: the model function can't be staged out.
+            ShardError: `params` or `batch` does not fit.
+            RankMismatchError: ranks would run different collectives, or a rank is gone: it is
+                named.
+            FzeroError: the loss is no 0-d floating tensor; with `on_nonfinite="raise"`, a gradient
+                is not finite (nothing was changed then); a dynamic loss scale was at its minimum
+                and gradients overflowed (nothing was changed; from a GPU it is told two calls
+                later).
+        """
+        self._watch.look()
+        plan, leaves, held = self._unpack(params, opt_state)
+        micro = micro_batches(batch, self.cfg.accum_steps)
+        staged = self._agreed(self._stage(plan, leaves, held, micro[0]), leaves, held, micro[0])
+        trained, frozen = divide(leaves, plan.sharding.layout)
+        with who_is_gone(self._processes):
+            try:
+                grads, loss, state, aux = staged.gradients(
+                    trained, frozen, held, micro, opt_state.step
+                )
+            except RuntimeError as error:  # of a collective, if the ranks it waits for gave up
+                check_meeting(self._meeting, plan.mesh, error)
+                raise
+        if self.cfg.nonfinite_policy == "raise":
+            _refuse_nonfinite(loss, grads, plan, int(opt_state.step))
+        if not self.cfg.donate:
+            trained = tuple(map(copied, trained))
+            inner, kept = list(map(copied, held.inner)), list(map(copied, held.masters))
+            held = held._replace(masters=kept, inner=inner)
+        with who_is_gone(self._processes):
+            updated = staged.update(trained, held, grads, loss, state)
+        if self.cfg.scaling is not None:
+            before = LossScaleState(*held.scale)
+            self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling))
+        new = merge(trained, frozen, plan.sharding.layout)
+        return self._pack(params, opt_state, new, held, updated, aux)
+
+    def lower(self, params: PyTree, opt_state: OptState, batch: PyTree) -> Program:
+        """The step's Program for these arguments, without running it; changes nothing.
+
+        Printed it is a listing; `.collectives()` has a row per collective, `.peak_bytes()` the most
+        bytes that this rank holds at once.
+        """
+        plan, leaves, held = self._unpack(params, opt_state)
+        micro = micro_batches(batch, self.cfg.accum_steps)
+        return self._stage(plan, leaves, held, micro[0]).program
+
+    def _use(self, plan: Plan) -> Plan:
+        """Go on with `plan`; Programs for other parameters are of no use then."""
+        old = self._plan
+        if old is plan:
+            return plan
+        if old is None or (old.sharding, old.mesh) != (plan.sharding, plan.mesh):
+            self._staged, self._bucket_bytes, self._last_collectives = {}, None, None
+        self._plan = plan
+        return plan
+
+    def _unpack(self, params: PyTree, opt_state: OptState) -> tuple[Plan, list[Tensor], Held]:
+        """The plan for this tree, its local leaves, and the local leaves of the state."""
+        refuse_outer_autocast()
+        leaves, spec = tree.flatten(params)
+        if not isinstance(opt_state, OptState):
+            raise ShardError(
+                f"opt_state is a {type(opt_state).__name__}; pass the second value that "
+                "step_fn.init or the last call of step_fn returned."
+            )
+        plan = self._plan
+        if plan is None:  # a state from elsewhere: a checkpoint, another step function
+            check_tensors("params", leaves, tree.paths(params))
+            device_type = leaves[0].device.type if leaves else "cpu"
+            mesh = resolve_mesh(self.cfg.mesh, device_type)
+            agree_on_start(self.cfg, params, opt_state.model_state, mesh, values=False)
+            sharding = plan_sharding(params, self.cfg, mesh, sharded=self.cfg.stage == 3)
+            plan = Plan(self.cfg, self.opt, mesh, sharding)
+        plan.check(leaves, spec)
+        held = Held.of(opt_state, dtensors=self.opt.foreign)
+        plan.check_inner(held.inner_spec)
+        return self._use(plan), locals_of(leaves), held
+
+    def _pack(
+        self,
+        params: PyTree,
+        opt_state: OptState,
+        leaves: Sequence[Tensor],
+        held: Held,
+        updated: Updated,
+        aux: PyTree,
+    ) -> tuple[PyTree, OptState]:
+        """The trees to return; with donation their leaves are the very tensors that came in."""
+        master, inner = opt_state.master, opt_state.inner
+        if not self.cfg.donate:
+            old, spec = tree.flatten(params)
+            params = tree.unflatten(spec, map(like, leaves, old))
+            old, spec = tree.flatten(master)
+            master = tree.unflatten(spec, map(like, held.masters, old))
+            old, spec = tree.flatten(inner)
+            inner = tree.unflatten(spec, map(like, held.inner, old))
+        skip = self.cfg.nonfinite_policy == "skip"
+        metrics = {
+            "loss": updated.loss,
+            "grad_norm": updated.grad_norm,
+            "nonfinite": updated.nonfinite,
+            "skipped": updated.nonfinite if skip else torch.zeros_like(updated.nonfinite),
+            "loss_scale": opt_state.loss_scale.scale
+            if opt_state.loss_scale is not None
+            else torch.ones_like(updated.loss),
+        }
+        if self.cfg.has_aux:
+            metrics["aux"] = aux
+        state = opt_state.model_state
+        if held.state_spec is not None:
+            state = tree.unflatten(held.state_spec, updated.model_state)
+        advance = 1 if self.cfg.scaling is None else ~updated.nonfinite
+        new = OptState(opt_state.step + advance, inner, master, updated.loss_scale, state, metrics)
+        return params, new
+
+    def _stage(self, plan: Plan, leaves: list[Tensor], held: Held, micro: PyTree) -> Staged | Eager:
+        """What runs a step of these shapes; staged out the first time."""
+        if self.cfg.executor == "eager":  # one for all shapes
+            if held.state_spec not in self._staged:
+                self._staged[held.state_spec] = Eager(self.model_fn, plan, held)
+            return self._staged[held.state_spec]
+        batch, spec = tree.flatten(micro)
+        key = ((held.state_spec, spec), *[(x.shape, x.stride(), x.dtype, x.device) for x in batch])
+        staged = self._staged.get(key)
+        if staged is None:
+            if len(self._staged) == MAX_SIGNATURES:
+                _warn_of_signatures(list(self._staged), key)
+            sizes = self._bucket_bytes
+            staged = Staged(self.model_fn, plan, leaves, held, batch, spec, sizes)
+            self._staged[key] = staged
+        return staged
+
+    def _agreed(
+        self, staged: Staged | Eager, leaves: list[Tensor], held: Held, micro: PyTree
+    ) -> Staged | Eager:
+        """`staged` with the buckets, and so the collectives, that all ranks have.
+
+        The best size of a bucket depends on what differs between ranks: the rows of an uneven
+        shard, the shapes of a batch. The first call settles it for all that follow.
+        """
+        self._calls += 1
+        mesh = staged.plan.mesh
+        if self._bucket_bytes is None:
+            first, second = smallest("the size of buckets", staged.bucket_bytes, mesh)
+            self._bucket_bytes = (first, second)
+        if staged.bucket_bytes != self._bucket_bytes:
+            self._forget(staged)
+            staged = self._stage(staged.plan, leaves, held, micro)
+        if staged.collectives != self._last_collectives:
+            try:
+                self._agree_on_collectives(mesh, staged.collectives)
+            except RankMismatchError:
+                self._forget(staged)  # the model function may do otherwise when called again
+                raise
+        return staged
+
+    def _forget(self, staged: Staged | Eager) -> None:
+        self._staged = {k: v for k, v in self._staged.items() if v is not staged}
+
+    @property
+    def _meeting(self) -> str:
+        """Where ranks meet whose collectives change in this call."""
+        return f"step function {self._number}, call {self._calls}"
+
+    def _agree_on_collectives(self, mesh: Mesh, collectives: str) -> None:
+        """Whenever this rank's collectives change, see that all ranks' do, before any runs."""
+        if self._last_collectives is None:
+            lines = [(f"line {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
+            agree("the step's collectives", lines, mesh)
+            if mesh.world_size > 1 and not is_simulated(mesh):
+                # ranks make their step functions in the same order: the n-th is the same on all
+                key = f"fzero/step functions/{mesh.ranks}/{mesh.rank}"
+                self._number = default_store().add(key, 1)
+                self._processes = meet(mesh.ranks)
+        else:
+            rendezvous(self._meeting, collectives, mesh)
+        self._last_collectives = collectives
+
+
+def micro_batches(batch: PyTree, count: int) -> list[PyTree]:
+    """`batch` cut into `count` parts along every leaf's leading dim; 0-d leaves go to all.
+
+    Raises:
+        ShardError: a leaf is not a tensor, or its leading dim is not divisible by `count`.
+
+    Examples:
+        >>> micro_batches({"x": torch.arange(4)}, 2)
+        [{'x': tensor([0, 1])}, {'x': tensor([2, 3])}]
+    """
+    leaves, spec = tree.flatten(batch)
+    check_tensors("batch", leaves, tree.paths(batch))
+    if count == 1:
+        return [batch]
+    for x, path in zip(leaves, tree.paths(batch), strict=True):
+        if x.dim() and x.shape[0] % count:
+            raise ShardError(
+                f"batch{path} has {x.shape[0]} rows, which Config.accum_steps={count} does not "
+                f"divide; every micro-batch must have the same rows. Pass {count} x n rows, or "
+                "drop the last ones (drop_last=True in a DataLoader)."
+            )
+    columns = [x.chunk(count) if x.dim() else (x,) * count for x in leaves]
+    return [tree.unflatten(spec, column) for column in zip(*columns, strict=True)]
+
+
+def _check_available(cfg: Config) -> None:
+    if cfg.executor == "inductor":
+        raise ConfigError(
+            "Config.executor='inductor' is not supported by make_train_step; 'traced' runs the "
+            "Program as it is."
+        )
+
+
+def _refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:
+    """Raise on every rank if any rank's loss or gradient is NaN or infinite. Reads it: it waits."""
+    bad = [
+        leaf.name
+        for grad, leaf in zip(grads, plan.trained, strict=True)
+        if not bool(torch.isfinite(grad).all())
+    ]
+    bad += [] if bool(torch.isfinite(loss)) else ["the loss"]
+    found = torch.tensor(float(len(bad)), device=loss.device)
+    for axis in plan.axes:
+        found = all_reduce(found, axis, "nonfinite")
+    if found.item():
+        where = f"in {', '.join(bad[:3])} on rank {plan.mesh.rank}" if bad else "on another rank"
+        raise FzeroError(
+            f"step {step}: NaN or infinity {where}. Parameters and optimizer state are as before "
+            "the call. Lower the learning rate, set Config(clip_norm=...), or choose "
+            "on_nonfinite='skip' or 'report'."
+        )
+
+
+def _warn_of_signatures(old: list[Any], new: Any) -> None:
+    (_, spec), *leaves = new
+    paths = tree.paths(tree.unflatten(spec, range(len(leaves))))
+    before, *last = old[-1]
+    changed = ["its structure"]
+    if before == new[0]:
+        rows = zip(paths, last, leaves, strict=True)
+        changed = [f"batch{p} from {_describe(a)} to {_describe(b)}" for p, a, b in rows if a != b]
+    warnings.warn(
+        f"this step function has been staged out for {len(old)} kinds of batch, and now comes "
+        f"another; since the last one changed {', '.join(changed[:3])}. Each costs a recording and "
+        "its memory. Pad batches to a few shapes, or drop the last incomplete one.",
+        stacklevel=4,
+    )
+
+
+def _describe(leaf: tuple[Any, ...]) -> str:
+    shape, stride, dtype, device = leaf
+    text = f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
+    dense = torch.empty(shape, device="meta").stride()
+    return text if stride == dense else f"{text} with strides {stride}"

@@ -1,0 +1,286 @@
+"""What a step does once the gradients are there, in place: norm, clip, update, and gather.
+
+grads ─▶ reduce (if not yet) ─▶ float32 ─▶ unscale ─▶ norm, finite? ─▶ clip ─▶
+    optimizer on shards (where the masters live) ─▶ params again
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.config import Config
+from fzero.distributed.collectives import all_gather, all_reduce
+from fzero.layout import Layout, LeafLayout
+from fzero.numerics import loss_scale as scales
+from fzero.numerics.loss_scale import LossScaleState
+from fzero.numerics.precision import widened
+from fzero.numerics.rounding import random_bits, stochastically
+from fzero.optim import tree_norm
+from fzero.optim.base import Optimizer
+from fzero.tree import PyTree
+from fzero.zero import Axes, all_sum, scatter, trained_leaves
+
+
+class Updated(NamedTuple):
+    """What an update returns beside what it overwrites.
+
+    Args:
+        loss: 0-d, the mean over ranks and micro-batches.
+        grad_norm: 0-d, the norm of the mean gradient, unscaled and before clipping.
+        nonfinite: 0-d bool: a gradient or the loss was NaN or infinite.
+        model_state: leaves; floating ones averaged over ranks. Those from before, where the step
+            is skipped.
+        loss_scale: for the next step, or None.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    nonfinite: Tensor
+    model_state: tuple[Tensor, ...]
+    loss_scale: LossScaleState | None
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of one plan, as a function of lists of local tensors.
+
+    Args:
+        opt: the optimizer.
+        cfg: the step's.
+        layout: of the params.
+        axes: the mesh.
+        reduced: whether the gradients come summed over the ranks already.
+        treedef: makes the optimizer's tree of the trained leaves: plain shards, or DTensors for an
+            optimizer that knows nothing of shards.
+        inner_spec: structure of the optimizer's state.
+        bucket_bytes: most bytes of params that are gathered at once, at stages 1 and 2.
+        device_type: of the mesh, whose collectives move what is there.
+    """
+
+    opt: Optimizer
+    cfg: Config
+    layout: Layout
+    axes: Axes
+    reduced: bool
+    treedef: Callable[[Sequence[Tensor]], PyTree]
+    inner_spec: tree.Spec
+    bucket_bytes: int
+    device_type: str = "cpu"
+
+    def __call__(
+        self,
+        params: Sequence[Tensor],
+        masters: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        loss: Tensor,
+        model_state: Sequence[Tensor],
+        loss_scale: LossScaleState | None,
+        before: Sequence[Tensor] = (),
+        step: Tensor | None = None,
+    ) -> Updated:
+        """Overwrite `params`, `masters` and `inner`.
+
+        Args:
+            params: the trained leaves as they live between steps: shards at stage 3, else full.
+            masters: what the optimizer updates instead, if the config keeps any.
+            inner: the optimizer's state.
+            grads: the sum over this rank's micro-batches, each scaled to make the mean of all; or
+                that sum over all ranks, if `reduced`.
+            loss: 0-d, this rank's share of the mean.
+            model_state: what the last micro-batch left.
+            loss_scale: the scale that is on the gradients, or None.
+            before: the model state before the step, for a config that may skip one.
+            step: 0-d int64, for a config that rounds stochastically.
+        """
+        if not self.reduced:
+            reduce = all_sum if self.cfg.stage == 0 else scatter
+            grads = reduce(grads, self.layout, self.axes)
+        grads = [widened(grad) for grad in grads]  # float16 has no room below the scale
+        if loss_scale is not None:
+            assert self.cfg.scaling is not None
+            grads = _times(grads, loss_scale.scale.reciprocal())
+            if self.cfg.scaling.external:
+                loss = loss / loss_scale.scale
+        loss, norm = self._statistics(loss, grads)
+        nonfinite = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        if self.cfg.clip_norm is not None:
+            factor = (self.cfg.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            grads = _times(grads, factor)
+        targets = list(masters) if masters else self._shards(params)
+        skips = self.cfg.nonfinite_policy == "skip"
+        apply = self._apply_unless if skips else self._apply
+        apply(nonfinite, grads, inner, targets, step)
+        if masters or self.cfg.stage in (1, 2):
+            self._publish(targets, params)
+        mean = [self._mean_over_ranks(x, i) for i, x in enumerate(model_state)]
+        if skips:
+            pairs = zip(mean, before, strict=True)
+            mean = [torch.where(nonfinite, old, new) for new, old in pairs]
+        if loss_scale is not None:
+            assert self.cfg.scaling is not None
+            loss_scale = scales.update(loss_scale, ~nonfinite, self.cfg.scaling)
+        return Updated(loss, norm, nonfinite, tuple(mean), loss_scale)
+
+    def _statistics(self, loss: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Loss over all ranks, and the norm of the whole gradient: one small all-reduce an axis."""
+        split = self.cfg.stage > 0
+        whole, parts = [], []
+        for grad, leaf in zip(grads, trained_leaves(self.layout), strict=True):
+            (parts if split and leaf.dim is not None else whole).append(grad)
+        shares = self._shares(parts, loss.device)
+        stats = torch.stack([loss.detach().double(), *shares])
+        stats = all_reduce(stats, self.axes.shard, "loss, grad_norm")
+        total = all_reduce(stats[0], self.axes.replicate, "loss")
+        norm = self._joined(stats, whole)
+        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        return total.to(loss.dtype), norm.to(wide)
+
+    def _shares(self, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+        """This rank's share in the norm of split leaves, as numbers that can be summed over ranks.
+
+        A sum of squares is one number. Other norms don't add up so easily, a maximum not at all:
+        there each rank tells its own norm, in a place of its own.
+        """
+        p, axis = self.cfg.norm_type, self.axes.shard
+        norm = tree_norm(list(parts), p).double()
+        if p == 2:
+            return [norm.square().to(device)]
+        places = (axis.rank, axis.size - 1 - axis.rank)
+        return torch.nn.functional.pad(norm.view(1).to(device), places).unbind()
+
+    def _joined(self, stats: Tensor, whole: Sequence[Tensor]) -> Tensor:
+        """The norm of everything, from every rank's share and the leaves that all have."""
+        p = self.cfg.norm_type
+        rest = tree_norm(list(whole), p).double()
+        if p == 2:
+            return (stats[1] + rest.square()).sqrt()
+        return tree_norm([stats[1:], rest.to(stats.device)], p)
+
+    def _shards(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of `params` that this rank updates; views where the memory allows it."""
+        if self.cfg.stage in (0, 3):
+            return list(params)
+        rank = self.axes.shard.rank
+        leaves = trained_leaves(self.layout)
+        return [leaf.split(p, rank).contiguous() for p, leaf in zip(params, leaves, strict=True)]
+
+    def _apply(
+        self,
+        nonfinite: Tensor,
+        grads: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        targets: list[Tensor],
+        step: Tensor | None,
+    ) -> None:
+        """One step of the optimizer, in float32 where masters of 16 bits need it."""
+        del nonfinite
+        assert self.opt.apply_ is not None
+        grads = [g.to(x.device) for g, x in zip(grads, targets, strict=True)]
+        wide, held = targets, list(inner)
+        if self._widens:
+            wide, held = [widened(x) for x in targets], [widened(x) for x in inner]
+        state = tree.unflatten(self.inner_spec, held)
+        new = self.opt.apply_(
+            self.treedef(grads), state, self.treedef(wide), global_norm=self.global_norm
+        )
+        for old, leaf in zip(inner, tree.leaves(new), strict=True):
+            if leaf is not old:
+                old.copy_(leaf)
+        leaves = trained_leaves(self.layout)
+        for old, x, leaf in zip(targets, wide, leaves, strict=True):
+            if x is not old:
+                old.copy_(self._rounded(x, old, leaf, step))
+
+    @property
+    def _widens(self) -> bool:
+        """Whether masters are too coarse for the optimizer to work on."""
+        dtypes = self.cfg.dtypes
+        return dtypes.stochastic_rounding or dtypes.state not in (None, dtypes.kept)
+
+    def _rounded(self, x: Tensor, old: Tensor, leaf: LeafLayout, step: Tensor | None) -> Tensor:
+        if not self.cfg.dtypes.stochastic_rounding or old.dtype != torch.bfloat16:
+            return x
+        assert step is not None
+        rank = self.axes.shard.rank if self.cfg.stage > 0 and leaf.dim is not None else None
+        return stochastically(x, random_bits(self.cfg.seed, step, leaf, x, rank))
+
+    def _apply_unless(
+        self,
+        skip: Tensor,
+        grads: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        targets: list[Tensor],
+        step: Tensor | None,
+    ) -> None:
+        """Apply, and take it back where `skip` is true: no host has to read it."""
+        kept = [x.clone() for x in (*inner, *targets)]
+        self._apply(skip, grads, inner, targets, step)
+        for now, old in zip((*inner, *targets), kept, strict=True):
+            now.copy_(torch.where(skip.to(now.device), old, now))
+
+    def global_norm(self, values: PyTree) -> Tensor:
+        """The norm over whole leaves of a tree that is like the trained shards."""
+        leaves = tree.leaves(values)
+        by_name = {leaf.name: leaf for leaf in self.layout}  # a masked tree has some of them
+        layout = [by_name[name] for name in tree.names(values)]
+        split = self.cfg.stage > 0
+        parts = [
+            x for x, leaf in zip(leaves, layout, strict=True) if split and leaf.dim is not None
+        ]
+        whole = [x for x, leaf in zip(leaves, layout, strict=True) if not split or leaf.dim is None]
+        norm = tree_norm(parts, 2)
+        squares = norm.double().square()
+        if norm.device.type != self.device_type:  # of masters in host memory
+            squares = squares.to(self.device_type)
+        squares = all_reduce(squares, self.axes.shard, "global_norm").to(norm.device)
+        dtype = torch.promote_types(norm.dtype, tree_norm(whole, 2).dtype)
+        return (squares + tree_norm(whole, 2).double().square()).sqrt().to(dtype)
+
+    def _publish(self, targets: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+        """Write what was updated into the params: full ones on every rank, a bucket at a time."""
+        leaves = trained_leaves(self.layout)
+        if any(x.device != p.device for x, p in zip(targets, params, strict=True)):
+            # cast first: half the bytes travel
+            pairs = zip(targets, params, strict=True)
+            targets = [x.to(p.dtype).to(p.device) for x, p in pairs]
+        if self.cfg.stage in (0, 3):
+            torch._foreach_copy_(list(params), list(targets))
+            return
+        # as they are kept, not as they are computed with: autocast keeps float32
+        leaves = [replace(leaf, compute=None) for leaf in leaves]
+        start = 0
+        for stop in _borders(leaves, self.bucket_bytes):
+            full = [
+                all_gather(targets[i].to(params[i].dtype), leaves[i], self.axes.shard)
+                for i in range(start, stop)
+            ]
+            torch._foreach_copy_(list(params[start:stop]), full)
+            start = stop
+
+    def _mean_over_ranks(self, x: Tensor, place: int) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        name, world = f"model_state {place}", self.axes.world
+        share = x / world if world > 1 else x
+        return all_reduce(all_reduce(share, self.axes.shard, name), self.axes.replicate, name)
+
+
+def _times(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
+    # where all leaves are frozen there are none, which foreach refuses
+    return torch._foreach_mul(list(grads), factor) if grads else ()
+
+
+def _borders(leaves: Sequence[LeafLayout], limit: int) -> list[int]:
+    """Where to cut `leaves` so that no bucket has more than `limit` bytes, or just one leaf."""
+    borders, held = [], 0
+    for i, leaf in enumerate(leaves):
+        if held and held + leaf.nbytes > limit:
+            borders.append(i)
+            held = 0
+        held += leaf.nbytes
+    return [*borders, len(leaves)] if leaves else []

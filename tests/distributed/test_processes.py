@@ -1,0 +1,71 @@
+"""A rank that dies or stops during a step: the others end, and say which it was."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fzero
+from fzero.distributed.processes import Processes, is_of_collective, who_is_gone
+from tests.ranks import Ranks, RanksFailed
+
+TIMEOUT = 4  # seconds: what the process group is configured with
+
+
+def _lose(out: Path, victim: int, how: int, cfg: dict[str, Any]) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    rank = dist.get_rank()
+
+    def model_fn(params: dict[str, torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+        return (batch @ params["w"]).tanh().square().mean()
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.adamw(0.1), fzero.Config(**cfg))
+    state = step_fn.init({"w": torch.ones(8, 8)})
+    state = step_fn(*state, torch.ones(4, 8))
+    if rank == victim:
+        os.kill(os.getpid(), how)
+    started = time.monotonic()
+    try:
+        step_fn(*state, torch.ones(4, 8))
+    except fzero.RankMismatchError as error:
+        took = time.monotonic() - started
+        (out / str(rank)).write_text(f"{took < TIMEOUT + 10} {error}")
+        raise
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "cfg"),
+    [
+        (1, signal.SIGKILL, {"stage": 3}),
+        (0, signal.SIGKILL, {"stage": 2}),
+        (2, signal.SIGKILL, {"stage": 0, "executor": "eager"}),
+        (2, signal.SIGSTOP, {"stage": 3}),
+    ],
+)
+def test_a_rank_that_is_gone_is_named(
+    victim: int, how: int, cfg: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks = Ranks.start(3, {}, joined=False)
+    try:
+        with pytest.raises(RanksFailed):
+            ranks.call(_lose, (tmp_path, victim, how, cfg), TIMEOUT + 20)
+    finally:
+        ranks.kill()
+    what = "is stopped" if how == signal.SIGSTOP else "ended"
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told.keys() == {"0", "1", "2"} - {str(victim)}
+    for text in told.values():
+        assert text.startswith(f"True a collective failed: rank {victim} {what}.")
+
+
+def test_other_errors_go_through() -> None:
+    here = {"host": "", "pid": "1", "started": "1"}
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), who_is_gone(Processes({0: here})):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert is_of_collective(RuntimeError("Connection closed by peer"))

@@ -1,0 +1,265 @@
+"""Checkpointing outside of a Program: the same gradients, computed in less memory; no leaks."""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+import fzero
+from fzero.errors import ConfigError
+from fzero.functional import torch_checkpoint as takeover
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "remat": lambda fn, *args: fzero.remat(fn)(*args),
+    "re-entrant": functools.partial(checkpoint, use_reentrant=True),
+    "not re-entrant": functools.partial(checkpoint, use_reentrant=False),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.way = WAYS.get(way, lambda fn, *args: fn(*args))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.way(block, x)
+        return x
+
+
+def layer(w: Tensor, x: Tensor) -> Tensor:
+    return nn.functional.dropout(torch.tanh(x @ w), 0.5)
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_left_alone() -> Iterator[None]:
+    before = {n: getattr(torch_checkpoint, n) for n in (takeover.REENTRANT, takeover.NON_REENTRANT)}
+    yield
+    assert {n: getattr(torch_checkpoint, n) for n in before} == before
+
+
+# --------------------------------------------------------------------------- plain autograd
+@settings(max_examples=25, deadline=None)
+@given(
+    depth=st.integers(1, 4),
+    kept=st.sampled_from([None, "mm", "two", "none"]),
+    seed=st.integers(0, 99),
+)
+def test_gradients_are_the_functions_bit_for_bit(depth: int, kept: str | None, seed: int) -> None:
+    policy: Any = {
+        None: None,
+        "mm": torch.ops.aten.mm,
+        "two": lambda op: op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.tanh),
+        "none": lambda op: CheckpointPolicy.MUST_RECOMPUTE,
+    }[kept]
+    torch.manual_seed(seed)
+    ws = [torch.randn(3, 3, requires_grad=True) for _ in range(depth)]
+    x = torch.randn(2, 3)
+
+    def loss(wrap: Callable[..., Any]) -> Tensor:
+        torch.manual_seed(seed)
+        h = x
+        for w in ws:
+            h = wrap(lambda h, w=w: layer(w, h))(h)  # a closure over what needs a gradient
+        return h.square().sum()
+
+    plain = torch.autograd.grad(loss(lambda fn: fn), ws)
+    again = torch.autograd.grad(loss(functools.partial(fzero.remat, policy=policy)), ws)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_it_runs_again_and_keeps_less() -> None:
+    calls: list[bool] = []
+
+    def fn(x: Tensor, *, scale: float) -> Tensor:
+        calls.append(True)
+        return (x * scale).sin().cos().exp()
+
+    def kept(fn: Callable[..., Tensor]) -> tuple[int, Tensor]:
+        saved: list[Tensor] = []
+        x = torch.ones(5, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = fn(x, scale=2.0)
+        return len(saved), y
+
+    assert kept(fn)[0] == 3
+    calls.clear()
+    count, y = kept(fzero.remat(fn))
+    assert (count, len(calls)) == (1, 1)  # the input
+    y.sum().backward()
+    assert len(calls) == 2
+
+
+# ------------------------------------------------------------------------------- torch.func
+def test_it_composes_with_torch_func() -> None:
+    w, x = torch.randn(3, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+
+    def loss(wrap: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+        return lambda w: wrap(lambda x: torch.tanh(x @ w))(x).square().sum()  # w is closed over
+
+    def results(wrap: Callable[..., Any]) -> list[Tensor]:
+        fn = loss(wrap)
+        grad = torch.func.grad(fn)
+        return [
+            grad(w),
+            torch.func.jvp(grad, (w,), (w,))[1],
+            torch.func.grad(lambda w: grad(w).square().sum())(w),
+            torch.func.vmap(grad)(torch.stack([w, 2 * w])),
+        ]
+
+    for plain, again in zip(results(lambda fn: fn), results(fzero.remat), strict=True):
+        assert torch.equal(plain, again)
+
+
+# ----------------------------------------------------------------------- functionalised modules
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transform", ["autograd", "torch.func"])
+def test_a_functionalised_module_recomputes_with_the_tensors_of_its_call(
+    way: str, transform: str
+) -> None:
+    """Its slots hold its own weights again by then: reading those would be silently wrong."""
+
+    def gradients(way: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        apply, params, buffers = fzero.functionalize(Net(way), buffers=True)
+        own = {name: (2 * p).requires_grad_() for name, p in params.items()}
+        x = torch.randn(8, 4, requires_grad=True)
+
+        def loss(params: dict[str, Tensor]) -> tuple[Tensor, Any]:
+            out, state = apply(params, buffers, x)
+            return out.square().sum(), state
+
+        if transform == "torch.func":
+            grads, state = torch.func.grad(loss, has_aux=True)(
+                {n: p.detach() for n, p in own.items()}
+            )
+            return [*grads.values(), *state.values()]
+        value, state = loss(own)
+        before = [buffer.clone() for buffer in state.values()]
+        grads = torch.autograd.grad(value, list(own.values()))
+        assert all(map(torch.equal, before, state.values()))  # a recomputation updates none twice
+        return [*grads, *before]
+
+    assert all(map(torch.equal, gradients("plain"), gradients(way)))
+
+
+def test_a_recomputation_sees_the_buffers_of_its_time() -> None:
+    class Counts(nn.Module):
+        scale: Tensor
+        checkpointed: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+            self.w = nn.Parameter(torch.tensor(3.0))
+
+        def once(self, x: Tensor) -> Tensor:
+            self.scale += 1
+            return (x * self.w * self.scale.clone()).sin()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = fzero.remat(self.once)(x) if self.checkpointed else self.once(x)
+            return x
+
+    module = Counts()
+    apply, params, buffers = fzero.functionalize(module, buffers=True)
+    w = params["w"].clone().requires_grad_()
+    results = []
+    for module.checkpointed in (False, True):
+        out, _ = apply({"w": w}, buffers, torch.ones(()))
+        results.append(torch.autograd.grad(out, w)[0])
+    assert torch.equal(*results)
+
+
+# ------------------------------------------------------------------------------ torch's module
+def test_torch_still_has_the_names_that_are_replaced() -> None:
+    """If this fails, torch renamed what `torch.utils.checkpoint.checkpoint` looks up: see
+    fzero/functional/torch_checkpoint.py, find the new names there, and what they are called with."""
+    for name in (takeover.REENTRANT, takeover.NON_REENTRANT):
+        assert hasattr(torch_checkpoint, name), f"torch {torch.__version__} has no {name}"
+        source = inspect.getsource(inspect.unwrap(checkpoint))
+        assert f"{name}(" in source or f"{name}.apply(" in source
+    parameters = list(
+        inspect.signature(getattr(torch_checkpoint, takeover.NON_REENTRANT)).parameters
+    )
+    assert parameters[:3] == ["fn", "preserve_rng_state", "context_fn"]
+    forward = inspect.signature(torch_checkpoint.CheckpointFunction.forward)
+    assert list(forward.parameters)[1:3] == ["run_function", "preserve_rng_state"]
+    contexts = torch_checkpoint.create_selective_checkpoint_contexts(lambda *_: True)
+    assert callable(getattr(contexts[0], "policy_fn", None))
+
+
+def test_torchs_module_is_restored_when_the_last_leaves() -> None:
+    original = torch_checkpoint.CheckpointFunction
+
+    def raising() -> None:
+        with takeover.checkpoints_taken_over():
+            with takeover.checkpoints_taken_over():
+                assert torch_checkpoint.CheckpointFunction is not original
+            assert torch_checkpoint.CheckpointFunction is not original
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        raising()
+    assert torch_checkpoint.CheckpointFunction is original
+
+
+def test_other_threads_meet_torchs_own() -> None:
+    """While one is in a functionalised call, another's checkpoint recomputes as torch does."""
+    calls: list[bool] = []
+
+    def elsewhere() -> None:
+        def fn(x: Tensor) -> Tensor:
+            calls.append(torch.is_grad_enabled())
+            return x.sin()
+
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(fn, x, use_reentrant=True).sum().backward()
+
+    def never(fn: Callable[..., Any]) -> Callable[..., Any]:
+        raise AssertionError("another thread's call")
+
+    with takeover.recomputing(never):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert calls == [False, True]  # re-entrant: forward without a graph, then again with one
+
+
+# ------------------------------------------------------------------------------------- errors
+@pytest.mark.parametrize("policy", [[3], "mm", 3])
+def test_what_is_no_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(ConfigError, match="policy="):
+        fzero.remat(torch.sin, policy=policy)
+
+
+def test_a_policy_must_answer_yes_or_no() -> None:
+    with pytest.raises(ConfigError, match="answered None"):
+        fzero.remat(torch.sin, policy=lambda op: None)(torch.ones(1, requires_grad=True))
+
+
+def test_a_result_is_no_function() -> None:
+    with pytest.raises(ConfigError, match=r"remat\(block\)\(x\)"):
+        fzero.remat(torch.ones(1))  # pyright: ignore

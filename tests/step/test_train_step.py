@@ -1,0 +1,308 @@
+"""The step function from outside: what it takes, what it gives, what it keeps."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import fzero
+from fzero import Config, LossScale, tree
+from fzero.state.init import _checksum
+from tests.ranks import run_ranks
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+SGD = fzero.optim.sgd(0.1, momentum=0.9)
+
+
+def _params() -> dict[str, Tensor]:
+    return {"b": torch.zeros(3), "w": torch.arange(15.0).reshape(5, 3) / 10}
+
+
+def _loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ params["w"] + params["b"]).square().mean()
+
+
+X = torch.linspace(-1, 1, 40).reshape(8, 5)
+
+
+def _full(value: Any) -> list[Tensor]:
+    return tree.leaves(fzero.unshard(value))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(_full(a), _full(b), strict=True))
+
+
+class _Counted:
+    """A model function that knows how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, params: Any, batch: Any) -> Tensor:
+        self.calls += 1
+        return _loss(params, tree.leaves(batch)[0])
+
+
+# ---- staging out
+@STAGES
+def test_a_shape_is_staged_out_once(stage: int) -> None:
+    model_fn = _Counted()
+    step_fn = fzero.make_train_step(model_fn, SGD, Config(stage=stage))
+    state = step_fn.init(_params())
+    step_fn.lower(*state, X)
+    once = model_fn.calls
+    assert once >= 1
+    for _ in range(3):
+        state = step_fn(*state, X)
+    state = step_fn(*step_fn.init(_params()), X)
+    assert model_fn.calls == once
+    state = step_fn(*state, X[:4])
+    assert model_fn.calls == 2 * once
+    state = step_fn(*step_fn(*state, X), X[:4])
+    assert model_fn.calls == 2 * once
+    step_fn(*state, {"x": X})  # another structure
+    assert model_fn.calls == 3 * once
+
+
+def test_more_than_8_kinds_of_batch_warn_once_and_say_what_changed() -> None:
+    step_fn = fzero.make_train_step(_Counted(), SGD)
+    state = step_fn.init(_params())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in range(1, 9):
+            state = step_fn(*state, {"x": X[:rows]})
+        for rows in range(1, 9):
+            state = step_fn(*state, {"x": X[:rows]})
+    said = r"batch\['x'\] from float32 \(8, 5\).*to .*\(9, 5\)"
+    with pytest.warns(UserWarning, match=said) as told:
+        state = step_fn(*state, {"x": torch.ones(9, 5)})
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_fn(*state, {"x": torch.ones(10, 5)})
+
+
+@STAGES
+def test_lower_tells_and_changes_nothing(stage: int) -> None:
+    step_fn = fzero.make_train_step(_loss, SGD, Config(stage=stage, accum_steps=2))
+    state = step_fn.init(_params())
+    before = [x.clone() for x in _full(state)]
+    program = step_fn.lower(*state, X)
+    assert all(torch.equal(a, b) for a, b in zip(before, _full(state), strict=True))
+    assert "w" in str(program)
+    assert program.peak_bytes() > 0
+    assert program.collectives() == []
+    other = fzero.make_train_step(_loss, SGD, Config(stage=stage, accum_steps=2))
+    assert _equal(step_fn(*state, X), other(*other.init(_params()), X))
+
+
+# ---- what goes in
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("accum", [1, 4])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        X,
+        (X, X),
+        [X, {"a": None}],
+        {"z": X, "a": (X.long(),)},
+        Pair(X, X > 0),
+        (X, torch.tensor(2.0)),
+        (X.t().contiguous().t(), X[:, :0]),
+    ],
+    ids=range(7),
+)
+def test_a_batch_is_any_tree(batch: Any, accum: int) -> None:
+    seen = []
+
+    def model_fn(params: Any, given: Any) -> Tensor:
+        seen.append((tree.flatten(given)[1], [x.shape for x in tree.leaves(given)]))
+        rows = [x for x in tree.leaves(given) if x.shape == (8 // accum, 5)]
+        return torch.stack([_loss(params, x.float()) for x in rows]).sum()
+
+    step_fn = fzero.make_train_step(model_fn, SGD, Config(accum_steps=accum))
+    _, opt_state = step_fn(*step_fn.init(_params()), batch)
+    spec, shapes = seen[0]
+    assert spec == tree.flatten(batch)[1]
+    rows = [(x.shape[0] // accum, *x.shape[1:]) if x.dim() else () for x in tree.leaves(batch)]
+    assert [tuple(shape) for shape in shapes] == rows
+    assert opt_state.metrics["loss"] > 0
+
+
+@STAGES
+def test_parameters_of_a_module_are_taken_as_they_are(stage: int) -> None:
+    module = nn.Linear(5, 3)
+    kept = [p.detach().clone() for p in module.parameters()]
+    step_fn = fzero.make_train_step(lambda p, x: F.linear(x, *p).mean(), SGD, Config(stage=stage))
+    state = step_fn.init((module.weight, module.bias))
+    for _ in range(2):
+        state = step_fn(*state, X)
+    assert all(torch.equal(a, b) for a, b in zip(kept, module.parameters(), strict=True))
+    assert not any(x.requires_grad for x in tree.leaves(state))
+    assert all(p.grad is None for p in module.parameters())
+
+
+@STAGES
+def test_a_state_goes_from_one_step_function_to_the_next(stage: int) -> None:
+    cfg = Config(stage=stage, clip_norm=0.1)
+    first, second = (fzero.make_train_step(_loss, SGD, cfg) for _ in range(2))
+    state = first(*first.init(_params()), X)
+    expected = fzero.make_train_step(_loss, SGD, cfg)
+    reference = expected(*expected(*expected.init(_params()), X), X)
+    assert _equal(second(*state, X), reference)  # without init
+
+
+# ---- what comes out
+METRICS = {"loss", "grad_norm", "nonfinite", "skipped", "loss_scale"}
+
+
+def _metrics(stage: int) -> dict[str, Tensor]:
+    step_fn = fzero.make_train_step(_loss, SGD, Config(stage=stage))
+    params, opt_state = step_fn(*step_fn.init(_params()), X[dist.get_rank() :][:3])
+    assert all(isinstance(x, DTensor) == (stage == 3) for x in params.values())
+    momentum = tree.leaves(opt_state.inner.trace)
+    assert all(isinstance(x, DTensor) == (stage >= 1) for x in momentum)
+    assert [x.shape for x in momentum] == [p.shape for p in params.values()]
+    return opt_state.metrics
+
+
+@STAGES
+def test_metrics_are_0_d_and_the_same_on_every_rank(stage: int) -> None:
+    first, second = run_ranks(2, _metrics, stage)
+    assert first.keys() == METRICS
+    assert all(x.shape == () for x in first.values())
+    assert first == second
+    losses = [_loss(_params(), X[rank:][:3]) for rank in range(2)]
+    torch.testing.assert_close(first["loss"], torch.stack(losses).mean())
+
+
+@STAGES
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_what_shares_memory_with_the_inputs_is_not_overwritten(
+    stage: int, accum: int, executor: Any
+) -> None:
+    """aux and model state may be the parameters themselves, which a donated step writes over."""
+
+    def model_fn(params: Any, state: Any, x: Tensor) -> Any:
+        return _loss(params, x), {"w": params["w"]}, (params["w"], params["w"].t()[0], x)
+
+    outputs = []
+    for donate in (True, False):
+        cfg = Config(stage=stage, has_aux=True, donate=donate, accum_steps=accum, executor=executor)
+        step_fn = fzero.make_train_step(model_fn, SGD, cfg)
+        params, opt_state = step_fn.init(_params(), {"w": torch.zeros(5, 3)})
+        params, opt_state = step_fn(params, opt_state, X)
+        outputs.append([opt_state.model_state["w"], *opt_state.metrics["aux"]])
+        assert torch.equal(outputs[-1][0], _params()["w"])
+    for a, b in zip(*outputs, strict=True):
+        assert torch.equal(a, b)
+
+
+@STAGES
+@pytest.mark.parametrize("accum", [1, 2])
+def test_gradients_that_share_memory_are_summed_apart(stage: int, accum: int) -> None:
+    def model_fn(params: Any, x: Tensor) -> Tensor:  # the gradients of a and b are one tensor
+        return ((params["a"] + params["b"]) * x.mean(0)).sum() + params["c"].sum()
+
+    start = {name: torch.ones(5) for name in "abc"}
+    step_fn = fzero.make_train_step(
+        model_fn, fzero.optim.sgd(1.0), Config(stage=stage, accum_steps=accum)
+    )
+    params, _ = step_fn(*step_fn.init(start), X)
+    grad = X.mean(0)
+    for name, expected in (("a", 1 - grad), ("b", 1 - grad), ("c", torch.zeros(5))):
+        torch.testing.assert_close(fzero.unshard(params[name]), expected)
+
+
+# ---- low precision
+def _low(stage: int, steps: int) -> tuple[dict[str, Tensor], set[torch.dtype], set[torch.dtype]]:
+    step_fn = fzero.make_train_step(_loss, SGD, Config(stage=stage, precision="bf16"))
+    params, opt_state = step_fn.init(_params())
+    for step in range(steps):
+        # a batch comes in the dtype that the model function asks for
+        batch = (X[dist.get_rank() * 4 :][:4] + step).bfloat16()
+        params, opt_state = step_fn(params, opt_state, batch)
+    high = params if opt_state.master is None else opt_state.master
+    dtypes = ({x.dtype for x in tree.leaves(tree_)} for tree_ in (params, high))
+    return fzero.unshard(high), *dtypes  # pyright: ignore
+
+
+@STAGES
+def test_bf16_equals_the_same_written_by_hand(stage: int) -> None:
+    steps = 5
+    masters = _params()
+    momentum = {k: torch.zeros_like(v) for k, v in masters.items()}
+    for step in range(steps):
+        grads = []
+        for rank in range(2):  # computed in bfloat16, reduced and applied in float32
+            low = {k: v.bfloat16().requires_grad_() for k, v in masters.items()}
+            loss = _loss(low, (X[rank * 4 :][:4] + step).bfloat16())
+            grads.append(torch.autograd.grad(loss, list(low.values())))
+        for name, a, b in zip(masters, *grads, strict=True):
+            momentum[name] = 0.9 * momentum[name] + (a.float() + b.float()) / 2
+            masters[name] = masters[name] - 0.1 * momentum[name]
+    for ours, low, high in run_ranks(2, _low, stage, steps):
+        for name, x in ours.items():
+            assert (x - masters[name]).abs().max() <= 2**-6 * (x - _params()[name]).abs().max()
+        assert high == {torch.float32}
+        assert low == {torch.float32 if stage == 3 else torch.bfloat16}
+
+
+def _overflow(stage: int) -> list[tuple[bool, float, bool]]:
+    scale = LossScale(init=2.0**10, hysteresis=1, window=2)
+    cfg = Config(stage=stage, precision="fp16", loss_scale=scale, clip_norm=1.0)
+    step_fn = fzero.make_train_step(_loss, SGD, cfg)
+    params, opt_state = step_fn.init(_params())
+    seen = []
+    for step in range(6):
+        x = X.half()
+        if step == 2 and dist.get_rank() == 1:
+            x = x * 1e4
+        held = (params, opt_state.inner, opt_state.master)
+        before = [t.clone() for t in _full(held)]
+        params, opt_state = step_fn(params, opt_state, x)
+        held = (params, opt_state.inner, opt_state.master)
+        same = all(torch.equal(a, b) for a, b in zip(before, _full(held), strict=True))
+        metrics = opt_state.metrics
+        assert metrics["skipped"] == metrics["nonfinite"]
+        seen.append((bool(metrics["skipped"]), metrics["loss_scale"].item(), same))
+    return seen
+
+
+@STAGES
+def test_an_overflow_on_one_rank_is_skipped_on_all(stage: int) -> None:
+    good, bad = (False, 2.0**10, False), (True, 2.0**11, True)
+    after = [(False, 2.0**10, False)] * 2 + [(False, 2.0**11, False)]
+    assert run_ranks(2, _overflow, stage) == [[good, good, bad, *after]] * 2
+
+
+# ---- helpers
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.tensor(3.0),
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+        torch.randn(4, 3, 2).transpose(0, 2),
+        torch.randn(5, dtype=torch.complex128),
+        torch.randn(3, 3).to(torch.float8_e4m3fn),
+        torch.randn(3, 3).bfloat16(),
+    ],
+    ids=lambda x: str(x.dtype),
+)
+def test_a_checksum_is_of_any_leaf(x: torch.Tensor) -> None:
+    assert _checksum(x) == _checksum(x.clone())
+    if x.numel() > 1:
+        assert _checksum(x.flip(0)) != _checksum(x)

@@ -1,0 +1,86 @@
+"""What comes after the gradients gives the same numbers on shards as on whole leaves."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fzero
+from fzero import Config, optim, tree
+from fzero.layout import LeafLayout
+from fzero.step.update import _borders
+from tests.ranks import run_ranks
+
+F64 = torch.float64
+STAGES = {2: (0, 2, 3), 3: (1, 3)}
+SHAPES = {"gain": (), "odd": (7, 15), "wide": (16, 17), "empty": (0, 2), "fixed": (3,)}
+
+OPTIMIZERS = {
+    "sgd": lambda: optim.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda: optim.adam(1e-2),
+    "adamw": lambda: optim.adamw(1e-2, weight_decay=0.1),
+    "lion": lambda: optim.lion(1e-3, weight_decay=0.1),
+    "schedule": lambda: optim.sgd(optim.warmup_cosine(0.1, 2, 8)),
+    "clip": lambda: optim.chain(optim.clip_by_global_norm(0.1), optim.sgd(0.1, 0.9)),
+    "clip a part": lambda: optim.chain(
+        optim.masked(optim.clip_by_global_norm(0.01), _matrices), optim.sgd(0.1)
+    ),
+}
+
+
+def _matrices(params: Any) -> Any:
+    return tree.map(lambda x: x.dim() > 1, params)
+
+
+def _params() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {k: torch.randn(s, generator=generator, dtype=F64) for k, s in SHAPES.items()}
+
+
+def _loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    y = torch.tanh(x @ params["odd"]) * params["gain"]
+    z = torch.nn.functional.pad(y, (0, 2)) @ params["wide"].t()
+    return z.square().mean() + params["empty"].sum() + params["fixed"].sum()
+
+
+def _train(name: str, stage: int, batches: Tensor) -> dict[str, Tensor]:
+    cfg = Config(stage=stage, frozen="fixed")
+    step_fn = fzero.make_train_step(_loss, OPTIMIZERS[name](), cfg)
+    state = step_fn.init(_params())
+    for batch in batches:
+        state = step_fn(*state, batch)
+    return fzero.unshard(state[0])
+
+
+def _gaps(reference: dict[str, dict[str, Tensor]], batches: Tensor) -> dict[str, float]:
+    """On a rank: by optimizer and stage, how far from training alone on all rows."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = batches.chunk(world, dim=1)[rank]
+    gaps = {}
+    for name in OPTIMIZERS:
+        for stage in STAGES[world]:
+            ours = _train(name, stage, mine)
+            pairs = [(ours[k], reference[name][k]) for k in ours if ours[k].numel()]
+            gaps[f"{name}, stage {stage}"] = max((a - b).abs().max().item() for a, b in pairs)
+    return gaps
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_optimizers_on_shards_equal_those_on_whole_leaves(world: int) -> None:
+    batches = torch.randn(5, 6, 7, dtype=F64, generator=torch.Generator().manual_seed(3))
+    reference = {name: _train(name, 0, batches) for name in OPTIMIZERS}
+    for gaps in run_ranks(world, _gaps, reference, batches, timeout=120):
+        assert gaps == pytest.approx(dict.fromkeys(gaps, 0.0), abs=1e-10)
+        assert len(gaps) == len(STAGES[world]) * len(OPTIMIZERS)
+
+
+def test_borders_keep_buckets_below_the_limit() -> None:
+    def leaf(rows: int) -> LeafLayout:
+        return LeafLayout("x", (rows,), torch.float32, 0, 2)
+
+    assert _borders([], 100) == []
+    assert _borders([leaf(10)], 1) == [1]
+    assert _borders([leaf(10), leaf(10), leaf(10)], 80) == [2, 3]
+    assert _borders([leaf(30), leaf(1), leaf(1)], 40) == [1, 3]
