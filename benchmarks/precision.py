@@ -21,7 +21,6 @@ from benchmarks.models import GPT, SIZES, Size, Step, batch_of, fzero_step
 from fzero import Config, Precision, tree
 from fzero.distributed.dtensor import local_tensor
 from fzero.step.train_step import micro_batches
-from fzero.zero import divide
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PRESETS: dict[str, Any] = {
@@ -108,7 +107,7 @@ class Half:
         plan, leaves, held = step_fn._unpack(step.params, step.opt_state)
         micro = micro_batches(step.batch, step_fn.cfg.accum_steps)
         staged = step_fn._stage(plan, leaves, held, micro[0])
-        trained, frozen = divide(leaves, plan.sharding.layout)
+        trained, frozen = plan.sharding.layout.divide(leaves)
         self.results = None
         self.results = staged.gradients(trained, frozen, held, micro, step.opt_state.step)
 

@@ -12,6 +12,7 @@ rank until none are left, so the last ranks may get fewer, or none.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,6 +121,28 @@ class Layout:
 
     def __len__(self) -> int:
         return len(self.leaves)
+
+    @functools.cached_property
+    def trained(self) -> list[LeafLayout]:
+        """The leaves that get a gradient."""
+        return [leaf for leaf in self.leaves if leaf.trainable]
+
+    def divide(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """One value per leaf as (trained, frozen).
+
+        >>> ab, leaves = ["a", "b"], [torch.ones(2)] * 2
+        >>> layout = plan_layout(ab, leaves, 1, frozen=lambda name: name == "a")
+        >>> layout.divide("xy"), layout.merge(*layout.divide("xy"))
+        ((('y',), ('x',)), ('x', 'y'))
+        """
+        pairs = list(zip(values, self.leaves, strict=True))
+        trained = tuple(x for x, leaf in pairs if leaf.trainable)
+        return trained, tuple(x for x, leaf in pairs if not leaf.trainable)
+
+    def merge(self, trained: Sequence[Any], frozen: Sequence[Any]) -> tuple[Any, ...]:
+        """The inverse of `divide`."""
+        ours, theirs = iter(trained), iter(frozen)
+        return tuple(next(ours) if leaf.trainable else next(theirs) for leaf in self.leaves)
 
     def __str__(self) -> str:
         rows = [

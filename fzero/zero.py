@@ -15,38 +15,26 @@ arXiv:2304.11277, sec. 3.2.2.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fzero.distributed.collectives import (
-    Axis,
     all_gather,
     all_reduce,
     boundary,
     reduce_scatter,
     replicate,
 )
-from fzero.layout import Layout, LeafLayout
+from fzero.distributed.mesh import Axes
+from fzero.layout import Layout
 
 Leaves = tuple[Tensor, ...]
 LossFn = Callable[..., tuple[Tensor, Any]]
 GradFn = Callable[..., tuple[Leaves, tuple[Tensor, Any]]]
 Grad = Callable[[LossFn], GradFn]
-
-
-class Axes(NamedTuple):
-    """The mesh as the transforms see it: leaves are split over `shard`, copied over `replicate`."""
-
-    shard: Axis = Axis()
-    replicate: Axis = Axis()
-
-    @property
-    def world(self) -> int:
-        """Ranks over both axes."""
-        return self.shard.size * self.replicate.size
 
 
 def grad(loss_fn: LossFn) -> GradFn:
@@ -128,7 +116,7 @@ def zero3(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> Gra
     def loss_of_shards(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Tensor, Any]:
         full = [
             all_gather(replicate(shard, axes.replicate, leaf.name), leaf, axes.shard)
-            for shard, leaf in zip(merge(trained, frozen, layout), layout, strict=True)
+            for shard, leaf in zip(layout.merge(trained, frozen), layout, strict=True)
         ]
         return loss_fn(tuple(full), *args)
 
@@ -165,7 +153,7 @@ def ddp_local(loss_fn: LossFn, layout: Layout, grad: Grad = grad) -> GradFn:
     """This rank's own full gradients; no collective. What stages 0 and 1 accumulate."""
 
     def loss_of_full(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Tensor, Any]:
-        leaves = merge(trained, frozen, layout)
+        leaves = layout.merge(trained, frozen)
         low = [
             p.to(leaf.compute) if leaf.compute else p
             for p, leaf in zip(leaves, layout, strict=True)
@@ -179,7 +167,7 @@ def scatter(grads: Sequence[Tensor], layout: Layout, axes: Axes) -> Leaves:
     """Gradient shards, summed over all ranks, from every rank's full gradients."""
     return tuple(
         all_reduce(reduce_scatter(grad, leaf, axes.shard), axes.replicate, leaf.name)
-        for grad, leaf in zip(grads, trained_leaves(layout), strict=True)
+        for grad, leaf in zip(grads, layout.trained, strict=True)
     )
 
 
@@ -191,7 +179,7 @@ def all_sum(grads: Sequence[Tensor], layout: Layout, axes: Axes) -> Leaves:
             axes.replicate,
             leaf.name,
         )
-        for grad, leaf in zip(grads, trained_leaves(layout), strict=True)
+        for grad, leaf in zip(grads, layout.trained, strict=True)
     )
 
 
@@ -209,21 +197,3 @@ def scaled(loss_fn: LossFn, factor: float | Tensor) -> LossFn:
         return (loss if unit else loss * factor), (loss, aux)
 
     return fn
-
-
-def trained_leaves(layout: Layout) -> list[LeafLayout]:
-    """The leaves that get a gradient."""
-    return [leaf for leaf in layout if leaf.trainable]
-
-
-def divide(leaves: Sequence[Any], layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """`leaves` as (trained, frozen)."""
-    pairs = list(zip(leaves, layout, strict=True))
-    trained = tuple(x for x, leaf in pairs if leaf.trainable)
-    return trained, tuple(x for x, leaf in pairs if not leaf.trainable)
-
-
-def merge(trained: Sequence[Any], frozen: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """The inverse of `divide`."""
-    ours, theirs = iter(trained), iter(frozen)
-    return tuple(next(ours) if leaf.trainable else next(theirs) for leaf in layout)

@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard
 
 from fzero.errors import ShardError
 from fzero.layout import LeafLayout, plan_layout
-from fzero.zero import divide, merge
 
 DTYPES = [
     torch.float64,
@@ -135,8 +134,8 @@ def test_merge_undoes_divide(xs: list[Tensor], frozen: set[int]) -> None:
     layout = plan_layout(
         [str(i) for i in range(len(xs))], xs, 2, frozen=lambda name: int(name) in frozen
     )
-    trained, rest = divide(xs, layout)
-    assert all(x is y for x, y in zip(merge(trained, rest, layout), xs, strict=True))
+    trained, rest = layout.divide(xs)
+    assert all(x is y for x, y in zip(layout.merge(trained, rest), xs, strict=True))
     assert len(trained) == sum(leaf.trainable for leaf in layout)
     assert not any(layout.leaves[i].trainable for i in frozen if i < len(xs))
 

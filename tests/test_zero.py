@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fzero import zero
-from fzero.distributed.collectives import Axis
-from fzero.distributed.mesh import resolve_mesh
+from fzero.distributed.mesh import Axis, resolve_mesh
 from fzero.layout import Layout, plan_layout
 from tests.ranks import run_ranks
 
@@ -44,16 +43,16 @@ def _gaps(hybrid: bool) -> dict[str, float]:
     world, rank = dist.get_world_size(), dist.get_rank()
     data = torch.randn(world, 3, 7, generator=torch.Generator().manual_seed(6), dtype=F64)
     layout, full = _layout(axes.shard.size), _leaves()
-    trained, frozen = zero.divide(full, layout)
+    trained, frozen = layout.divide(full)
     shards = [leaf.split(x, axes.shard.rank) for x, leaf in zip(full, layout, strict=True)]
-    parts = zero.divide(shards, layout)
+    parts = layout.divide(shards)
 
     def mean(trained: zero.Leaves) -> Tensor:
-        leaves = zero.merge(trained, frozen, layout)
+        leaves = layout.merge(trained, frozen)
         return torch.stack([_loss(leaves, x)[0] for x in data]).mean()
 
     dense = torch.func.grad(mean)(trained)
-    kept = zero.trained_leaves(layout)
+    kept = layout.trained
     dense_parts = [leaf.split(g, axes.shard.rank) for g, leaf in zip(dense, kept, strict=True)]
     scaled = zero.scaled(_loss, 1 / world)
     gaps = {}
@@ -90,7 +89,7 @@ def test_a_loss_that_depends_on_no_parameter_has_zero_gradients() -> None:
     def constant(leaves: zero.Leaves, x: Tensor) -> tuple[Tensor, tuple[()]]:
         return x.sum(), ()
 
-    trained, frozen = zero.divide(_leaves(), layout := _layout(1))
+    trained, frozen = (layout := _layout(1)).divide(_leaves())
     for grad in (zero.grad, zero.autograd, zero.vjp):
         grads, (loss, _) = zero.zero3(constant, layout, zero.Axes(), grad)(
             trained, frozen, torch.ones(3)

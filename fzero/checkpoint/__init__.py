@@ -8,11 +8,10 @@ from fzero.checkpoint.background import wait
 from fzero.checkpoint.foreign.deepspeed import deepspeed_param_groups, import_deepspeed_universal
 from fzero.checkpoint.foreign.safetensors import export_safetensors
 from fzero.checkpoint.format.folders import latest
-from fzero.checkpoint.format.storage import Reader
+from fzero.checkpoint.format.reader import Reader
 from fzero.checkpoint.load import load
-from fzero.checkpoint.resume import sample_order
+from fzero.checkpoint.resume import StopOnSignal, sample_order
 from fzero.checkpoint.save import save
-from fzero.checkpoint.stopping import StopOnSignal
 
 __all__ = [
     "Reader",

@@ -20,7 +20,7 @@ from fzero.checkpoint.foreign.safetensors import Whole, write_folder
 from fzero.checkpoint.format import manifest
 from fzero.checkpoint.format.folders import latest
 from fzero.checkpoint.format.manifest import Manifest
-from fzero.checkpoint.format.storage import Boxed, open_checked
+from fzero.checkpoint.format.reader import Boxed, open_checked
 from fzero.checkpoint.format.verify import found_in, problems, table
 from fzero.checkpoint.ranks import crew_of
 from fzero.errors import CheckpointError

@@ -4,7 +4,11 @@ A loader with a position of its own must be saved and restored, at the same worl
 position is the step: nothing to save, and any number of ranks shares the same global batch.
 """
 
+import signal
+from types import FrameType
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fzero.errors import ConfigError
@@ -88,3 +92,46 @@ def _mixed(x: Tensor, key: int) -> Tensor:
     for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB)):
         x = (x ^ (x >> shift)) * factor
     return x ^ (x >> 31)
+
+
+class StopOnSignal:
+    """Whether a signal has asked the program to stop, the same on every rank.
+
+    A scheduler that takes a machine back sends SIGTERM some seconds before. It reaches the ranks
+    at different moments of different steps, so they must agree on the step that is the last.
+
+    Args:
+        number: of the signal. From now on it does nothing but set a flag.
+
+    Examples:
+        >>> import os
+        >>> stop = StopOnSignal()
+        >>> stop()
+        False
+        >>> os.kill(os.getpid(), signal.SIGTERM)
+        >>> stop()
+        True
+        >>> stop.restore()
+    """
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        self._number, self._asked = number, False
+        self._before = signal.signal(number, self._note)
+
+    def __call__(self) -> bool:
+        """True once any rank got the signal; every rank must call it, once a step."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self._asked
+        device = "cpu" if "gloo" in str(dist.get_backend_config()) else None
+        flag = torch.tensor(
+            int(self._asked), device=device or torch.accelerator.current_accelerator()
+        )
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def restore(self) -> None:
+        """Let the signal do what it did before."""
+        signal.signal(self._number, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True

@@ -44,7 +44,7 @@ from fzero.checkpoint.format.folders import (
     sweep,
 )
 from fzero.checkpoint.format.manifest import Extent, File
-from fzero.checkpoint.format.storage import Writer, Written
+from fzero.checkpoint.format.writer import Writer, Written
 from fzero.checkpoint.progress import Progress, progress
 from fzero.checkpoint.ranks import Crew, crew_of, together
 from fzero.distributed.dtensor import local_tensor

@@ -1,7 +1,7 @@
 """Collectives of many leaves at once, run eagerly and outside of autograd: one per bucket.
 
-What `fzero.distributed.collectives` does leaf by leaf and differentiably, these do for lists of leaves. A
-bucket is filled in the order of the list, so the same list always travels in the same way.
+What `collectives` does leaf by leaf and differentiably, these do for lists of leaves. A bucket is
+filled in the order of the list, so the same list always travels in the same way.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +23,8 @@ from fzero.distributed.buckets import (
     unpack_full,
     unpack_shards,
 )
-from fzero.distributed.collectives import Axis
-from fzero.distributed.mesh import is_gloo
+from fzero.distributed.mesh import Axes, Axis, is_gloo
 from fzero.layout import LeafLayout
-from fzero.zero import Axes
 
 Announce = Callable[[Bucket], None]
 """Told of each bucket just before it travels."""
@@ -112,23 +110,6 @@ def sum_gradients(
     """Full gradients, summed over all ranks, in the dtypes that they are reduced in."""
     high = _in_reduce_dtype(grads, leaves)
     return _sums(high, leaves, [True] * len(high), axes, limit, announce)
-
-
-def plan_buckets(nbytes: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Places in this order, in groups of at most `limit` bytes, or one.
-
-    >>> plan_buckets([4, 4, 8], [2, 1, 0], limit=8)
-    [[2], [1, 0]]
-    """
-    groups: list[list[int]] = []
-    filled = 0
-    for place in order:
-        if not groups or filled + nbytes[place] > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(place)
-        filled += nbytes[place]
-    return groups
 
 
 def _sums(

@@ -156,3 +156,20 @@ def unpack_flat(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
         return [buffer.view(bucket.leaves[0].shape)]
     parts = buffer.split([leaf.numel for leaf in bucket.leaves])
     return [x.view(leaf.shape) for x, leaf in zip(parts, bucket.leaves, strict=True)]
+
+
+def plan_buckets(nbytes: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
+    """Places in this order, in groups of at most `limit` bytes, or one.
+
+    >>> plan_buckets([4, 4, 8], [2, 1, 0], limit=8)
+    [[2], [1, 0]]
+    """
+    groups: list[list[int]] = []
+    filled = 0
+    for place in order:
+        if not groups or filled + nbytes[place] > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(place)
+        filled += nbytes[place]
+    return groups

@@ -23,27 +23,14 @@ Unlike `torch.distributed._functional_collectives`, whose differentiable forms r
 # What autograd passes to backward and jvp depends on forward; torch types them for no argument.
 # pyright: reportIncompatibleMethodOverride=false
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
-
-
-class Axis(NamedTuple):
-    """One mesh axis as this rank sees it. `Axis()` is the axis of a single rank.
-
-    Args:
-        group: name of the process group, as `torch.ops._c10d_functional` takes it.
-        size: ranks along the axis.
-        rank: this rank's place on it.
-    """
-
-    group: str = ""
-    size: int = 1
-    rank: int = 0
 
 
 def all_gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:

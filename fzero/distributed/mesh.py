@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -221,3 +221,29 @@ def _end(started: dist.ProcessGroup | None) -> None:
     # The program may have ended our group and started its own, which is not ours to end.
     if dist.is_initialized() and dist.group.WORLD is started:
         dist.destroy_process_group()
+
+
+class Axis(NamedTuple):
+    """One mesh axis as this rank sees it. `Axis()` is the axis of a single rank.
+
+    Args:
+        group: name of the process group, as `torch.ops._c10d_functional` takes it.
+        size: ranks along the axis.
+        rank: this rank's place on it.
+    """
+
+    group: str = ""
+    size: int = 1
+    rank: int = 0
+
+
+class Axes(NamedTuple):
+    """The mesh as the transforms see it: leaves are split over `shard`, copied over `replicate`."""
+
+    shard: Axis = Axis()
+    replicate: Axis = Axis()
+
+    @property
+    def world(self) -> int:
+        """Ranks over both axes."""
+        return self.shard.size * self.replicate.size

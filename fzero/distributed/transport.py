@@ -22,10 +22,9 @@ from fzero.distributed.buckets import (
     unpack_shards,
 )
 from fzero.distributed.journal import Journal
-from fzero.distributed.mesh import Mesh, is_gloo
+from fzero.distributed.mesh import Axes, Mesh, is_gloo
 from fzero.distributed.processes import meet, who_is_gone
 from fzero.layout import LeafLayout
-from fzero.zero import Axes
 
 _POLL = timedelta(seconds=1)
 

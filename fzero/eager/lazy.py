@@ -1,23 +1,42 @@
-"""Parameters that are gathered when they are used: what an eagerly run model function is given.
+"""Tensors that look like full parameters and hold no memory: what reads them has them gathered.
 
 [Note: lazy leaves] A `LazyLeaf` looks like the full leaf and holds no memory. Autograd takes it for
 a leaf of its graph; below autograd, any operator that reads it gathers it. So whatever PyTorch can
 do with a tensor works on it, old-style `autograd.Function`s and `torch.func` inside the model
-function included, and its gradient is the full one, which `fzero.step.eager` reduces. `fzero.stage` goes
+function included, and its gradient is the full one, which the executor reduces. `fzero.stage` goes
 past it, to the shard: that is the second leaf of the graph, whose gradient arrives reduced.
+
+[Note: lazy parameters] A `LazyParameter` looks like the full parameter and holds no memory. It is a
+leaf of autograd's graph. Below autograd, an operator that reads it gathers the unit that it belongs
+to. A view of it (`weight.t()`) is lazy again, so what autograd and checkpoints save for backward
+holds no memory either: backward gathers when it reads. A full parameter may therefore be freed at
+any time; that costs another gather, never a value.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fzero.distributed.batched import Announce, gather_leaves
 from fzero.errors import FzeroError
-from fzero.layout import Layout, LeafLayout
-from fzero.zero import Axes
+from fzero.layout import LeafLayout
+
+
+class Source(Protocol):
+    """What brings full parameters."""
+
+    def full(self, index: int, /) -> Tensor:
+        """The full parameter, gathered unless it is there."""
+        ...
+
+
+class ParameterSource(Source, Protocol):
+    """The same for the parameters of a module."""
+
+    leaves: Sequence[LeafLayout]
+    device: torch.device
 
 
 class LazyLeaf(Tensor):
@@ -33,13 +52,13 @@ class LazyLeaf(Tensor):
     shard: Tensor
     leaf: LeafLayout
     place: int
-    source: "Gathered"
+    source: Source
 
     # results are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
     @staticmethod
-    def __new__(cls, shard: Tensor, leaf: LeafLayout, place: int, source: "Gathered") -> "LazyLeaf":
+    def __new__(cls, shard: Tensor, leaf: LeafLayout, place: int, source: Source) -> "LazyLeaf":
         self: LazyLeaf = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
             cls,
             leaf.shape,
@@ -66,96 +85,6 @@ class LazyLeaf(Tensor):
         return f"LazyLeaf({self.leaf.name!r}, {tuple(self.shape)}, {self.dtype})"
 
 
-class Gathered:
-    """The full leaves that one micro-batch has gathered so far.
-
-    Args:
-        shards: this rank's part of every leaf.
-        layout: of all leaves.
-        axes: the mesh.
-        limit: most bytes of full leaves in a bucket.
-        order: leaves that are likely to be used in this order: they are gathered together. It
-            changes when a leaf travels, never its values.
-        announce: told of each bucket before it travels.
-    """
-
-    def __init__(
-        self,
-        shards: Sequence[Tensor],
-        layout: Layout,
-        axes: Axes,
-        limit: int,
-        order: Sequence[int],
-        announce: Announce,
-    ) -> None:
-        self.axes, self.limit, self.announce = axes, limit, announce
-        self.order, self.turn = order, {place: turn for turn, place in enumerate(order)}
-        self.leaves = [
-            LazyLeaf(shard, leaf, i, self)
-            for i, (shard, leaf) in enumerate(zip(shards, layout, strict=True))
-        ]
-        self.used: dict[int, None] = {}  # an ordered set
-        self._full: dict[int, Tensor] = {}
-
-    def full(self, place: int) -> Tensor:
-        """The full leaf, gathered unless it is there."""
-        if place not in self._full:
-            places = self._together(place)
-            for i, full in zip(places, self.gather([self.leaves[i] for i in places]), strict=True):
-                self._full[i] = full
-                self.used[i] = None
-        return self._full[place]
-
-    def gather(self, leaves: Sequence[LazyLeaf]) -> list[Tensor]:
-        """Full leaves that nobody keeps but the caller."""
-        found = [self._full.get(lazy.place) for lazy in leaves]
-        missing = [lazy for lazy, full in zip(leaves, found, strict=True) if full is None]
-        new = iter(
-            gather_leaves(
-                [lazy.shard for lazy in missing],
-                [lazy.leaf for lazy in missing],
-                self.axes,
-                self.limit,
-                self.announce,
-            )
-        )
-        return [next(new) if full is None else full.detach() for full in found]
-
-    def reshard(self) -> None:
-        """Forget what is large: backward gathers again what it reads."""
-        self._full = {i: full for i, full in self._full.items() if full.nbytes < _SMALL}
-
-    def drop(self, place: int) -> None:
-        """Forget a leaf."""
-        self._full.pop(place, None)
-
-    def close(self) -> None:
-        """Forget every leaf, and the circle of leaf and source with it.
-
-        Raises:
-            FzeroError: a leaf was changed in place, through a view of it.
-        """
-        leaves, self.leaves, self._full = self.leaves, [], {}
-        for lazy in leaves:
-            if lazy._version:  # views share the count of what they view
-                raise changed_in_place(lazy.leaf.name)
-
-    def _together(self, place: int) -> list[int]:
-        if place not in self.turn:
-            return [place]
-        places, nbytes = [], 0
-        for i in self.order[self.turn[place] :]:
-            nbytes += self.leaves[i].leaf.nbytes
-            if places and nbytes > self.limit:
-                break
-            if i not in self._full:
-                places.append(i)
-        return places
-
-
-_SMALL = 2**16  # bytes; biases and norms, whose second gather costs more than they do
-
-
 def changed_in_place(name: str) -> FzeroError:
     """What to say of a parameter that the model function wrote to."""
     return FzeroError(
@@ -177,3 +106,132 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             for x in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(x, LazyLeaf):
                     raise changed_in_place(x.leaf.name)
+
+
+Geometry = tuple[torch.Size, tuple[int, ...], int]
+
+
+class LazyParameter(Tensor):
+    """A full parameter, or a view of one; see [Note: lazy parameters].
+
+    Attributes:
+        leaf: how the parameter is split.
+        place: its place among all parameters.
+        units: what gathers it.
+        geometry: sizes, strides and offset of a view; None for the parameter itself.
+    """
+
+    leaf: LeafLayout
+    place: int
+    units: ParameterSource
+    geometry: Geometry | None
+
+    # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @staticmethod
+    def __new__(
+        cls,
+        units: ParameterSource,
+        place: int,
+        geometry: Geometry | None = None,
+        requires_grad: bool = False,
+    ) -> "LazyParameter":
+        leaf = units.leaves[place]
+        size, stride, offset = geometry or (leaf.shape, None, None)
+        self: LazyParameter = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
+            cls,
+            size,
+            strides=stride,
+            storage_offset=offset,
+            dtype=leaf.compute or leaf.dtype,
+            device=units.device,
+            requires_grad=requires_grad,
+        )
+        self.leaf, self.place, self.units, self.geometry = leaf, place, units, geometry
+        if geometry is None:
+            self._is_param = True  # what isinstance(x, nn.Parameter) asks for
+        return self
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # operators of higher order have no such attributes
+        if getattr(func, "is_view", False) and isinstance(args[0], LazyParameter):
+            return _view(args[0], func, args[1:], kwargs)
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            _refuse_lost_writes(func, args, kwargs or {})
+        args = tuple([_whole(x) if type(x) is LazyParameter else _inner(x) for x in args])
+        if kwargs:
+            kwargs = pytree.tree_map_only(LazyParameter, _whole, kwargs)
+        return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **_: Any) -> str:  # pyright: ignore
+        return f"LazyParameter({self.leaf.name!r}, {tuple(self.shape)}, {self.dtype})"
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore
+        """The same values outside of autograd's graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:  # pyright: ignore
+        if value is not self:  # module.to() assigns what it was given if it has nothing to do
+            raise FzeroError(
+                f"the parameter {self.leaf.name!r} is sharded, and was to be replaced by a tensor "
+                f"of {tuple(value.shape)}, {value.dtype}, {value.device}. Call .to() or .half(), "
+                "and load weights, before the module gets its engine; or assign engine.state."
+            )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise FzeroError(
+            f"the parameter {self.leaf.name!r} is sharded, and a copy of the module would share "
+            "its engine. Build a second module and load engine.full_params() into it."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FzeroError(
+            f"the parameter {self.leaf.name!r} is sharded and holds no values to save. Save "
+            "engine.full_params(), or engine.state with fzero.checkpoint.save."
+        )
+
+
+def _whole(x: LazyParameter) -> Tensor:
+    full = x.units.full(x.place)
+    return full if x.geometry is None else full.as_strided(*x.geometry)
+
+
+def _inner(x: Any) -> Any:
+    if type(x) in (list, tuple) and any(type(y) is LazyParameter for y in x):
+        return [_whole(y) if type(y) is LazyParameter else y for y in x]
+    return x
+
+
+def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: Any) -> Any:
+    """A view that is lazy: computed on the full parameter, of which only the geometry is kept."""
+
+    def lazy(y: Tensor) -> Tensor:
+        if y.dtype != x.dtype:
+            raise FzeroError(
+                f"the parameter {x.leaf.name!r} was viewed as {y.dtype}, and what is written to "
+                "such a view would be lost at stage 3. View a copy: p.clone().view(dtype)."
+            )
+        return LazyParameter(x.units, x.place, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
+
+    view = func(_whole(x), *rest, **(kwargs or {}))
+    return lazy(view) if type(view) is Tensor else pytree.tree_map_only(Tensor, lazy, view)
+
+
+def _refuse_lost_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for x in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(x, LazyParameter):
+                    raise FzeroError(
+                        f"{func} would change the parameter {x.leaf.name!r} in place, and at stage "
+                        "3 what is gathered is a copy: the change would be lost. Change parameters "
+                        "through engine.state, or train at stage 2."
+                    )

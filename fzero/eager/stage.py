@@ -22,10 +22,11 @@ from torch.autograd.graph import get_gradient_edge
 from fzero import tree
 from fzero.distributed.batched import scatter_gradients
 from fzero.distributed.collectives import all_gather, replicate
-from fzero.eager.lazy import Gathered, LazyLeaf, changed_in_place
+from fzero.eager.gathered import Gathered
+from fzero.eager.lazy import LazyLeaf, changed_in_place
 from fzero.errors import ConfigError, FzeroError
-from fzero.numerics.precision import output_dtype, output_in
-from fzero.program.passes.seed import generator_of
+from fzero.numerics.casts import output_dtype, output_in
+from fzero.numerics.rng import generator_of, preserved
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,6 +84,7 @@ def stage(fn: Callable[P, R]) -> Callable[P, R]:
         lazy = next((x for x in leaves if isinstance(x, LazyLeaf)), None)
         if lazy is None:
             return fn(*args, **kwargs)
+        assert isinstance(lazy.source, Gathered)  # the eager executor makes no other
         call = _Call(fn, leaves, spec, lazy.source, _surroundings(leaves))
         tensors = [_tracked(x) for x in leaves if isinstance(x, Tensor)]
         return call.result(_Stage.apply(call, *tensors))
@@ -316,7 +318,7 @@ def _surroundings(
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
-        with contextlib.ExitStack() as stack, kept(generators):
+        with contextlib.ExitStack() as stack, preserved(generators):
             for cast in casts:
                 stack.enter_context(cast())
             for generator, state in zip(generators, states, strict=True):
@@ -324,14 +326,3 @@ def _surroundings(
             yield
 
     return again
-
-
-@contextlib.contextmanager
-def kept(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """The generators' states are afterwards what they are now."""
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)

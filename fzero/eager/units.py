@@ -1,111 +1,12 @@
-"""Parameters of a module that are there only while something reads them.
+"""Parameters of a module that are there only while something reads them."""
 
-[Note: lazy parameters] A `LazyParameter` looks like the full parameter and holds no memory. It is a
-leaf of autograd's graph. Below autograd, an operator that reads it gathers the unit that it belongs
-to. A view of it (`weight.t()`) is lazy again, so what autograd and checkpoints save for backward
-holds no memory either: backward gathers when it reads. A full parameter may therefore be freed at
-any time; that costs another gather, never a value.
-"""
-
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fzero.distributed.transport import Flight, Traffic
-from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
-
-Geometry = tuple[torch.Size, tuple[int, ...], int]
-
-
-class LazyParameter(Tensor):
-    """A full parameter, or a view of one; see [Note: lazy parameters].
-
-    Attributes:
-        leaf: how the parameter is split.
-        place: its place among all parameters.
-        units: what gathers it.
-        geometry: sizes, strides and offset of a view; None for the parameter itself.
-    """
-
-    leaf: LeafLayout
-    place: int
-    units: "Units"
-    geometry: Geometry | None
-
-    # results are plain tensors
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
-
-    @staticmethod
-    def __new__(
-        cls,
-        units: "Units",
-        place: int,
-        geometry: Geometry | None = None,
-        requires_grad: bool = False,
-    ) -> "LazyParameter":
-        leaf = units.leaves[place]
-        size, stride, offset = geometry or (leaf.shape, None, None)
-        self: LazyParameter = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
-            cls,
-            size,
-            strides=stride,
-            storage_offset=offset,
-            dtype=leaf.compute or leaf.dtype,
-            device=units.device,
-            requires_grad=requires_grad,
-        )
-        self.leaf, self.place, self.units, self.geometry = leaf, place, units, geometry
-        if geometry is None:
-            self._is_param = True  # what isinstance(x, nn.Parameter) asks for
-        return self
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # operators of higher order have no such attributes
-        if getattr(func, "is_view", False) and isinstance(args[0], LazyParameter):
-            return _view(args[0], func, args[1:], kwargs)
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            _refuse_writes(func, args, kwargs or {})
-        args = tuple([_full(x) if type(x) is LazyParameter else _inner(x) for x in args])
-        if kwargs:
-            kwargs = pytree.tree_map_only(LazyParameter, _full, kwargs)
-        return func(*args, **(kwargs or {}))
-
-    def __repr__(self, **_: Any) -> str:  # pyright: ignore
-        return f"LazyParameter({self.leaf.name!r}, {tuple(self.shape)}, {self.dtype})"
-
-    @property
-    def data(self) -> Tensor:  # pyright: ignore
-        """The same values outside of autograd's graph."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:  # pyright: ignore
-        if value is not self:  # module.to() assigns what it was given if it has nothing to do
-            raise FzeroError(
-                f"the parameter {self.leaf.name!r} is sharded, and was to be replaced by a tensor "
-                f"of {tuple(value.shape)}, {value.dtype}, {value.device}. Call .to() or .half(), "
-                "and load weights, before the module gets its engine; or assign engine.state."
-            )
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise FzeroError(
-            f"the parameter {self.leaf.name!r} is sharded, and a copy of the module would share "
-            "its engine. Build a second module and load engine.full_params() into it."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise FzeroError(
-            f"the parameter {self.leaf.name!r} is sharded and holds no values to save. Save "
-            "engine.full_params(), or engine.state with fzero.checkpoint.save."
-        )
 
 
 class Units:
@@ -208,42 +109,3 @@ class Units:
 
 def _is_around(outer: str, inner: str) -> bool:
     return outer == "" or inner == outer or inner.startswith(outer + ".")
-
-
-def _full(x: LazyParameter) -> Tensor:
-    full = x.units.full(x.place)
-    return full if x.geometry is None else full.as_strided(*x.geometry)
-
-
-def _inner(x: Any) -> Any:
-    if type(x) in (list, tuple) and any(type(y) is LazyParameter for y in x):
-        return [_full(y) if type(y) is LazyParameter else y for y in x]
-    return x
-
-
-def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: Any) -> Any:
-    """A view that is lazy: computed on the full parameter, of which only the geometry is kept."""
-
-    def lazy(y: Tensor) -> Tensor:
-        if y.dtype != x.dtype:
-            raise FzeroError(
-                f"the parameter {x.leaf.name!r} was viewed as {y.dtype}, and what is written to "
-                "such a view would be lost at stage 3. View a copy: p.clone().view(dtype)."
-            )
-        return LazyParameter(x.units, x.place, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
-
-    view = func(_full(x), *rest, **(kwargs or {}))
-    return lazy(view) if type(view) is Tensor else pytree.tree_map_only(Tensor, lazy, view)
-
-
-def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for x in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(x, LazyParameter):
-                    raise FzeroError(
-                        f"{func} would change the parameter {x.leaf.name!r} in place, and at stage "
-                        "3 what is gathered is a copy: the change would be lost. Change parameters "
-                        "through engine.state, or train at stage 2."
-                    )

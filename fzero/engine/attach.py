@@ -3,20 +3,17 @@
 import glob
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fzero.config import Config
-from fzero.distributed.batched import plan_buckets
-from fzero.distributed.collectives import Axis
-from fzero.distributed.mesh import is_gloo
-from fzero.eager.units import LazyParameter, Units
-from fzero.engine.counts import masks
-from fzero.engine.grouping import plan_units
+from fzero.eager.lazy import LazyParameter
+from fzero.eager.units import Units
+from fzero.engine.outputs import tensors_in
 from fzero.errors import ConfigError, ShardError
-from fzero.functional.parameter_slots import ParameterSlots
+from fzero.functional.slots import ParameterSlots
 from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
 
@@ -26,81 +23,6 @@ WITHOUT = Optimizer(
     apply_=lambda grads, state, params, **_: state,
 )
 """What an engine without an optimizer is made with; `step()` refuses."""
-
-
-class Grouping(NamedTuple):
-    """Which leaves travel together, by their places.
-
-    Args:
-        units: gathered together; empty where parameters are always there.
-        special: the modules that only some ranks may run: the last units.
-        buckets: reduced together, in the order of reduction.
-        masks: the same as bit masks, for the state machine.
-    """
-
-    units: list[list[int]]
-    special: list[str]
-    buckets: list[list[int]]
-    masks: tuple[int, ...]
-
-
-def plan_grouping(
-    leaves: Sequence[LeafLayout], registered: Sequence[int], cfg: Config, *, lazy: bool, alone: bool
-) -> Grouping:
-    """Units, and buckets in the order in which a backward is likely to complete them.
-
-    Args:
-        leaves: of all parameters.
-        registered: their places in the order of the module.
-        cfg: the step's.
-        lazy: whether parameters are gathered on use.
-        alone: whether there is no other rank.
-    """
-    limit = int(cfg.bucket_mb * 2**20)
-    units, special = [], []
-    if lazy:
-        units, special = plan_units(leaves, registered, limit, cfg.gather_together)
-    return plan_order(Grouping(units, special, [], ()), leaves, registered[::-1], cfg, alone=alone)
-
-
-def plan_order(
-    grouping: Grouping,
-    leaves: Sequence[LeafLayout],
-    arrivals: Sequence[int],
-    cfg: Config,
-    *,
-    alone: bool = False,
-) -> Grouping:
-    """The same units with buckets for another order of gradients.
-
-    Args:
-        grouping: its buckets don't matter.
-        arrivals: places of all leaves as gradients come.
-    """
-    trained = [place for place in arrivals if leaves[place].trainable]
-    units, special = grouping.units, grouping.special
-    if alone:
-        return grouping._replace(buckets=[], masks=())
-    if not units:
-        nbytes = [leaf.nbytes for leaf in leaves]
-        buckets = plan_buckets(nbytes, trained, int(cfg.bucket_mb * 2**20))
-        return grouping._replace(buckets=buckets, masks=masks(buckets))
-    turn = {place: i for i, place in enumerate(trained)}
-    parts = [[place for place in unit if place in turn] for unit in units]
-    common = len(units) - len(special)
-    first = sorted(filter(None, parts[:common]), key=lambda unit: max(turn[i] for i in unit))
-    last = [unit for unit in parts[common:] if unit]
-    # ranks may run parts of the special ones only: they wait for the end, on an extra bit
-    bits = masks(first) + tuple(mask | 1 << len(leaves) for mask in masks(last))
-    return grouping._replace(buckets=[*first, *last], masks=bits)
-
-
-def units_ahead(cfg: Config, axis: Axis) -> int:
-    """How many units ahead gathers are launched."""
-    if cfg.prefetch is not None:
-        return cfg.prefetch
-    # over gloo a transfer takes the cores that compute, so it would only cost memory
-    return 0 if axis.size == 1 or is_gloo(axis.group) else 1
 
 
 def owned_hook(
@@ -207,3 +129,44 @@ def factors(
         while low.itemsize == 2 and world % predivide == 0 and world / predivide > predivide:
             predivide *= 2
     return 1 / predivide, share * predivide
+
+
+def gather_around(module: nn.Module, units: Units, special: dict[str, int]) -> None:
+    """Have the modules around these gather them.
+
+    Args:
+        module: the whole model.
+        units: what gathers.
+        special: the unit of each named module, by its name.
+    """
+    around: dict[str, list[int]] = {}
+    for name, unit in special.items():
+        around.setdefault(_caller_of(module, name), []).append(unit)
+    for name, wanted in around.items():
+        _hook(module.get_submodule(name), name, units, wanted)
+
+
+def _hook(caller: nn.Module, name: str, units: Units, wanted: Sequence[int]) -> None:
+    def before(module: nn.Module, args: Any) -> None:
+        units.pin(name, wanted)
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        units.unpin(name)
+        if torch.is_grad_enabled():
+            for x in tensors_in(out):
+                if x.grad_fn is not None:
+                    x.register_hook(lambda grad: units.pin(name, wanted))
+
+    caller.register_forward_pre_hook(before)
+    caller.register_forward_hook(after, always_call=True)
+
+
+def _caller_of(module: nn.Module, name: str) -> str:
+    """The nearest module around `name` that has a forward of its own: no list of modules."""
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, 0, -1):
+        around = ".".join(parts[:depth])
+        # what a class without a forward inherits
+        if type(module.get_submodule(around)).forward is not nn.Module.forward:
+            return around
+    return ""

@@ -21,23 +21,21 @@ from fzero.engine.attach import (
     WITHOUT,
     factors,
     frozen_too,
+    gather_around,
     install,
     owned_hook,
     parameters_of,
-    plan_grouping,
-    plan_order,
-    units_ahead,
 )
 from fzero.engine.autograd import Scale, accumulates, current_task, own, watch
 from fzero.engine.forward import Forward, no_loss
+from fzero.engine.grouping import plan_grouping, plan_order, units_ahead
 from fzero.engine.phases import BackwardState, Rules, transition
 from fzero.engine.reducer import Gradients
 from fzero.engine.stepper import Stepper
-from fzero.engine.together import gather_around
 from fzero.engine.writes import Writes
 from fzero.errors import BackwardError, ShardError
 from fzero.functional.functionalize import functionalize
-from fzero.numerics.precision import in_force, refuse_outer_autocast
+from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
 from fzero.state.init import start
 from fzero.state.opt_state import OptState

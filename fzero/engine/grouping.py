@@ -4,7 +4,12 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
+from fzero.config import Config
+from fzero.distributed.buckets import plan_buckets
+from fzero.distributed.mesh import Axis, is_gloo
+from fzero.engine.counts import masks
 from fzero.errors import ConfigError
 from fzero.layout import LeafLayout
 
@@ -105,3 +110,78 @@ def _module_of(name: str) -> str:
 
 def _runs(places: Sequence[int], key: Callable[[int], str]) -> list[list[int]]:
     return [list(run) for _, run in itertools.groupby(places, key)]
+
+
+class Grouping(NamedTuple):
+    """Which leaves travel together, by their places.
+
+    Args:
+        units: gathered together; empty where parameters are always there.
+        special: the modules that only some ranks may run: the last units.
+        buckets: reduced together, in the order of reduction.
+        masks: the same as bit masks, for the state machine.
+    """
+
+    units: list[list[int]]
+    special: list[str]
+    buckets: list[list[int]]
+    masks: tuple[int, ...]
+
+
+def plan_grouping(
+    leaves: Sequence[LeafLayout], registered: Sequence[int], cfg: Config, *, lazy: bool, alone: bool
+) -> Grouping:
+    """Units, and buckets in the order in which a backward is likely to complete them.
+
+    Args:
+        leaves: of all parameters.
+        registered: their places in the order of the module.
+        cfg: the step's.
+        lazy: whether parameters are gathered on use.
+        alone: whether there is no other rank.
+    """
+    limit = int(cfg.bucket_mb * 2**20)
+    units, special = [], []
+    if lazy:
+        units, special = plan_units(leaves, registered, limit, cfg.gather_together)
+    return plan_order(Grouping(units, special, [], ()), leaves, registered[::-1], cfg, alone=alone)
+
+
+def plan_order(
+    grouping: Grouping,
+    leaves: Sequence[LeafLayout],
+    arrivals: Sequence[int],
+    cfg: Config,
+    *,
+    alone: bool = False,
+) -> Grouping:
+    """The same units with buckets for another order of gradients.
+
+    Args:
+        grouping: its buckets don't matter.
+        arrivals: places of all leaves as gradients come.
+    """
+    trained = [place for place in arrivals if leaves[place].trainable]
+    units, special = grouping.units, grouping.special
+    if alone:
+        return grouping._replace(buckets=[], masks=())
+    if not units:
+        nbytes = [leaf.nbytes for leaf in leaves]
+        buckets = plan_buckets(nbytes, trained, int(cfg.bucket_mb * 2**20))
+        return grouping._replace(buckets=buckets, masks=masks(buckets))
+    turn = {place: i for i, place in enumerate(trained)}
+    parts = [[place for place in unit if place in turn] for unit in units]
+    common = len(units) - len(special)
+    first = sorted(filter(None, parts[:common]), key=lambda unit: max(turn[i] for i in unit))
+    last = [unit for unit in parts[common:] if unit]
+    # ranks may run parts of the special ones only: they wait for the end, on an extra bit
+    bits = masks(first) + tuple(mask | 1 << len(leaves) for mask in masks(last))
+    return grouping._replace(buckets=[*first, *last], masks=bits)
+
+
+def units_ahead(cfg: Config, axis: Axis) -> int:
+    """How many units ahead gathers are launched."""
+    if cfg.prefetch is not None:
+        return cfg.prefetch
+    # over gloo a transfer takes the cores that compute, so it would only cost memory
+    return 0 if axis.size == 1 or is_gloo(axis.group) else 1

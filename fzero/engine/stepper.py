@@ -10,13 +10,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from fzero import tree
 from fzero.errors import ShardError
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
-from fzero.state.opt_state import OptState
-from fzero.state.plan import Held, Plan
+from fzero.state.opt_state import Held, OptState
+from fzero.state.plan import Plan
 from fzero.state.sharding import locals_of
-from fzero.step.traced import UpdateHalf
-from fzero.step.train_step import _refuse_nonfinite
+from fzero.step.metrics import refuse_nonfinite
+from fzero.step.update_program import UpdateHalf
 from fzero.tree import PyTree
-from fzero.zero import divide
 
 
 class Stepper:
@@ -74,8 +73,8 @@ class Stepper:
         if scale is not None and cfg.scaling is not None and cfg.scaling.external:
             loss = loss * scale.scale  # which the update takes off again
         if cfg.nonfinite_policy == "raise":
-            _refuse_nonfinite(loss, grads, plan, int(state.step))
-        trained, _ = divide(self.locals, plan.sharding.layout)
+            refuse_nonfinite(loss, grads, plan, int(state.step))
+        trained, _ = plan.sharding.layout.divide(self.locals)
         if self.half is None:
             self.half = UpdateHalf(plan, held, reduced=self.reduced)
             if not plan.opt.foreign:

@@ -1,13 +1,6 @@
-"""A module as a function of its parameters.
-
-[Note: slots] A slot is one entry `module._parameters[key]` or `module._buffers[key]`. A tensor may
-sit in many slots (tied weights), and a module may have many names but has its slots once, so the
-swap goes by slot and never by name: `torch.func.functional_call` goes by name and leaves the
-passed tensors behind in a module that is registered twice.
-"""
+"""A module as a function of its parameters. See [Note: slots] in slots.py."""
 
 import contextlib
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
@@ -15,16 +8,25 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fzero.errors import ShardError, TraceError
 from fzero.functional.owners import noted
+from fzero.functional.slots import (
+    Buffers,
+    Params,
+    Slots,
+    SlotTable,
+    fill_template,
+    kind_of,
+    other_names,
+    owners_of_slots,
+    plan_slots,
+    site_of,
+    structure_of,
+)
 from fzero.functional.torch_checkpoint import recomputing
-from fzero.numerics.precision import as_output, class_name, output_in
-
-Params = dict[str, Tensor]
-Buffers = dict[str, Tensor]
+from fzero.numerics.casts import as_output, output_in
 
 
 @overload
@@ -83,8 +85,8 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         >>> state["num_batches_tracked"].item(), new_state["num_batches_tracked"].item()
         (0, 1)
     """
-    plan = _make_plan(module)
-    params = {s.name: noted(s.tensor(plan).detach(), _owners(plan, s)) for s in plan.params}
+    plan = plan_slots(module)
+    params = {s.name: noted(s.tensor(plan).detach(), owners_of_slots(plan, s)) for s in plan.params}
 
     def apply(params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         own = {s.name: _clone(s.tensor(plan)) for s in plan.buffers}
@@ -96,7 +98,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         for name, version in before.items():
             if new[name] is not own[name] or new[name]._version != version:
                 raise TraceError(
-                    f"The call changed buffer {name!r} of {_kind(module)}, and its new value has "
+                    f"The call changed buffer {name!r} of {kind_of(module)}, and its new value has "
                     "nowhere to go: a pure function returns what it changes. Use `apply, params, "
                     "buffers = functionalize(module, buffers=True)` and keep the buffers that "
                     "`apply(params, buffers, ...)` returns, or call `module.eval()` first."
@@ -118,117 +120,12 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     return apply_with_buffers, params, {s.name: s.tensor(plan).detach() for s in plan.buffers}
 
 
-# --- the plan: where each tensor lives -----------------------------------------------------------
-
-
-class _Slots(NamedTuple):
-    """One tensor of the module: its name, its shape, and every slot that holds it."""
-
-    name: str
-    shape: torch.Size
-    places: tuple[tuple[int, str, str], ...]  # (module index, "_parameters" | "_buffers", key)
-
-    def tensor(self, plan: "_Plan") -> Tensor:
-        index, table, key = self.places[0]
-        return plan.modules[index].__dict__[table][key]
-
-
-class _Plan(NamedTuple):
-    root: nn.Module
-    modules: tuple[nn.Module, ...]
-    prefixes: tuple[str, ...]
-    # Per module: children, parameter keys and buffer keys, to notice a module that was rebuilt.
-    structure: tuple[tuple[list[nn.Module | None], list[str], list[str]], ...]
-    params: tuple[_Slots, ...]
-    buffers: tuple[_Slots, ...]
-    # [Note: caches] Attributes that hold parameters a second time, as `nn.LSTM._flat_weights`
-    # does: (module index, attribute, template). They must show the passed tensors too.
-    caches: tuple[tuple[int, str, Any], ...]
-    parametrized: bool
-
-
-def _make_plan(root: nn.Module) -> _Plan:
-    prefixes, modules = zip(*root.named_modules(), strict=True)
-    found: dict[int, tuple[str, str, torch.Size, list[tuple[int, str, str]]]] = {}
-    for table in ("_parameters", "_buffers"):
-        for index, (prefix, module) in enumerate(zip(prefixes, modules, strict=True)):
-            if isinstance(module, torch.jit.ScriptModule):
-                raise TraceError(
-                    f"{_where(prefix)} is a torch.jit module, whose parameters cannot be swapped. "
-                    "Pass the original nn.Module instead."
-                )
-            for key, tensor in module.__dict__[table].items():
-                if tensor is None:
-                    continue
-                name = f"{prefix}.{key}" if prefix else key
-                if is_lazy(tensor):
-                    raise ShardError(
-                        f"{name!r} has no shape yet: {_where(prefix)} is a lazy "
-                        f"{_kind(module)}. Run one forward first, so that every shape is known."
-                    )
-                entry = found.setdefault(id(tensor), (table, name, tensor.shape, []))
-                entry[3].append((index, table, key))
-
-    slots = [(t, _Slots(name, shape, tuple(places))) for t, name, shape, places in found.values()]
-    names = {ident: entry[1] for ident, entry in found.items()}
-    base = nn.Module().__dict__.keys()
-    caches = [
-        (index, attr, template)
-        for index, module in enumerate(modules)
-        for attr, value in module.__dict__.items()
-        if attr not in base and (template := _template(value, names)) is not None
-    ]
-    return _Plan(
-        root=root,
-        modules=modules,
-        prefixes=prefixes,
-        structure=tuple(_structure(module.__dict__) for module in modules),
-        params=tuple(s for table, s in slots if table == "_parameters"),
-        buffers=tuple(s for table, s in slots if table == "_buffers"),
-        caches=tuple(caches),
-        parametrized=any(parametrize.is_parametrized(module) for module in modules),
-    )
-
-
-def _owners(plan: _Plan, slots: _Slots) -> set[str]:
-    """The classes of the modules that hold a tensor."""
-    return {class_name(type(plan.modules[index])) for index, _, _ in slots.places}
-
-
-def _structure(attrs: dict[str, Any]) -> tuple[list[nn.Module | None], list[str], list[str]]:
-    return list(attrs["_modules"].values()), list(attrs["_parameters"]), list(attrs["_buffers"])
-
-
-def _template(value: Any, names: Mapping[int, str], depth: int = 3) -> Any:
-    """Where `value` holds a named tensor: a name, or {position: template}; None if nowhere."""
-    if isinstance(value, Tensor):
-        return names.get(id(value))
-    if isinstance(value, weakref.ref):
-        return _template(value(), names, 0)
-    if depth == 0 or type(value) not in (list, tuple, dict):
-        return None
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    inner = {at: t for at, item in items if (t := _template(item, names, depth - 1)) is not None}
-    return inner or None
-
-
-def _fill(value: Any, template: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """`value` with the passed tensors where `template` says; containers are new."""
-    if isinstance(template, str):
-        tensor = tensors[template]
-        return weakref.ref(tensor) if isinstance(value, weakref.ref) else tensor
-    items = value.copy() if isinstance(value, dict) else list(value)
-    for at, inner in template.items():
-        items[at] = _fill(items[at], inner, tensors)
-    return tuple(items) if isinstance(value, tuple) else items
-
-
 # --- one call ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _swapped(
-    plan: _Plan,
+    plan: SlotTable,
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     given: Mapping[str, Tensor],
@@ -250,7 +147,7 @@ def _swapped(
             for index, attr, template in plan.caches:
                 attrs = plan.modules[index].__dict__
                 try:
-                    attrs[attr] = _fill(attrs[attr], template, tensors)
+                    attrs[attr] = fill_template(attrs[attr], template, tensors)
                 except (LookupError, TypeError):
                     raise _rebuilt(plan, index, f"its attribute {attr!r}") from None
         versions = {name: buffer._version for name, buffer in buffers.items()}
@@ -263,7 +160,7 @@ def _swapped(
 class _Call(NamedTuple):
     """What one call of `apply` put into the slots, and the buffers it was given."""
 
-    plan: _Plan
+    plan: SlotTable
     params: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     versions: Mapping[str, int]
@@ -335,7 +232,7 @@ def _clone(tensor: Tensor) -> Tensor:
     return tensor.clone()
 
 
-def _read_buffers(plan: _Plan, given: Mapping[str, Tensor]) -> Buffers:
+def _read_buffers(plan: SlotTable, given: Mapping[str, Tensor]) -> Buffers:
     """The buffers after the call: changed in place, or replaced (`self.ema = 0.9 * self.ema`)."""
     new: Buffers = {}
     for name, shape, places in plan.buffers:
@@ -357,7 +254,7 @@ def _read_buffers(plan: _Plan, given: Mapping[str, Tensor]) -> Buffers:
 
 
 def _check_fit(
-    plan: _Plan, tensors: Mapping[str, Tensor], slots: tuple[_Slots, ...], what: str
+    plan: SlotTable, tensors: Mapping[str, Tensor], slots: tuple[Slots, ...], what: str
 ) -> None:
     if not isinstance(tensors, Mapping):
         raise ShardError(
@@ -374,11 +271,13 @@ def _check_fit(
     raise ShardError(_misfit(plan, tensors, slots, what))
 
 
-def _misfit(plan: _Plan, tensors: Mapping[str, Any], slots: tuple[_Slots, ...], what: str) -> str:
+def _misfit(
+    plan: SlotTable, tensors: Mapping[str, Any], slots: tuple[Slots, ...], what: str
+) -> str:
     """What doesn't fit, one line for each name."""
     shapes = {s.name: s.shape for s in slots}
     unknown = [name for name in tensors if name not in shapes]
-    tied = _other_names(plan, slots) if unknown else {}
+    tied = other_names(plan, slots) if unknown else {}
     lines = []
     for name in unknown:
         near = get_close_matches(str(name), shapes, n=2)
@@ -396,26 +295,16 @@ def _misfit(plan: _Plan, tensors: Mapping[str, Any], slots: tuple[_Slots, ...], 
             lines.append(f"{what}[{name!r}]: shape {found}, the module needs {tuple(shape)}")
     shown = lines[:10] + ([f"... and {len(lines) - 10} more"] if len(lines) > 10 else [])
     return (
-        f"These {what} don't fit {_kind(plan.root)}:\n  "
+        f"These {what} don't fit {kind_of(plan.root)}:\n  "
         + "\n  ".join(shown)
         + f"\nRule: apply takes exactly the {len(slots)} names that functionalize returned, as "
         "full tensors of the same shapes. For shards, call fzero.unshard first."
     )
 
 
-def _other_names(plan: _Plan, slots: tuple[_Slots, ...]) -> dict[str, str]:
-    first = {(id(plan.modules[index]), key): s.name for s in slots for index, _, key in s.places}
-    return {
-        f"{prefix}.{key}" if prefix else key: name
-        for prefix, module in plan.root.named_modules(remove_duplicate=False)
-        for (ident, key), name in first.items()
-        if ident == id(module)
-    }
-
-
-def _check_structure(plan: _Plan) -> None:
+def _check_structure(plan: SlotTable) -> None:
     for index, (module, structure) in enumerate(zip(plan.modules, plan.structure, strict=True)):
-        if _structure(module.__dict__) != structure:
+        if structure_of(module.__dict__) != structure:
             raise _rebuilt(plan, index, "its submodules, parameters or buffers")
     if plan.parametrized and getattr(parametrize, "_cache_enabled", 0):
         raise TraceError(
@@ -424,31 +313,23 @@ def _check_structure(plan: _Plan) -> None:
         )
 
 
-def _rebuilt(plan: _Plan, index: int, what: str) -> ShardError:
+def _rebuilt(plan: SlotTable, index: int, what: str) -> ShardError:
     return ShardError(
-        f"{_where(plan.prefixes[index])} ({_kind(plan.modules[index])}) changed {what} since "
+        f"{site_of(plan.prefixes[index])} ({kind_of(plan.modules[index])}) changed {what} since "
         "functionalize saw it, so the params no longer describe it. Call functionalize again "
         "after changing the module."
     )
 
 
-def _check_device(plan: _Plan, params: Mapping[str, Tensor], own: Buffers) -> None:
+def _check_device(plan: SlotTable, params: Mapping[str, Tensor], own: Buffers) -> None:
     meta = [name for name, buffer in own.items() if buffer.device.type == "meta"]
     first = next(iter(params.values()), None) if isinstance(params, Mapping) else None
     if meta and isinstance(first, Tensor) and first.device.type != "meta":
         raise ShardError(
-            f"Buffer {meta[0]!r} of {_kind(plan.root)} is on the meta device and has no values, "
+            f"Buffer {meta[0]!r} of {kind_of(plan.root)} is on the meta device and has no values, "
             f"while the params are on {first.device}. Use functionalize(module, buffers=True) and "
             "pass real buffers, or build the module's buffers on a real device."
         )
-
-
-def _kind(module: nn.Module) -> str:
-    return type(module).__name__
-
-
-def _where(prefix: str) -> str:
-    return f"module {prefix!r}" if prefix else "the module"
 
 
 def _show(value: Any) -> str:

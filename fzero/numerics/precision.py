@@ -9,21 +9,15 @@ library goes, and each operator of the model function chooses for itself. Only t
 modules that cast theirs in any case travel in the low dtype.
 """
 
-import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from fzero import tree
 from fzero.errors import ConfigError
-from fzero.tree import PyTree
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LOW = (torch.bfloat16, torch.float16)
@@ -201,169 +195,10 @@ def resolve(precision: "Precision | str | None") -> Precision:
     )
 
 
-def cast(values: PyTree, dtype: torch.dtype | None) -> PyTree:
-    """Every floating tensor in `dtype`; other leaves, and all leaves if it is None, as they are.
-
-    Differentiable: the gradient comes back in each leaf's own dtype.
-
-    Args:
-        values: a pytree.
-        dtype: the floating dtype, or None.
-
-    Returns:
-        The same tree; a leaf that has the dtype already is not copied.
-
-    Examples:
-        >>> out = cast({"w": torch.ones(2), "n": torch.tensor(3)}, torch.bfloat16)
-        >>> out["w"].dtype, out["n"].dtype
-        (torch.bfloat16, torch.int64)
-    """
-    if dtype is None:
-        return values
-    return tree.map(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, values)
-
-
-def widened(x: Tensor) -> Tensor:
-    """`x`, in float32 if its own floating dtype has fewer bits."""
-    return x.float() if x.dtype in _LOW else x
-
-
 # ------------------------------------------------------------------------- between steps
-class Kept(NamedTuple):
-    """What is kept of each leaf between steps.
-
-    Args:
-        params: dtype of each parameter, as users hold them.
-        masters: dtype of each copy beside them that the optimizer updates; None if it updates the
-            parameters themselves.
-    """
-
-    params: tuple[torch.dtype, ...]
-    masters: tuple[torch.dtype, ...] | None
-
-
-def plan_kept(
-    leaves: Sequence[Tensor],
-    paths: Sequence[str],
-    precision: Precision,
-    *,
-    trained: Sequence[bool],
-    sharded: bool,
-    apart: bool = False,
-) -> Kept:
-    """In which dtypes parameters live between steps, and whether masters do beside them.
-
-    Args:
-        leaves: the parameters as given; only their dtypes are read.
-        paths: theirs, for messages.
-        precision: the dtypes.
-        trained: which leaves the optimizer updates. The others need no master.
-        sharded: parameters live as shards (stage 3): then they are the masters, and are cast on
-            their way into a step.
-        apart: masters live elsewhere (in host memory), so that there are some in any case.
-
-    Raises:
-        ConfigError: a leaf that the master dtype cannot hold, named by its path.
-
-    Examples:
-        >>> leaf, bf16 = [torch.ones(2)], resolve("bf16")
-        >>> plan_kept(leaf, [""], bf16, trained=[True], sharded=True)
-        Kept(params=(torch.float32,), masters=None)
-        >>> plan_kept(leaf, [""], bf16, trained=[True], sharded=False)
-        Kept(params=(torch.bfloat16,), masters=(torch.float32,))
-    """
-    used: list[torch.dtype] = []
-    high: list[torch.dtype] = []
-    for leaf, path, train in zip(leaves, paths, trained, strict=True):
-        floating = leaf.is_floating_point()
-        used.append((precision.param if floating else None) or leaf.dtype)
-        high.append((precision.master if floating and train else None) or used[-1])
-        if not _holds(high[-1], used[-1]):
-            raise ConfigError(
-                f"params{path} is {used[-1]}, which Precision.master={precision.master} cannot "
-                "hold: a master is at least as precise as what is computed with. Use "
-                f"master={_wider(used[-1])}, or set Precision.param too."
-            )
-    if sharded and not apart:
-        return Kept(tuple(high), None)
-    differ = [a != b for a, b, train in zip(used, high, trained, strict=True) if train]
-    return Kept(tuple(used), tuple(high) if apart or any(differ) else None)
 
 
 # -------------------------------------------------------------------- inside a model function
-_OUTPUT: ContextVar[torch.dtype | None] = ContextVar("fzero_output_dtype", default=None)
-
-
-@contextlib.contextmanager
-def in_force(precision: Precision, device_type: str) -> Iterator[None]:
-    """While the model runs: autocasting, and the dtype of what it returns.
-
-    Only this thread is touched, and only until the end.
-
-    Examples:
-        >>> with in_force(Precision(autocast=torch.bfloat16), "cpu"):
-        ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
-        torch.bfloat16
-    """
-    token = _OUTPUT.set(precision.output)
-    try:
-        if precision.autocast is None:
-            yield
-        else:
-            # no cache: it would hold casts of weights from one use to the next behind our back
-            with torch.autocast(device_type, precision.autocast, cache_enabled=False):
-                yield
-    finally:
-        _OUTPUT.reset(token)
-
-
-def as_output(values: PyTree) -> PyTree:
-    """What a model returns, in the output dtype that is in force here, if any."""
-    dtype = _OUTPUT.get()
-    if dtype is None:
-        return values
-    # torch's trees: libraries of models register their classes of outputs there
-    return pytree.tree_map(lambda x: x.to(dtype) if _is_floating(x) else x, values)
-
-
-@contextlib.contextmanager
-def output_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Meanwhile `as_output` casts to `dtype`; None: to nothing."""
-    token = _OUTPUT.set(dtype)
-    try:
-        yield
-    finally:
-        _OUTPUT.reset(token)
-
-
-def output_dtype() -> torch.dtype | None:
-    """The output dtype that is in force here."""
-    return _OUTPUT.get()
-
-
-def refuse_outer_autocast() -> None:
-    """Raise if the caller has put a whole step under `torch.autocast`.
-
-    It would reach gathers, norms and the update as well as the model, and a staged-out step would
-    keep it or miss it depending on which call came first.
-
-    Raises:
-        ConfigError: autocast is on, for any device.
-    """
-    for kind in _AUTOCASTING:
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            raise ConfigError(
-                f"the step was called under torch.autocast({kind!r}, {dtype}), which would also "
-                "cast what comes after the model: norms and the update. Set "
-                f"Config(precision=Precision(autocast={dtype})), or write `with torch.autocast` "
-                "inside the model function."
-            )
-
-
-_AUTOCASTING = tuple(
-    kind for kind in ("cpu", "cuda", "xpu", "hpu", "mps") if torch.amp.is_autocast_available(kind)
-)
 
 
 # ------------------------------------------------------------------------------- helpers

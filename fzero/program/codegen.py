@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fzero.numerics.rng import generator_of
+from fzero.program.graph import is_op
 from fzero.program.memory import reads
-from fzero.program.passes.seed import SITE, generator_of
-from fzero.program.program import Program, is_op
+from fzero.program.passes.seed import SITE
+from fzero.program.program import Program
 
 Executable = Callable[..., list[Any]]
 

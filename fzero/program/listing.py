@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fzero.program.graph import phases
 from fzero.program.memory import peak_bytes, timeline
-from fzero.program.program import Program, phases
+from fzero.program.program import Program
 
 
 class Collective(NamedTuple):

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fzero.program.program import Program, is_op, output_node, placeholders, tensors_of
+from fzero.program.graph import is_op, output_node, placeholders, tensors_of
+from fzero.program.program import Program
 
 
 def peak_bytes(program: Program) -> int:

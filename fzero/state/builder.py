@@ -28,10 +28,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fzero import tree
-from fzero.eager.stage import kept
 from fzero.errors import FzeroError, ShardError, TraceError
 from fzero.functional.owners import noted_like
-from fzero.program.passes.seed import generator_of, is_random, mix
+from fzero.numerics.rng import generator_of, is_random, mix, preserved
 from fzero.state.replay import START, Draw, Memory, Op, Place, Player, digest, real
 from fzero.tree import PyTree
 
@@ -297,7 +296,7 @@ class _Recorder(TorchDispatchMode):
         player = self.player
         player.starts = self.starts()
         generators = [generator for generator, _ in player.starts]
-        with _disable_current_modes(), torch.no_grad(), kept(generators):
+        with _disable_current_modes(), torch.no_grad(), preserved(generators):
             player.advance(len(self.ops))
             player.fetch(wanted)
             args, kwargs = real(described, player.memory)

@@ -13,15 +13,14 @@ from fzero.distributed.mesh import Mesh, is_simulated, resolve_mesh
 from fzero.errors import ConfigError
 from fzero.functional.owners import noted_like
 from fzero.numerics import loss_scale
-from fzero.numerics.precision import plan_kept, widened
+from fzero.numerics.casts import widened
 from fzero.optim.base import Optimizer
 from fzero.state.builder import Recording, record
-from fzero.state.masters import Placement, place
+from fzero.state.masters import Placement, place, plan_kept
 from fzero.state.opt_state import OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, plan_sharding
 from fzero.tree import PyTree
-from fzero.zero import divide
 
 
 def start(
@@ -79,9 +78,9 @@ def start(
     else:
         _agree_on_randomness(recording, mesh)
         recording.replay(take)
-    targets = plan.targets(divide(shards, sharding.layout)[0])
+    targets = plan.targets(sharding.layout.divide(shards)[0])
     if kept.masters is not None:
-        targets = list(divide(masters_of, sharding.layout)[0])
+        targets = list(sharding.layout.divide(masters_of)[0])
     wide = targets
     if cfg.dtypes.state == torch.float32:  # the state is made in the dtype of what it is made for
         wide = [widened(x) for x in targets]

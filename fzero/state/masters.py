@@ -11,12 +11,15 @@ References: Ren et al., ZeRO-Offload, arXiv:2101.06840. Unlike the paper, gradie
 the device until the step's last micro-batch: their sum crosses over once.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.config import Config
+from fzero.errors import ConfigError
+from fzero.numerics.precision import Precision, _holds, _wider
 
 
 class Placement(NamedTuple):
@@ -68,3 +71,64 @@ def copied(x: Tensor) -> Tensor:
     if x.device.type != "cpu" or not x.is_pinned():
         return x.clone()
     return torch.empty_like(x, pin_memory=True).copy_(x)
+
+
+class Kept(NamedTuple):
+    """What is kept of each leaf between steps.
+
+    Args:
+        params: dtype of each parameter, as users hold them.
+        masters: dtype of each copy beside them that the optimizer updates; None if it updates the
+            parameters themselves.
+    """
+
+    params: tuple[torch.dtype, ...]
+    masters: tuple[torch.dtype, ...] | None
+
+
+def plan_kept(
+    leaves: Sequence[Tensor],
+    paths: Sequence[str],
+    precision: Precision,
+    *,
+    trained: Sequence[bool],
+    sharded: bool,
+    apart: bool = False,
+) -> Kept:
+    """In which dtypes parameters live between steps, and whether masters do beside them.
+
+    Args:
+        leaves: the parameters as given; only their dtypes are read.
+        paths: theirs, for messages.
+        precision: the dtypes.
+        trained: which leaves the optimizer updates. The others need no master.
+        sharded: parameters live as shards (stage 3): then they are the masters, and are cast on
+            their way into a step.
+        apart: masters live elsewhere (in host memory), so that there are some in any case.
+
+    Raises:
+        ConfigError: a leaf that the master dtype cannot hold, named by its path.
+
+    Examples:
+        >>> leaf, bf16 = [torch.ones(2)], resolve("bf16")
+        >>> plan_kept(leaf, [""], bf16, trained=[True], sharded=True)
+        Kept(params=(torch.float32,), masters=None)
+        >>> plan_kept(leaf, [""], bf16, trained=[True], sharded=False)
+        Kept(params=(torch.bfloat16,), masters=(torch.float32,))
+    """
+    used: list[torch.dtype] = []
+    high: list[torch.dtype] = []
+    for leaf, path, train in zip(leaves, paths, trained, strict=True):
+        floating = leaf.is_floating_point()
+        used.append((precision.param if floating else None) or leaf.dtype)
+        high.append((precision.master if floating and train else None) or used[-1])
+        if not _holds(high[-1], used[-1]):
+            raise ConfigError(
+                f"params{path} is {used[-1]}, which Precision.master={precision.master} cannot "
+                "hold: a master is at least as precise as what is computed with. Use "
+                f"master={_wider(used[-1])}, or set Precision.param too."
+            )
+    if sharded and not apart:
+        return Kept(tuple(high), None)
+    differ = [a != b for a, b, train in zip(used, high, trained, strict=True) if train]
+    return Kept(tuple(used), tuple(high) if apart or any(differ) else None)

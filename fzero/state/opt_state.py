@@ -4,6 +4,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fzero import tree
+from fzero.distributed.dtensor import local_tensor
+from fzero.state.sharding import locals_of
 from fzero.tree import PyTree
 
 
@@ -30,3 +33,34 @@ class OptState(NamedTuple):
     loss_scale: Any
     model_state: PyTree
     metrics: dict[str, Any]
+
+
+class Held(NamedTuple):
+    """The local tensors of an `OptState`, in flat lists, and what rebuilds it."""
+
+    masters: list[Tensor]
+    inner: list[Tensor]
+    scale: list[Tensor]
+    state: list[Tensor]
+    inner_spec: tree.Spec
+    state_spec: tree.Spec | None
+    step: Tensor
+
+    @classmethod
+    def of(cls, opt_state: OptState, *, dtensors: bool) -> "Held":
+        """Unpack; `dtensors` leaves the optimizer's state as DTensors."""
+        inner, inner_spec = tree.flatten(opt_state.inner)
+        state, state_spec = tree.flatten(opt_state.model_state)
+        return cls(
+            locals_of(tree.leaves(opt_state.master)),
+            inner if dtensors else locals_of(inner),
+            tree.leaves(opt_state.loss_scale),
+            state,
+            inner_spec,
+            None if opt_state.model_state is None else state_spec,
+            opt_state.step,
+        )
+
+    def nbytes(self) -> int:
+        """Bytes on this rank of what an update overwrites."""
+        return sum(local_tensor(x).nbytes for x in (*self.masters, *self.inner))

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,17 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.config import Config
-from fzero.distributed.collectives import Axis
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
-from fzero.distributed.mesh import Mesh
+from fzero.distributed.mesh import Axes, Axis, Mesh
 from fzero.errors import ShardError
-from fzero.functional.owners import noted_like
 from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
-from fzero.state.opt_state import OptState
-from fzero.state.sharding import Sharding, locals_of
+from fzero.state.sharding import Sharding
 from fzero.tree import PyTree
-from fzero.zero import Axes, merge, trained_leaves
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class Plan:
     @property
     def trained(self) -> list[LeafLayout]:
         """The leaves that get a gradient."""
-        return trained_leaves(self.sharding.layout)
+        return self.sharding.layout.trained
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
@@ -90,7 +86,7 @@ class Plan:
     def trained_tree(self, leaves: Sequence[Any]) -> PyTree:
         """Trained leaves in the structure of the parameters, None in place of frozen ones."""
         frozen = [None] * (len(self.sharding.layout) - len(leaves))
-        return tree.unflatten(self.sharding.spec, merge(leaves, frozen, self.sharding.layout))
+        return tree.unflatten(self.sharding.spec, self.sharding.layout.merge(leaves, frozen))
 
     def foreign_tree(self, leaves: Sequence[Tensor]) -> PyTree:
         """The same for an optimizer that knows nothing of shards: it sees DTensors."""
@@ -168,44 +164,6 @@ class Plan:
                     f"and was {leaf.dtype} with {tuple(shape)} in the tree that this step function "
                     "was made for. Make another step function for other shapes."
                 )
-
-
-class Held(NamedTuple):
-    """The local tensors of an `OptState`, in flat lists, and what rebuilds it."""
-
-    masters: list[Tensor]
-    inner: list[Tensor]
-    scale: list[Tensor]
-    state: list[Tensor]
-    inner_spec: tree.Spec
-    state_spec: tree.Spec | None
-    step: Tensor
-
-    @classmethod
-    def of(cls, opt_state: OptState, *, dtensors: bool) -> "Held":
-        """Unpack; `dtensors` leaves the optimizer's state as DTensors."""
-        inner, inner_spec = tree.flatten(opt_state.inner)
-        state, state_spec = tree.flatten(opt_state.model_state)
-        return cls(
-            locals_of(tree.leaves(opt_state.master)),
-            inner if dtensors else locals_of(inner),
-            tree.leaves(opt_state.loss_scale),
-            state,
-            inner_spec,
-            None if opt_state.model_state is None else state_spec,
-            opt_state.step,
-        )
-
-    def nbytes(self) -> int:
-        """Bytes on this rank of what an update overwrites."""
-        return sum(local_tensor(x).nbytes for x in (*self.masters, *self.inner))
-
-
-def like(new: Tensor, old: Tensor) -> Tensor:
-    """`new` wrapped and noted as `old` is."""
-    if isinstance(old, DTensor) and not isinstance(new, DTensor):
-        new = from_spec(new, old._spec)
-    return noted_like(new, old)
 
 
 def _structure_message(found: Sequence[str], sharding: Sharding) -> str:

@@ -173,3 +173,10 @@ def check_tensors(what: str, leaves: Sequence[Any], paths: Sequence[str]) -> Non
 def _dtensor(leaf: LeafLayout, mesh: Mesh) -> DTensorSpec:
     stride = torch.empty(leaf.shape, device="meta").stride()
     return dtensor_spec(mesh.device_mesh, mesh.placements(leaf.dim), leaf.shape, stride, leaf.dtype)
+
+
+def like(new: Tensor, old: Tensor) -> Tensor:
+    """`new` wrapped and noted as `old` is."""
+    if isinstance(old, DTensor) and not isinstance(new, DTensor):
+        new = from_spec(new, old._spec)
+    return noted_like(new, old)

@@ -19,16 +19,18 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.distributed.agree import rendezvous
-from fzero.distributed.batched import plan_buckets, scatter_gradients, sum_gradients
+from fzero.distributed.batched import scatter_gradients, sum_gradients
 from fzero.distributed.buckets import Bucket
 from fzero.distributed.mesh import Mesh, default_store, is_simulated
-from fzero.eager.lazy import Gathered, changed_in_place
-from fzero.eager.stage import kept
+from fzero.eager.arrivals import Arrivals, dense
+from fzero.eager.gathered import Gathered
+from fzero.eager.lazy import changed_in_place
 from fzero.errors import FzeroError, TraceError
 from fzero.layout import LeafLayout
-from fzero.numerics.precision import widened
-from fzero.program.passes.seed import generator_of, mix
-from fzero.state.plan import Held, Plan
+from fzero.numerics.casts import widened
+from fzero.numerics.rng import generator_of, mix, preserved
+from fzero.state.opt_state import Held
+from fzero.state.plan import Plan
 from fzero.step.gradients import (
     ModelFn,
     Signature,
@@ -38,12 +40,10 @@ from fzero.step.gradients import (
     summable,
     with_room,
 )
-from fzero.step.traced import UpdateHalf
 from fzero.step.update import Updated
+from fzero.step.update_program import UpdateHalf
 from fzero.tree import PyTree
-from fzero.zero import divide, merge, scaled
-
-Reduce = Callable[[Sequence[Tensor], Sequence[LeafLayout]], list[Tensor]]
+from fzero.zero import scaled
 
 
 class Eager:
@@ -92,7 +92,7 @@ class Eager:
             RankMismatchError: at stage 3, this rank gathers other leaves than the others.
         """
         plan, state = self.plan, held.state
-        leaves = merge(trained, frozen, plan.sharding.layout)
+        leaves = plan.sharding.layout.merge(trained, frozen)
         total: list[Tensor] = []
         losses, auxes = [], []
         for i, batch in enumerate(micro):
@@ -168,8 +168,8 @@ class Eager:
         if reduces_once(self.plan.cfg):
             grads = _gradients(scaled_loss, inputs)
             pairs = zip(grads, inputs, strict=True)
-            return [torch.zeros_like(x) if g is None else _dense(g) for g, x in pairs], loss, aux
-        arrivals = _Arrivals(inputs, self.plan.trained, self._reduce, self.limit)
+            return [torch.zeros_like(x) if g is None else dense(g) for g, x in pairs], loss, aux
+        arrivals = Arrivals(inputs, self.plan.trained, self._reduce, self.limit)
         _gradients(scaled_loss, inputs)
         return arrivals.finish(), loss, aux
 
@@ -180,10 +180,10 @@ class Eager:
         plan = self.plan
         self.journal.begin()
         layout = plan.sharding.layout
-        trained_shards, frozen = divide(leaves, layout)
+        trained_shards, frozen = layout.divide(leaves)
         trained_shards, layout = with_room(trained_shards, layout)
         source = Gathered(
-            merge(trained_shards, frozen, layout),
+            layout.merge(trained_shards, frozen),
             layout,
             plan.axes,
             self.limit,
@@ -197,7 +197,7 @@ class Eager:
         trained = [x for x in source.leaves if x.requires_grad]
         # what was gathered is the same on every rank, what was used may not be
         used = [x for x in trained if x.place in source.used]
-        arrivals = _Arrivals(
+        arrivals = Arrivals(
             used,
             [x.leaf for x in used],
             self._reduce,
@@ -219,67 +219,6 @@ class Eager:
         reduce = sum_gradients if plan.cfg.stage == 0 else scatter_gradients
         announce = self.journal.announce if plan.cfg.stage == 3 else _silent
         return reduce(grads, leaves, plan.axes, self.limit, announce)
-
-
-class _Arrivals:
-    """Full gradients, reduced in buckets as backward brings them.
-
-    The buckets and their order are fixed, from the last leaf to the first, so that ranks whose
-    backwards take different ways reduce the same things; a gradient that never comes is zero.
-
-    Args:
-        tensors: leaves of autograd's graph.
-        leaves: how each is split.
-        reduce: from full gradients to what each rank keeps.
-        limit: most bytes in a bucket.
-        done: told when a tensor's gradient has arrived.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        leaves: Sequence[LeafLayout],
-        reduce: Reduce,
-        limit: int,
-        done: Callable[[int], None] = lambda i: None,
-    ) -> None:
-        self.tensors, self.leaves, self.reduce = tensors, leaves, reduce
-        self.arrived: dict[int, Tensor] = {}
-        self.reduced: dict[int, Tensor] = {}
-        last_first = range(len(tensors))[::-1]
-        self.waiting = plan_buckets([x.nbytes for x in tensors], last_first, limit)
-        self.hooks = [x.register_hook(self._taker(i, done)) for i, x in enumerate(tensors)]
-
-    def finish(self) -> list[Tensor]:
-        """What `reduce` made of each gradient; those that have not come are zeros."""
-        while self.waiting:
-            for i in self.waiting[0]:
-                if i not in self.arrived:
-                    x = self.tensors[i]
-                    self.arrived[i] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-            self._flush()
-        for hook in self.hooks:  # they hold what holds them
-            hook.remove()
-        return [self.reduced.pop(i) for i in range(len(self.leaves))]
-
-    def _taker(self, i: int, done: Callable[[int], None]) -> Callable[[Tensor], Tensor | None]:
-        def take(grad: Tensor) -> Tensor | None:
-            self.arrived[i] = _dense(grad)
-            done(i)
-            while self.waiting and all(j in self.arrived for j in self.waiting[0]):
-                self._flush()
-            if grad.layout != torch.strided:  # sparse gradients may not be replaced
-                return None
-            return grad.new_zeros(()).expand(grad.shape)  # nothing for autograd to keep
-
-        return take
-
-    def _flush(self) -> None:
-        places = self.waiting.pop(0)
-        grads = [self.arrived.pop(i) for i in places]
-        results = self.reduce(grads, [self.leaves[i] for i in places])
-        for i, result in zip(places, results, strict=True):
-            self.reduced[i] = result
 
 
 class _Journal:
@@ -328,16 +267,12 @@ def _gradients(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     return list(torch.autograd.grad(loss, inputs, allow_unused=True))
 
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad if grad.layout == torch.strided else grad.to_dense()
-
-
 @contextlib.contextmanager
 def _seeded(key: int, leaves: Sequence[Tensor]) -> Iterator[None]:
     """The generators of the leaves' devices, and the host's, start from `key`; as before after."""
     devices = {x.device for x in leaves} | {torch.device("cpu")}
     generators = [generator_of(device) for device in sorted(devices, key=str)]
-    with kept(generators):
+    with preserved(generators):
         for generator in generators:
             generator.manual_seed(key)
         yield

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from fzero import tree, zero
 from fzero.config import Config
+from fzero.distributed.mesh import Axes
 from fzero.errors import FzeroError, ShardError
 from fzero.layout import Layout, LeafLayout
-from fzero.numerics.precision import cast, in_force, widened
+from fzero.numerics.casts import cast, in_force, widened
 from fzero.program import Program
 from fzero.program.pipeline import optimise
 from fzero.program.trace import stage_out
 from fzero.tree import PyTree
-from fzero.zero import Axes, GradFn, Leaves, LossFn
+from fzero.zero import GradFn, Leaves, LossFn
 
 ModelFn = Callable[..., Any]
 
@@ -111,7 +112,7 @@ def with_room(trained: Sequence[Tensor], layout: Layout) -> tuple[tuple[Tensor, 
         return leaf if same else replace(leaf, dtype=dtype, compute=leaf.compute or leaf.dtype)
 
     roomy = replace(layout, leaves=tuple(map(wide, layout)))
-    pairs = zip(trained, zero.trained_leaves(roomy), strict=True)
+    pairs = zip(trained, roomy.trained, strict=True)
     return tuple(x.to(leaf.dtype) for x, leaf in pairs), roomy
 
 

@@ -10,26 +10,25 @@ from torch import Tensor
 from fzero import tree
 from fzero.config import Config
 from fzero.distributed.agree import agree, check_meeting, rendezvous, smallest
-from fzero.distributed.collectives import all_reduce
 from fzero.distributed.mesh import Mesh, default_store, is_simulated, resolve_mesh
 from fzero.distributed.processes import Processes, meet, who_is_gone
-from fzero.errors import ConfigError, FzeroError, RankMismatchError, ShardError
+from fzero.errors import ConfigError, RankMismatchError, ShardError
+from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
-from fzero.numerics.precision import refuse_outer_autocast
 from fzero.optim import as_optimizer
 from fzero.optim.base import Optimizer
 from fzero.program import Program
 from fzero.state.init import agree_on_start, start
 from fzero.state.masters import copied
-from fzero.state.opt_state import OptState
-from fzero.state.plan import Held, Plan, like
-from fzero.state.sharding import check_tensors, locals_of, plan_sharding
+from fzero.state.opt_state import Held, OptState
+from fzero.state.plan import Plan
+from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
 from fzero.step.eager import Eager
 from fzero.step.gradients import ModelFn
+from fzero.step.metrics import refuse_nonfinite
 from fzero.step.traced import Staged
 from fzero.step.update import Updated
 from fzero.tree import PyTree
-from fzero.zero import divide, merge
 
 MAX_SIGNATURES = 8
 
@@ -150,7 +149,7 @@ class TrainStep:
         plan, leaves, held = self._unpack(params, opt_state)
         micro = micro_batches(batch, self.cfg.accum_steps)
         staged = self._agreed(self._stage(plan, leaves, held, micro[0]), leaves, held, micro[0])
-        trained, frozen = divide(leaves, plan.sharding.layout)
+        trained, frozen = plan.sharding.layout.divide(leaves)
         with who_is_gone(self._processes):
             try:
                 grads, loss, state, aux = staged.gradients(
@@ -160,7 +159,7 @@ class TrainStep:
                 check_meeting(self._meeting, plan.mesh, error)
                 raise
         if self.cfg.nonfinite_policy == "raise":
-            _refuse_nonfinite(loss, grads, plan, int(opt_state.step))
+            refuse_nonfinite(loss, grads, plan, int(opt_state.step))
         if not self.cfg.donate:
             trained = tuple(map(copied, trained))
             inner, kept = list(map(copied, held.inner)), list(map(copied, held.masters))
@@ -170,7 +169,7 @@ class TrainStep:
         if self.cfg.scaling is not None:
             before = LossScaleState(*held.scale)
             self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling))
-        new = merge(trained, frozen, plan.sharding.layout)
+        new = plan.sharding.layout.merge(trained, frozen)
         return self._pack(params, opt_state, new, held, updated, aux)
 
     def lower(self, params: PyTree, opt_state: OptState, batch: PyTree) -> Program:
@@ -346,26 +345,6 @@ def _check_available(cfg: Config) -> None:
         raise ConfigError(
             "Config.executor='inductor' is not supported by make_train_step; 'traced' runs the "
             "Program as it is."
-        )
-
-
-def _refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:
-    """Raise on every rank if any rank's loss or gradient is NaN or infinite. Reads it: it waits."""
-    bad = [
-        leaf.name
-        for grad, leaf in zip(grads, plan.trained, strict=True)
-        if not bool(torch.isfinite(grad).all())
-    ]
-    bad += [] if bool(torch.isfinite(loss)) else ["the loss"]
-    found = torch.tensor(float(len(bad)), device=loss.device)
-    for axis in plan.axes:
-        found = all_reduce(found, axis, "nonfinite")
-    if found.item():
-        where = f"in {', '.join(bad[:3])} on rank {plan.mesh.rank}" if bad else "on another rank"
-        raise FzeroError(
-            f"step {step}: NaN or infinity {where}. Parameters and optimizer state are as before "
-            "the call. Lower the learning rate, set Config(clip_norm=...), or choose "
-            "on_nonfinite='skip' or 'report'."
         )
 
 

@@ -14,15 +14,16 @@ from torch import Tensor
 from fzero import tree
 from fzero.config import Config
 from fzero.distributed.collectives import all_gather, all_reduce
+from fzero.distributed.mesh import Axes
 from fzero.layout import Layout, LeafLayout
 from fzero.numerics import loss_scale as scales
+from fzero.numerics.casts import widened
 from fzero.numerics.loss_scale import LossScaleState
-from fzero.numerics.precision import widened
 from fzero.numerics.rounding import random_bits, stochastically
 from fzero.optim import tree_norm
 from fzero.optim.base import Optimizer
 from fzero.tree import PyTree
-from fzero.zero import Axes, all_sum, scatter, trained_leaves
+from fzero.zero import all_sum, scatter
 
 
 class Updated(NamedTuple):
@@ -130,7 +131,7 @@ class Update:
         """Loss over all ranks, and the norm of the whole gradient: one small all-reduce an axis."""
         split = self.cfg.stage > 0
         whole, parts = [], []
-        for grad, leaf in zip(grads, trained_leaves(self.layout), strict=True):
+        for grad, leaf in zip(grads, self.layout.trained, strict=True):
             (parts if split and leaf.dim is not None else whole).append(grad)
         shares = self._shares(parts, loss.device)
         stats = torch.stack([loss.detach().double(), *shares])
@@ -166,7 +167,7 @@ class Update:
         if self.cfg.stage in (0, 3):
             return list(params)
         rank = self.axes.shard.rank
-        leaves = trained_leaves(self.layout)
+        leaves = self.layout.trained
         return [leaf.split(p, rank).contiguous() for p, leaf in zip(params, leaves, strict=True)]
 
     def _apply(
@@ -191,7 +192,7 @@ class Update:
         for old, leaf in zip(inner, tree.leaves(new), strict=True):
             if leaf is not old:
                 old.copy_(leaf)
-        leaves = trained_leaves(self.layout)
+        leaves = self.layout.trained
         for old, x, leaf in zip(targets, wide, leaves, strict=True):
             if x is not old:
                 old.copy_(self._rounded(x, old, leaf, step))
@@ -243,7 +244,7 @@ class Update:
 
     def _publish(self, targets: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """Write what was updated into the params: full ones on every rank, a bucket at a time."""
-        leaves = trained_leaves(self.layout)
+        leaves = self.layout.trained
         if any(x.device != p.device for x, p in zip(targets, params, strict=True)):
             # cast first: half the bytes travel
             pairs = zip(targets, params, strict=True)

@@ -1,4 +1,4 @@
-"""Faults put into `fzero.checkpoint.format.disk`: every call that a save makes on the disk, counted."""
+"""Faults put into `checkpoint.format.disk`: every call that a save makes on the disk, counted."""
 
 import contextlib
 import errno

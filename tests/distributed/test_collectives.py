@@ -10,16 +10,15 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.distributed.collectives import (
-    Axis,
     all_gather,
     all_reduce,
     boundary,
     reduce_scatter,
     replicate,
 )
-from fzero.distributed.mesh import resolve_mesh
+from fzero.distributed.mesh import Axis, resolve_mesh
 from fzero.layout import LeafLayout
-from fzero.program.passes.seed import mix
+from fzero.numerics.rng import mix
 from tests.ranks import run_ranks
 
 F64 = torch.float64

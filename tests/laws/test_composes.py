@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import zero
-from fzero.distributed.collectives import Axis
-from fzero.distributed.mesh import resolve_mesh
+from fzero.distributed.mesh import Axis, resolve_mesh
 from fzero.layout import plan_layout
 from tests.ranks import run_ranks
 
@@ -89,11 +88,11 @@ def _errors(hybrid: bool) -> dict[str, float]:
 
     def shards(leaves: Leaves) -> tuple[Leaves, Leaves]:
         split = [leaf.split(x, axes.shard.rank) for x, leaf in zip(leaves, layout, strict=True)]
-        trained, frozen = zero.divide(split, layout)
+        trained, frozen = layout.divide(split)
         return trained, frozen
 
     def mean_loss(trained: Leaves) -> Tensor:
-        leaves = zero.merge(trained, zero.divide(full, layout)[1], layout)
+        leaves = layout.merge(trained, layout.divide(full)[1])
         return torch.stack([_loss(leaves, x)[0] for x in data]).mean()
 
     sharded = zero.zero3(zero.scaled(_loss, 1 / world), layout, axes)
@@ -101,9 +100,9 @@ def _errors(hybrid: bool) -> dict[str, float]:
     ours = _second_order(
         lambda p: sharded(p, frozen, data[rank])[0], trained, shards(tangent)[0], not hybrid
     )
-    whole, along = (zero.divide(leaves, layout)[0] for leaves in (full, tangent))
+    whole, along = (layout.divide(leaves)[0] for leaves in (full, tangent))
     plain = _second_order(torch.func.grad(mean_loss), whole, along, not hybrid)
-    kept = zero.trained_leaves(layout)
+    kept = layout.trained
     errors = {}
     for name, leaves in plain.items():
         expected = [leaf.split(x, axes.shard.rank) for x, leaf in zip(leaves, kept, strict=True)]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fzero.errors import ConfigError
 from fzero.numerics import precision
-from fzero.numerics.precision import Kept, Precision, plan_kept, resolve
+from fzero.numerics.precision import Precision, resolve
+from fzero.state.masters import Kept, plan_kept
 
 BF16 = torch.bfloat16
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero import zero
-from fzero.distributed.collectives import Axis
-from fzero.distributed.mesh import resolve_mesh
+from fzero.distributed.mesh import Axes, Axis, resolve_mesh
 from fzero.layout import Layout, plan_layout
 from fzero.program import Program
 from fzero.program.trace import stage_out
-from fzero.zero import Axes
 
 Leaves = tuple[Tensor, ...]
 

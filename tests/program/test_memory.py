@@ -16,9 +16,9 @@ from benchmarks.allocations import Held, measure
 from benchmarks.models import GPT, Size, Step, batch_of, fzero_step, plain_step
 from fzero.program import Program
 from fzero.program.codegen import compile
+from fzero.program.graph import is_op
 from fzero.program.memory import timeline
 from fzero.program.pipeline import optimise
-from fzero.program.program import is_op
 from tests.program.programs import Recorded
 from tests.ranks import fake_ranks
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from fzero.distributed.buckets import GATHER, REDUCE_SCATTER
 from fzero.program import Program
 from fzero.program.codegen import compile
+from fzero.program.graph import BACKWARD, FORWARD, copy_graph, is_op, order_of, output_node, phases
 from fzero.program.passes.bucket import bucket, bucket_at
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
@@ -24,15 +25,6 @@ from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction, legalise
 from fzero.program.passes.seed import insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
-from fzero.program.program import (
-    BACKWARD,
-    FORWARD,
-    copy_graph,
-    is_op,
-    order_of,
-    output_node,
-    phases,
-)
 from tests.program.programs import Recorded
 from tests.ranks import fake_ranks, run_ranks
 

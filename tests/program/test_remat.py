@@ -23,12 +23,12 @@ from fzero import zero
 from fzero.errors import TraceError
 from fzero.program import Program
 from fzero.program.codegen import compile
+from fzero.program.graph import BACKWARD, phases
 from fzero.program.memory import input_bytes, peak_bytes
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.seed import insert_seeds, number_sites
-from fzero.program.program import BACKWARD, phases
 from fzero.program.trace import stage_out
 from tests.ranks import run_ranks
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from fzero.distributed.collectives import boundary
 from fzero.errors import TraceError
+from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.codegen import compile
+from fzero.program.graph import copy_graph, output_node
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
-from fzero.program.passes.seed import SITE, insert_seeds, mix, number_sites
-from fzero.program.program import copy_graph, output_node
+from fzero.program.passes.seed import SITE, insert_seeds, number_sites
 from fzero.program.trace import stage_out
 from tests.program.programs import Recorded
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from fzero.checkpoint.fill import fill
 from fzero.checkpoint.flatten import Flat
 from fzero.checkpoint.foreign.dcp import one_step
-from fzero.checkpoint.load import fill
 from fzero.checkpoint.sources import Lazy, LazyReader, Region, Source, moment_of, names_of
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree

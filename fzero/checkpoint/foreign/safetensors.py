@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fzero import tree
 from fzero.checkpoint.flatten import keys
 from fzero.checkpoint.format import disk
-from fzero.checkpoint.format.storage import ST_DTYPES, write_file
+from fzero.checkpoint.format.writer import ST_DTYPES, write_file
 from fzero.checkpoint.progress import progress
 from fzero.checkpoint.ranks import Crew, crew_of, together
 from fzero.checkpoint.sources import Lazy, LazyReader, Source, names_of, shared_prefix

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fzero.checkpoint.format import disk, manifest
 from fzero.checkpoint.format.manifest import Manifest
-from fzero.checkpoint.format.storage import open_checked
+from fzero.checkpoint.format.reader import open_checked
 from fzero.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")

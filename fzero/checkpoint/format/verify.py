@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fzero.checkpoint.format import folders, manifest
 from fzero.checkpoint.format.manifest import Manifest
-from fzero.checkpoint.format.storage import Boxed, open_checked
+from fzero.checkpoint.format.reader import Boxed, open_checked
 from fzero.checkpoint.progress import progress
 from fzero.errors import CheckpointError
 

@@ -3,7 +3,8 @@
 import torch
 from torch import fx
 
-from fzero.program.program import Program, copy_graph, is_op, tensors_of
+from fzero.program.graph import copy_graph, is_op, tensors_of
+from fzero.program.program import Program
 
 _IDENTITIES = ("aten::detach", "aten::alias", "aten::lift_fresh")
 _RESHAPES = ("aten::view", "aten::_unsafe_view")

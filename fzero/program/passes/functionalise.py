@@ -14,8 +14,9 @@ from torch.fx.graph import CodeGen
 from torch.fx.traceback import preserve_node_meta
 
 from fzero.errors import TraceError
+from fzero.program.graph import placeholders
 from fzero.program.passes.rewrite import is_cheap
-from fzero.program.program import Program, placeholders
+from fzero.program.program import Program
 
 
 def functionalise(program: Program) -> Program:

@@ -6,8 +6,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fzero.functional.remat import Path, regions_of
+from fzero.program.graph import BACKWARD, FORWARD, copy_graph, order_of, phases
 from fzero.program.passes.rewrite import infer, refresh
-from fzero.program.program import BACKWARD, FORWARD, Program, copy_graph, order_of, phases
+from fzero.program.program import Program
 
 
 def rematerialise(program: Program) -> Program:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter
 
-from fzero.program.program import is_op, order_of
+from fzero.program.graph import is_op, order_of
 
 # Operators that compute nothing new: views of their first operand, or casts of it. What they make
 # of a gathered leaf is thrown away and made again with it.

@@ -4,14 +4,13 @@ The same key gives the same masks whatever ran before; an operator that is compu
 backward keeps its site, and so its mask.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
 from torch import fx
 
 from fzero.errors import TraceError
-from fzero.program.program import Program, boundary_of, copy_graph, placeholders, tensors_of
+from fzero.numerics.rng import generator_of, is_random, mix
+from fzero.program.graph import boundary_of, copy_graph, placeholders, tensors_of
+from fzero.program.program import Program
 
 SITE = "random_site"
 
@@ -60,54 +59,8 @@ def seed(key: int, site: int, device: torch.device) -> None:
     generator_of(device).manual_seed(mix(key, site))
 
 
-def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that random operators on `device` draw from."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
-
-
-def mix(*words: int) -> int:
-    """One well-mixed 63-bit number from several: the finaliser of splitmix64, word by word.
-
-    >>> mix(0, 1) != mix(1, 0)
-    True
-
-    References: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
-    """
-    state = 0
-    for word in words:
-        state = (state ^ word) + 0x9E3779B97F4A7C15 & _MASK
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state >> 1
-
-
-_MASK = (1 << 64) - 1
-
-
-def is_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator draws random numbers when it is called like this."""
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-        and _draws(target, args, kwargs)
-    )
-
-
 def _is_random(node: fx.Node) -> bool:
     return is_random(node.target, node.args, node.kwargs)
-
-
-def _draws(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Attention and RNN operators are tagged as random, but draw only with a positive dropout."""
-    for i, argument in enumerate(target._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            return bool(argument.default_value if value is None else value)
-    return True
 
 
 def _nodes_after(boundary: fx.Node | None) -> set[fx.Node]:

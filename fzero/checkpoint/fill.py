@@ -1,0 +1,84 @@
+"""Trees filled from a source, whoever wrote it."""
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+
+from fzero.checkpoint import background
+from fzero.checkpoint.compare import compare, refuse
+from fzero.checkpoint.flatten import Flat, flatten
+from fzero.checkpoint.load import _UNREAD
+from fzero.checkpoint.progress import progress
+from fzero.checkpoint.ranks import crew_of, together
+from fzero.checkpoint.sources import Source
+from fzero.distributed.dtensor import local_tensor
+from fzero.errors import CheckpointError
+from fzero.tree import PyTree
+
+
+def fill(
+    choose: Callable[[], str],
+    open_source: Callable[[str, Flat, Callable[[int], None]], Source],
+    params_like: PyTree,
+    opt_state_like: PyTree,
+    *,
+    strict: bool,
+    cast: bool,
+    timeout: float,
+) -> tuple[PyTree, PyTree]:
+    """`load` from any kind of source.
+
+    Args:
+        choose: on the leading rank, says where the source is.
+        open_source: opens it there, on every rank.
+        params_like, opt_state_like, strict, cast, timeout: as for `load`.
+    """
+    background.wait()
+    flat = flatten(params_like, opt_state_like)
+    crew = crew_of(flat.tensors.values(), timeout)
+    found = together(crew, "which checkpoint", lambda: choose() if crew.leads else None, _UNREAD)[0]
+    shown = progress(f"loading {found}", _nbytes(flat), shown=crew.leads)
+    opened: list[Source] = []
+
+    def open_() -> str:
+        opened.append(open_source(found, flat, shown))
+        return hashlib.blake2b(opened[0].identity.encode(), digest_size=16).hexdigest()
+
+    if len(set(together(crew, "what they read", open_, _UNREAD))) > 1:
+        raise CheckpointError(
+            f"ranks see different checkpoints at {found}. All ranks must reach the same folder."
+        )
+    source = opened[0]
+    report = compare(flat, source.metadata, source.scalars)
+    refuse(report, source.where, strict=strict, cast=cast)
+    if (report.missing or report.extra or report.misshapen) and crew.leads:
+        warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=3)
+    skip = {*report.missing, *report.misshapen}
+    together(crew, "whether they have read it", lambda: _read(flat, source, skip), _UNREAD)
+    shown.close()
+    return flat.rebuild({k: v for k, v in source.scalars.items() if k not in skip})
+
+
+@torch.no_grad()
+def _read(flat: Flat, source: Source, skip: set[str]) -> None:
+    """Read into masters and whatever has none, then into the rounded copies of masters."""
+    for key, value in source.values.items():
+        if key in flat.tensors and key not in skip:
+            local_tensor(flat.tensors[key]).copy_(value)
+    done = {*skip, *source.values}
+    for tensors in (flat.tensors, flat.rounded):
+        wanted: dict[str, Any] = {key: x for key, x in tensors.items() if key not in done}
+        if not wanted:
+            continue
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(wanted, source.metadata, is_coordinator=True)
+        plan = planner.finish_plan(planner.create_local_plan())
+        source.reader.read_data(plan, planner).wait()
+
+
+def _nbytes(flat: Flat) -> int:
+    return sum(local_tensor(x).nbytes for x in (*flat.tensors.values(), *flat.rounded.values()))

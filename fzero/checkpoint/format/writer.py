@@ -1,0 +1,226 @@
+"""Where `torch.distributed.checkpoint` writes to and reads from: safetensors and a JSON manifest.
+
+Each rank writes one safetensors file with its boxes; the leading rank writes the manifest. What is
+read goes straight into the tensors that are there, a few MiB at a time, and every block of it is
+held against its checksum first.
+
+References: the format of the files, https://huggingface.co/docs/safetensors/index#format.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fzero.checkpoint.format import disk, manifest
+from fzero.checkpoint.format.boxes import Box
+from fzero.checkpoint.format.manifest import BLOCK, Extent, File, Leaf, Manifest
+from fzero.checkpoint.format.pieces import Checks, stream
+from fzero.errors import CheckpointError
+
+Told = Callable[[int], None]
+
+THREADS = 2
+
+ST_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+
+
+class Written(NamedTuple):
+    """A box on the disk, and the file it is in."""
+
+    extent: Extent
+    file: File
+
+
+class Writer(StorageWriter):
+    """One rank's boxes into one safetensors file of a folder; the leading rank adds the manifest.
+
+    Args:
+        folder: where the files go; not yet visible to readers.
+        name: of this rank's file.
+        told: called with the bytes of each piece that is written.
+        pool: computes checksums beside the writing; None: one after the other.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        told: Told = lambda nbytes: None,
+        pool: Executor | None = None,
+    ) -> None:
+        self.folder, self.name, self.told, self.pool = folder, name, told, pool
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from one save to the next."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The folder is there already."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the boxes of the plan one after the other; returns once they are on the disk."""
+        results = []
+        if plan.items:
+            items = list(map(_described, plan.items))
+            tensors = (_resolved(planner, item) for item in plan.items)
+            path = self.folder / self.name
+            written = write_file(path, items, tensors, told=self.told, pool=self.pool)
+            for item, (_, dtype, shape), one in zip(plan.items, items, written, strict=True):
+                nbytes = torch.Size(shape).numel() * dtype.itemsize
+                results.append(WriteResult(item.index, nbytes, one))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest, on the leading rank, once all ranks' boxes are there."""
+        found = {result.index: result.storage_data for rank in results for result in rank}
+        files = {one.extent.file: one.file for one in found.values()}
+        leaves = {}
+        for key, leaf in metadata.state_dict_metadata.items():
+            boxes = {}
+            for chunk in leaf.chunks:  # pyright: ignore[reportAttributeAccessIssue]  # no bytes here
+                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                boxes[box] = found[MetadataIndex(key, box.offsets)].extent
+            leaves[key] = Leaf(leaf.properties.dtype, tuple(leaf.size), boxes)  # pyright: ignore
+        about: Mapping[str, Any] = metadata.planner_data
+        text = Manifest(leaves=leaves, files=files, **about).dumps()
+        file = disk.create(self.folder / manifest.NAME)
+        try:
+            disk.append(file, memoryview(text.encode()))
+            disk.sync(file)
+        finally:
+            os.close(file)
+        disk.sync_folder(self.folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """A folder says all there is to say."""
+        return checkpoint_id is None
+
+
+def write_file(
+    path: Path,
+    items: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    tensors: Iterator[Tensor],
+    *,
+    about: Mapping[str, str] | None = None,
+    told: Told = lambda nbytes: None,
+    pool: Executor | None = None,
+) -> list[Written]:
+    """A new safetensors file, written a piece at a time; returns once it is on the disk.
+
+    Args:
+        path: of the file, which must not be there yet.
+        items: (key, dtype, shape) of each tensor, in the order they are written.
+        tensors: the tensors, each asked for when its turn comes.
+        about: texts for the file's own metadata.
+        told: called with the bytes of each piece.
+        pool: computes checksums beside the writing; None: one after the other.
+
+    Returns:
+        Where each tensor is.
+
+    Raises:
+        OSError: the disk is full, for one.
+    """
+    header = _header(items, about)
+    file = disk.create(path)
+    extents = []
+    try:
+        disk.append(file, memoryview(header))
+        start = len(header)
+        for (key, dtype, shape), tensor in zip(items, tensors, strict=True):
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), key
+            checks, first = Checks(), start
+            for data in stream(tensor):
+                # The little ones aren't worth a thread.
+                beside = pool.submit(checks.add, data) if pool and len(data) > BLOCK else None
+                try:
+                    disk.append(file, data)
+                finally:
+                    # Waited for in any case: the memory goes with the next piece.
+                    beside.result() if beside else checks.add(data)
+                told(len(data))
+                start += len(data)
+            extents.append(Extent(path.name, first, checks.done()))
+        disk.sync(file)
+    finally:
+        os.close(file)
+    about_file = File(start, len(header), zlib.crc32(header))
+    return [Written(extent, about_file) for extent in extents]
+
+
+def _header(
+    items: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], about: Mapping[str, str] | None
+) -> bytes:
+    table: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    start = 0
+    for key, dtype, shape in items:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        # A dtype that the format lacks is kept as its bytes; the manifest knows better.
+        name, sizes = (ST_DTYPES[dtype], list(shape)) if dtype in ST_DTYPES else ("U8", [nbytes])
+        table[key] = {"dtype": name, "shape": sizes, "data_offsets": [start, start + nbytes]}
+        start += nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)  # tensors start at an aligned byte
+    return len(text).to_bytes(8, "little") + text
+
+
+def _described(item: WriteItem) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    """A name in the file for a box, its dtype and its shape."""
+    data = item.tensor_data
+    if item.type == WriteItemType.BYTE_IO or data is None:
+        raise CheckpointError(
+            f"{item.index.fqn} is no tensor, and would be pickled. Save tensors only."
+        )
+    whole = data.chunk.sizes == data.size
+    where = "" if whole else f"@{','.join(map(str, data.chunk.offsets))}"
+    return f"{item.index.fqn}{where}", data.properties.dtype, tuple(data.chunk.sizes)
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    return tensor.detach()

@@ -1,0 +1,100 @@
+"""The leaves of one eager micro-batch: gathered at first use, in an order that is learned."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fzero.distributed.batched import Announce, gather_leaves
+from fzero.distributed.mesh import Axes
+from fzero.eager.lazy import LazyLeaf, changed_in_place
+from fzero.layout import Layout
+
+
+class Gathered:
+    """The full leaves that one micro-batch has gathered so far.
+
+    Args:
+        shards: this rank's part of every leaf.
+        layout: of all leaves.
+        axes: the mesh.
+        limit: most bytes of full leaves in a bucket.
+        order: leaves that are likely to be used in this order: they are gathered together. It
+            changes when a leaf travels, never its values.
+        announce: told of each bucket before it travels.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Tensor],
+        layout: Layout,
+        axes: Axes,
+        limit: int,
+        order: Sequence[int],
+        announce: Announce,
+    ) -> None:
+        self.axes, self.limit, self.announce = axes, limit, announce
+        self.order, self.turn = order, {place: turn for turn, place in enumerate(order)}
+        self.leaves = [
+            LazyLeaf(shard, leaf, i, self)
+            for i, (shard, leaf) in enumerate(zip(shards, layout, strict=True))
+        ]
+        self.used: dict[int, None] = {}  # an ordered set
+        self._full: dict[int, Tensor] = {}
+
+    def full(self, place: int) -> Tensor:
+        """The full leaf, gathered unless it is there."""
+        if place not in self._full:
+            places = self._together(place)
+            for i, full in zip(places, self.gather([self.leaves[i] for i in places]), strict=True):
+                self._full[i] = full
+                self.used[i] = None
+        return self._full[place]
+
+    def gather(self, leaves: Sequence[LazyLeaf]) -> list[Tensor]:
+        """Full leaves that nobody keeps but the caller."""
+        found = [self._full.get(lazy.place) for lazy in leaves]
+        missing = [lazy for lazy, full in zip(leaves, found, strict=True) if full is None]
+        new = iter(
+            gather_leaves(
+                [lazy.shard for lazy in missing],
+                [lazy.leaf for lazy in missing],
+                self.axes,
+                self.limit,
+                self.announce,
+            )
+        )
+        return [next(new) if full is None else full.detach() for full in found]
+
+    def reshard(self) -> None:
+        """Forget what is large: backward gathers again what it reads."""
+        self._full = {i: full for i, full in self._full.items() if full.nbytes < _SMALL}
+
+    def drop(self, place: int) -> None:
+        """Forget a leaf."""
+        self._full.pop(place, None)
+
+    def close(self) -> None:
+        """Forget every leaf, and the circle of leaf and source with it.
+
+        Raises:
+            FzeroError: a leaf was changed in place, through a view of it.
+        """
+        leaves, self.leaves, self._full = self.leaves, [], {}
+        for lazy in leaves:
+            if lazy._version:  # views share the count of what they view
+                raise changed_in_place(lazy.leaf.name)
+
+    def _together(self, place: int) -> list[int]:
+        if place not in self.turn:
+            return [place]
+        places, nbytes = [], 0
+        for i in self.order[self.turn[place] :]:
+            nbytes += self.leaves[i].leaf.nbytes
+            if places and nbytes > self.limit:
+                break
+            if i not in self._full:
+                places.append(i)
+        return places
+
+
+_SMALL = 2**16  # bytes; biases and norms, whose second gather costs more than they do

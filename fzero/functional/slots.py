@@ -1,0 +1,179 @@
+"""Where a module's tensors sit: every slot of every module, and other attributes that show them.
+
+[Note: slots] A slot is one entry `module._parameters[key]` or `module._buffers[key]`. A tensor may
+sit in many slots (tied weights), and a module may have many names but has its slots once, so the
+swap goes by slot and never by name: `torch.func.functional_call` goes by name and leaves the
+passed tensors behind in a module that is registered twice.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from fzero.errors import ShardError, TraceError
+from fzero.numerics.precision import class_name
+
+Params = dict[str, Tensor]
+
+
+Buffers = dict[str, Tensor]
+
+
+class Slots(NamedTuple):
+    """One tensor of the module: its name, its shape, and every slot that holds it."""
+
+    name: str
+    shape: torch.Size
+    places: tuple[tuple[int, str, str], ...]  # (module index, "_parameters" | "_buffers", key)
+
+    def tensor(self, plan: "SlotTable") -> Tensor:
+        index, table, key = self.places[0]
+        return plan.modules[index].__dict__[table][key]
+
+
+class SlotTable(NamedTuple):
+    root: nn.Module
+    modules: tuple[nn.Module, ...]
+    prefixes: tuple[str, ...]
+    # Per module: children, parameter keys and buffer keys, to notice a module that was rebuilt.
+    structure: tuple[tuple[list[nn.Module | None], list[str], list[str]], ...]
+    params: tuple[Slots, ...]
+    buffers: tuple[Slots, ...]
+    # [Note: caches] Attributes that hold parameters a second time, as `nn.LSTM._flat_weights`
+    # does: (module index, attribute, template). They must show the passed tensors too.
+    caches: tuple[tuple[int, str, Any], ...]
+    parametrized: bool
+
+
+def plan_slots(root: nn.Module) -> SlotTable:
+    prefixes, modules = zip(*root.named_modules(), strict=True)
+    found: dict[int, tuple[str, str, torch.Size, list[tuple[int, str, str]]]] = {}
+    for table in ("_parameters", "_buffers"):
+        for index, (prefix, module) in enumerate(zip(prefixes, modules, strict=True)):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TraceError(
+                    f"{site_of(prefix)} is a torch.jit module, whose parameters cannot be swapped. "
+                    "Pass the original nn.Module instead."
+                )
+            for key, tensor in module.__dict__[table].items():
+                if tensor is None:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                if is_lazy(tensor):
+                    raise ShardError(
+                        f"{name!r} has no shape yet: {site_of(prefix)} is a lazy "
+                        f"{kind_of(module)}. Run one forward first, so that every shape is known."
+                    )
+                entry = found.setdefault(id(tensor), (table, name, tensor.shape, []))
+                entry[3].append((index, table, key))
+
+    slots = [(t, Slots(name, shape, tuple(places))) for t, name, shape, places in found.values()]
+    names = {ident: entry[1] for ident, entry in found.items()}
+    base = nn.Module().__dict__.keys()
+    caches = [
+        (index, attr, template)
+        for index, module in enumerate(modules)
+        for attr, value in module.__dict__.items()
+        if attr not in base and (template := template_of(value, names)) is not None
+    ]
+    return SlotTable(
+        root=root,
+        modules=modules,
+        prefixes=prefixes,
+        structure=tuple(structure_of(module.__dict__) for module in modules),
+        params=tuple(s for table, s in slots if table == "_parameters"),
+        buffers=tuple(s for table, s in slots if table == "_buffers"),
+        caches=tuple(caches),
+        parametrized=any(parametrize.is_parametrized(module) for module in modules),
+    )
+
+
+def owners_of_slots(plan: SlotTable, slots: Slots) -> set[str]:
+    """The classes of the modules that hold a tensor."""
+    return {class_name(type(plan.modules[index])) for index, _, _ in slots.places}
+
+
+def structure_of(attrs: dict[str, Any]) -> tuple[list[nn.Module | None], list[str], list[str]]:
+    return list(attrs["_modules"].values()), list(attrs["_parameters"]), list(attrs["_buffers"])
+
+
+def template_of(value: Any, names: Mapping[int, str], depth: int = 3) -> Any:
+    """Where `value` holds a named tensor: a name, or {position: template}; None if nowhere."""
+    if isinstance(value, Tensor):
+        return names.get(id(value))
+    if isinstance(value, weakref.ref):
+        return template_of(value(), names, 0)
+    if depth == 0 or type(value) not in (list, tuple, dict):
+        return None
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    inner = {at: t for at, item in items if (t := template_of(item, names, depth - 1)) is not None}
+    return inner or None
+
+
+def fill_template(value: Any, template: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """`value` with the passed tensors where `template` says; containers are new."""
+    if isinstance(template, str):
+        tensor = tensors[template]
+        return weakref.ref(tensor) if isinstance(value, weakref.ref) else tensor
+    items = value.copy() if isinstance(value, dict) else list(value)
+    for at, inner in template.items():
+        items[at] = fill_template(items[at], inner, tensors)
+    return tuple(items) if isinstance(value, tuple) else items
+
+
+def other_names(plan: SlotTable, slots: tuple[Slots, ...]) -> dict[str, str]:
+    first = {(id(plan.modules[index]), key): s.name for s in slots for index, _, key in s.places}
+    return {
+        f"{prefix}.{key}" if prefix else key: name
+        for prefix, module in plan.root.named_modules(remove_duplicate=False)
+        for (ident, key), name in first.items()
+        if ident == id(module)
+    }
+
+
+def kind_of(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def site_of(prefix: str) -> str:
+    return f"module {prefix!r}" if prefix else "the module"
+
+
+class ParameterSlots:
+    """Every place of a module where a parameter sits, to put other tensors there.
+
+    >>> import torch
+    >>> linear = nn.Linear(2, 1)
+    >>> slots = ParameterSlots(linear)
+    >>> slots.install({name: torch.zeros_like(p) for name, p in slots.tensors().items()})
+    >>> linear.weight
+    tensor([[0., 0.]])
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._plan = plan_slots(module)
+
+    def tensors(self) -> Params:
+        """The parameters by name, each once."""
+        return {slot.name: slot.tensor(self._plan) for slot in self._plan.params}
+
+    def other_names(self) -> dict[str, str]:
+        """For each further name of a tied parameter, the one it goes by here."""
+        return other_names(self._plan, self._plan.params)
+
+    def install(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put these tensors where the parameters of their names are."""
+        plan = self._plan
+        for name, _, places in plan.params:
+            for index, table, key in places:
+                plan.modules[index].__dict__[table][key] = tensors[name]
+        if plan.caches:
+            every = {**{s.name: s.tensor(plan) for s in plan.buffers}, **tensors}
+            for index, attr, template in plan.caches:
+                attrs = plan.modules[index].__dict__
+                attrs[attr] = fill_template(attrs[attr], template, every)

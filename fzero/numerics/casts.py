@@ -1,0 +1,116 @@
+"""Casts that are in force while a model function runs: inputs, outputs, autocast."""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fzero import tree
+from fzero.errors import ConfigError
+from fzero.numerics.precision import _LOW, Precision, _is_floating
+from fzero.tree import PyTree
+
+
+def cast(values: PyTree, dtype: torch.dtype | None) -> PyTree:
+    """Every floating tensor in `dtype`; other leaves, and all leaves if it is None, as they are.
+
+    Differentiable: the gradient comes back in each leaf's own dtype.
+
+    Args:
+        values: a pytree.
+        dtype: the floating dtype, or None.
+
+    Returns:
+        The same tree; a leaf that has the dtype already is not copied.
+
+    Examples:
+        >>> out = cast({"w": torch.ones(2), "n": torch.tensor(3)}, torch.bfloat16)
+        >>> out["w"].dtype, out["n"].dtype
+        (torch.bfloat16, torch.int64)
+    """
+    if dtype is None:
+        return values
+    return tree.map(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, values)
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x`, in float32 if its own floating dtype has fewer bits."""
+    return x.float() if x.dtype in _LOW else x
+
+
+_OUTPUT: ContextVar[torch.dtype | None] = ContextVar("fzero_output_dtype", default=None)
+
+
+@contextlib.contextmanager
+def in_force(precision: Precision, device_type: str) -> Iterator[None]:
+    """While the model runs: autocasting, and the dtype of what it returns.
+
+    Only this thread is touched, and only until the end.
+
+    Examples:
+        >>> with in_force(Precision(autocast=torch.bfloat16), "cpu"):
+        ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+        torch.bfloat16
+    """
+    token = _OUTPUT.set(precision.output)
+    try:
+        if precision.autocast is None:
+            yield
+        else:
+            # no cache: it would hold casts of weights from one use to the next behind our back
+            with torch.autocast(device_type, precision.autocast, cache_enabled=False):
+                yield
+    finally:
+        _OUTPUT.reset(token)
+
+
+def as_output(values: PyTree) -> PyTree:
+    """What a model returns, in the output dtype that is in force here, if any."""
+    dtype = _OUTPUT.get()
+    if dtype is None:
+        return values
+    # torch's trees: libraries of models register their classes of outputs there
+    return pytree.tree_map(lambda x: x.to(dtype) if _is_floating(x) else x, values)
+
+
+@contextlib.contextmanager
+def output_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Meanwhile `as_output` casts to `dtype`; None: to nothing."""
+    token = _OUTPUT.set(dtype)
+    try:
+        yield
+    finally:
+        _OUTPUT.reset(token)
+
+
+def output_dtype() -> torch.dtype | None:
+    """The output dtype that is in force here."""
+    return _OUTPUT.get()
+
+
+def refuse_outer_autocast() -> None:
+    """Raise if the caller has put a whole step under `torch.autocast`.
+
+    It would reach gathers, norms and the update as well as the model, and a staged-out step would
+    keep it or miss it depending on which call came first.
+
+    Raises:
+        ConfigError: autocast is on, for any device.
+    """
+    for kind in _AUTOCASTING:
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            raise ConfigError(
+                f"the step was called under torch.autocast({kind!r}, {dtype}), which would also "
+                "cast what comes after the model: norms and the update. Set "
+                f"Config(precision=Precision(autocast={dtype})), or write `with torch.autocast` "
+                "inside the model function."
+            )
+
+
+_AUTOCASTING = tuple(
+    kind for kind in ("cpu", "cuda", "xpu", "hpu", "mps") if torch.amp.is_autocast_available(kind)
+)

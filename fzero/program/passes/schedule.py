@@ -1,0 +1,66 @@
+"""When each bucket's collective is launched and when it is waited for."""
+
+import itertools
+
+from torch import fx
+
+from fzero.distributed.buckets import GATHER
+from fzero.distributed.mesh import is_gloo
+from fzero.program.graph import BACKWARD, FORWARD, UPDATE, copy_graph
+from fzero.program.passes.rewrite import is_cheap, legalise
+from fzero.program.program import Program
+
+
+def schedule(program: Program, *, prefetch: int | None = None) -> Program:
+    """Overlap: launch gathers `prefetch` buckets early, await a reduction once the next is ready.
+
+    See `bucket` for `prefetch`.
+    """
+    graph = copy_graph(program.graph)
+    launches = [node for node in graph.nodes if "bucket" in node.meta]
+    if prefetch is None:
+        prefetch = 0 if any(is_gloo(node.meta["bucket"].group) for node in launches) else 1
+    for phase in (FORWARD, BACKWARD) if prefetch else ():
+        gathers = [n for n in launches if _is(n, GATHER, phase)]
+        for place, node in enumerate(gathers[1:], 1):
+            _move_before(_launch_part(node), _wait_of(gathers[max(place - prefetch, 0)]))
+    reductions = [n for n in launches if n.meta["bucket"].kind != GATHER]
+    for node, following in itertools.zip_longest(reductions, reductions[1:]):
+        if node.meta["phase"] != UPDATE:
+            _delay(node, following)
+    legalise(graph)
+    line = f"schedule: gathers launched {prefetch} ahead, one reduction in flight"
+    return program.logged(graph, line)
+
+
+def _is(launch: fx.Node, kind: str, phase: str) -> bool:
+    return launch.meta["bucket"].kind == kind and launch.meta["phase"] == phase
+
+
+def _wait_of(launch: fx.Node) -> fx.Node:
+    return next(iter(launch.users))
+
+
+def _launch_part(launch: fx.Node) -> list[fx.Node]:
+    """The launch and what is made for it alone: its buffer, and casts of shards."""
+    (pack,) = launch.all_input_nodes
+    casts = [x for x in pack.all_input_nodes if is_cheap(x) and len(x.users) == 1]
+    return [*casts, pack, launch]
+
+
+def _move_before(nodes: list[fx.Node], place: fx.Node) -> None:
+    for node in nodes:
+        place.prepend(node)
+
+
+def _delay(launch: fx.Node, following: fx.Node | None) -> None:
+    """Move the wait, and what takes its result apart, to before the next reduction's buffer."""
+    wait = _wait_of(launch)
+    (unpack,) = wait.users
+    place = following.all_input_nodes[0] if following is not None else None
+    nodes = [wait, unpack, *unpack.users]
+    for node in nodes:
+        if place is None:
+            next(iter(reversed(launch.graph.nodes))).prepend(node)
+        else:
+            place.prepend(node)

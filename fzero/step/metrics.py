@@ -1,0 +1,30 @@
+"""What a step tells about itself, and what it refuses to go on with."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.distributed.collectives import all_reduce
+from fzero.errors import FzeroError
+from fzero.state.plan import Plan
+
+
+def refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:
+    """Raise on every rank if any rank's loss or gradient is NaN or infinite. Reads it: it waits."""
+    bad = [
+        leaf.name
+        for grad, leaf in zip(grads, plan.trained, strict=True)
+        if not bool(torch.isfinite(grad).all())
+    ]
+    bad += [] if bool(torch.isfinite(loss)) else ["the loss"]
+    found = torch.tensor(float(len(bad)), device=loss.device)
+    for axis in plan.axes:
+        found = all_reduce(found, axis, "nonfinite")
+    if found.item():
+        where = f"in {', '.join(bad[:3])} on rank {plan.mesh.rank}" if bad else "on another rank"
+        raise FzeroError(
+            f"step {step}: NaN or infinity {where}. Parameters and optimizer state are as before "
+            "the call. Lower the learning rate, set Config(clip_norm=...), or choose "
+            "on_nonfinite='skip' or 'report'."
+        )

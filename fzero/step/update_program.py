@@ -1,0 +1,178 @@
+"""The update, staged out: gradients in, parameters and optimizer state overwritten."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.numerics.loss_scale import LossScaleState
+from fzero.program import Program
+from fzero.program.codegen import Executable, compile
+from fzero.program.graph import output_node, tensors_of
+from fzero.program.pipeline import share_collectives
+from fzero.program.trace import stage_out
+from fzero.state.opt_state import Held
+from fzero.state.plan import Plan
+from fzero.step.update import Update, Updated
+
+
+class UpdateHalf:
+    """The update of a plan; once staged out, its Program runs, and `Update` itself before.
+
+    Args:
+        plan: of the step.
+        held: shows the structure of the optimizer's state.
+        reduced: whether gradients come summed over the ranks.
+    """
+
+    def __init__(self, plan: Plan, held: Held, *, reduced: bool) -> None:
+        self.plan = plan
+        self.step_update = Update(
+            plan.opt,
+            plan.cfg,
+            plan.sharding.layout,
+            plan.axes,
+            reduced=reduced,
+            treedef=plan.foreign_tree if plan.opt.foreign else plan.trained_tree,
+            inner_spec=held.inner_spec,
+            bucket_bytes=int(plan.cfg.bucket_mb * 2**20),
+            device_type=plan.mesh.device_type,
+        )
+        self.program: Program | None = None
+        self.run: Executable | None = None
+
+    def __call__(
+        self,
+        trained: Sequence[Tensor],
+        held: Held,
+        grads: list[Tensor],
+        loss: Tensor,
+        state: Sequence[Tensor],
+    ) -> Updated:
+        """Overwrite `trained` and what `held` has of masters and optimizer state."""
+        groups = self._groups(trained, held, grads, loss, state)
+        if self.run is None:
+            return self._eagerly(groups)
+        flat = [x for group in groups for x in group]
+        del groups
+        grads.clear()
+        return _updated(self.run(*flat), len(state))
+
+    def _groups(
+        self,
+        trained: Sequence[Tensor],
+        held: Held,
+        grads: Sequence[Tensor],
+        loss: Tensor,
+        state: Sequence[Tensor],
+    ) -> list[Sequence[Tensor]]:
+        """All that an update reads, in the order of `Update`'s arguments."""
+        cfg = self.plan.cfg
+        before = held.state if cfg.nonfinite_policy == "skip" else []
+        step = [held.step] if cfg.dtypes.stochastic_rounding else []
+        parts = [trained, held.masters, held.inner, grads, [loss], state, held.scale, before, step]
+        return [list(part) for part in parts]
+
+    def _eagerly(self, groups: Sequence[Sequence[Tensor]]) -> Updated:
+        trained, masters, inner, grads, (loss,), state, scale, before, step = groups
+        scaling = LossScaleState(*scale) if scale else None
+        rest = (before, step[0] if step else None)
+        with torch.no_grad():
+            return self.step_update(trained, masters, inner, grads, loss, state, scaling, *rest)
+
+    def stage_out(
+        self,
+        trained: Sequence[Tensor],
+        held: Held,
+        grads: Sequence[Tensor],
+        loss: Tensor,
+        state: Sequence[Tensor],
+        *,
+        resident: int = 0,
+        budget: int = 0,
+        bucket_bytes: int | None = None,
+    ) -> Program:
+        """Stage it out for tensors like these, and run the Program from now on.
+
+        Args:
+            trained, held, grads, loss, state: as `__call__` will get them.
+            resident: bytes that a rank holds besides.
+            budget: bytes that the rest of the step needs in any case.
+            bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
+        """
+        groups = self._groups(trained, held, grads, loss, state)
+        cuts = [sum(map(len, groups[:i])) for i in range(len(groups) + 1)]
+
+        def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
+            new = self._eagerly([flat[i:j] for i, j in itertools.pairwise(cuts)])
+            return (*new[:3], *new.model_state, *(new.loss_scale or ()))
+
+        trained_names = [leaf.name for leaf in self.plan.trained]
+        names = [
+            *trained_names,
+            *[f"master.{name}" for name in trained_names[: len(held.masters)]],
+            *[f"inner.{name}" for name in names_of_state(held)],
+            *[f"grad.{name}" for name in trained_names],
+            "loss",
+            *[f"model_state.{i}" for i in range(len(state))],
+            *[f"loss_scale.{i}" for i in range(len(held.scale))],
+            *[f"model_state_before.{i}" for i in range(len(groups[-2]))],
+            *["step"] * len(groups[-1]),
+        ]
+        inputs = [x for group in groups for x in group]
+        program = stage_out("update", [("make_fx", flat_fn)], inputs, names)
+        cfg = self.plan.cfg
+        self.program = share_collectives(
+            replace(program, resident=resident),
+            bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
+            prefetch=cfg.prefetch,
+            budget=budget,
+            exact=bucket_bytes is not None,
+        )
+        self.run = compile(self.program)
+        return self.program
+
+
+def _updated(results: Sequence[Tensor], states: int) -> Updated:
+    loss, norm, nonfinite, *rest = results
+    scale = LossScaleState(*rest[states:]) if len(rest) > states else None
+    return Updated(loss, norm, nonfinite, tuple(rest[:states]), scale)
+
+
+def shared_outputs(program: Program) -> list[bool]:
+    """For each output, whether its memory is an input's, another output's, or overlaps itself."""
+    held = {
+        x.untyped_storage()._cdata
+        for node in program.graph.nodes
+        if node.op == "placeholder"
+        for x in tensors_of(node)
+    }
+    seen: set[Any] = set()
+    shared = []
+    for node in output_node(program.graph).args[0]:  # pyright: ignore
+        (x,) = tensors_of(node)  # pyright: ignore
+        place = (x.untyped_storage()._cdata, x.storage_offset())
+        dense = x.is_contiguous()
+        shared.append(place in seen or place[0] in held or not dense)
+        seen.add(place)
+    return shared
+
+
+def outputs_on(program: Program, count: int) -> list[int]:
+    """The outputs behind the gradients that are on the memory of one of the first `count` inputs.
+
+    An update writes over those: aux that is a parameter must be what it was in the forward pass.
+    """
+    inputs = [n for n in program.graph.nodes if n.op == "placeholder"][:count]
+    held = {x.untyped_storage()._cdata for node in inputs for x in tensors_of(node)}
+    outputs: Any = output_node(program.graph).args[0]
+    on = [any(x.untyped_storage()._cdata in held for x in tensors_of(n)) for n in outputs]
+    return [place for place, shared in enumerate(on) if shared and place >= count]
+
+
+def names_of_state(held: Held) -> list[str]:
+    return tree.names(tree.unflatten(held.inner_spec, held.inner))
