@@ -10,7 +10,7 @@ T = TypeVar("T", bound=Callable[[], object])
 _WINDOW = "## the measured step"
 
 
-class Held(NamedTuple):
+class LocalState(NamedTuple):
     """Bytes of tensors.
 
     Args:
@@ -22,7 +22,7 @@ class Held(NamedTuple):
     peak: int
 
 
-def measure(build: Callable[[], T], *, warm: int = 1) -> tuple[Held, T]:
+def measure(build: Callable[[], T], *, warm: int = 1) -> tuple[LocalState, T]:
     """What a step holds, and the step itself.
 
     Args:
@@ -48,4 +48,4 @@ def measure(build: Callable[[], T], *, warm: int = 1) -> tuple[Held, T]:
             between = peak = now
         elif when <= stop:
             peak = max(peak, now)
-    return Held(between, peak), step
+    return LocalState(between, peak), step

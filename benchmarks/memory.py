@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fzero
-from benchmarks.allocations import Held, measure
+from benchmarks.allocations import LocalState, measure
 from benchmarks.models import GPT, SIZES, Step, batch_of, fzero_step, plain_step
 
 MIB = 2**20
@@ -69,7 +69,7 @@ def main() -> None:
 
 def measured(
     name: str, opt: fzero.optim.Optimizer, cfg: fzero.Config, rows: int
-) -> tuple[Held, int]:
+) -> tuple[LocalState, int]:
     """What a step of a model holds, and the peak that its Program predicts."""
     size = SIZES[name]
 
@@ -81,7 +81,13 @@ def measured(
 
 
 def _print(
-    labels: Sequence[str], held: Held, predicted: int | None, name: str, world: int, *, adam: bool
+    labels: Sequence[str],
+    held: LocalState,
+    predicted: int | None,
+    name: str,
+    world: int,
+    *,
+    adam: bool,
 ) -> None:
     with torch.device("meta"):
         params = sum(p.nbytes for p in GPT(SIZES[name]).parameters())

@@ -22,7 +22,7 @@ from fzero.checkpoint.format.folders import latest
 from fzero.checkpoint.format.manifest import Manifest
 from fzero.checkpoint.format.reader import Boxed, open_checked
 from fzero.checkpoint.format.verify import found_in, problems, table
-from fzero.checkpoint.ranks import crew_of
+from fzero.checkpoint.ranks import ranks_of
 from fzero.errors import CheckpointError
 
 
@@ -79,7 +79,7 @@ def _export(folder: Path, out: Path, dtype: str | None) -> None:
     ]
     if not leaves:
         raise CheckpointError(f"{folder} holds no params, so there is nothing to export.")
-    _say(str(write_folder(out.absolute(), leaves, crew_of([], 60.0))))
+    _say(str(write_folder(out.absolute(), leaves, ranks_of([], 60.0))))
 
 
 def _stored(folder: Path, found: Manifest, key: str, dtype: torch.dtype) -> Whole:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch.distributed import ProcessGroup
 
-from fzero.checkpoint.ranks import Crew
+from fzero.checkpoint.ranks import Ranks
 
 
 class Background:
@@ -22,7 +22,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._what = ""
         self._error: BaseException | None = None
-        self._crews: dict[tuple[int, ...], tuple[ProcessGroup | None, Crew]] = {}
+        self._ranks: dict[tuple[int, ...], tuple[ProcessGroup | None, Ranks]] = {}
 
     def start(self, job: Callable[[], None], what: str) -> None:
         """Run `job` on a thread; the last one has been waited for."""
@@ -49,13 +49,13 @@ class Background:
         if error is not None:
             raise error
 
-    def crew_like(self, crew: Crew) -> Crew:
-        """The crew with a group of its own, made once."""
-        group, apart = self._crews.get(crew.ranks, (None, None))
-        if apart is None or group is not crew.group:  # the program may have started another one
-            apart = crew.apart()
-            self._crews[crew.ranks] = crew.group, apart
-        return replace(apart, timeout=crew.timeout)
+    def apart_from(self, ranks: Ranks) -> Ranks:
+        """The ranks with a group of its own, made once."""
+        group, apart = self._ranks.get(ranks.members, (None, None))
+        if apart is None or group is not ranks.group:  # the program may have started another one
+            apart = ranks.apart()
+            self._ranks[ranks.members] = ranks.group, apart
+        return replace(apart, timeout=ranks.timeout)
 
     def _at_exit(self) -> None:
         try:
@@ -73,9 +73,9 @@ def start(job: Callable[[], None], what: str) -> None:
     _background.start(job, what)
 
 
-def crew_like(crew: Crew) -> Crew:
-    """`crew` with a group of its own, for a thread beside training; all its ranks must call it."""
-    return _background.crew_like(crew)
+def apart_from(ranks: Ranks) -> Ranks:
+    """`ranks` with a group of its own, for a thread beside training; all its ranks must call it."""
+    return _background.apart_from(ranks)
 
 
 def wait() -> None:

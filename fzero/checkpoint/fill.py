@@ -11,9 +11,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from fzero.checkpoint import background
 from fzero.checkpoint.compare import compare, refuse
 from fzero.checkpoint.flatten import Flat, flatten
-from fzero.checkpoint.load import _UNREAD
 from fzero.checkpoint.progress import progress
-from fzero.checkpoint.ranks import crew_of, together
+from fzero.checkpoint.ranks import ranks_of, together
 from fzero.checkpoint.sources import Source
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import CheckpointError
@@ -39,26 +38,28 @@ def fill(
     """
     background.wait()
     flat = flatten(params_like, opt_state_like)
-    crew = crew_of(flat.tensors.values(), timeout)
-    found = together(crew, "which checkpoint", lambda: choose() if crew.leads else None, _UNREAD)[0]
-    shown = progress(f"loading {found}", _nbytes(flat), shown=crew.leads)
+    ranks = ranks_of(flat.tensors.values(), timeout)
+    found = together(ranks, "which checkpoint", lambda: choose() if ranks.leads else None, UNREAD)[
+        0
+    ]
+    shown = progress(f"loading {found}", _nbytes(flat), shown=ranks.leads)
     opened: list[Source] = []
 
     def open_() -> str:
         opened.append(open_source(found, flat, shown))
         return hashlib.blake2b(opened[0].identity.encode(), digest_size=16).hexdigest()
 
-    if len(set(together(crew, "what they read", open_, _UNREAD))) > 1:
+    if len(set(together(ranks, "what they read", open_, UNREAD))) > 1:
         raise CheckpointError(
             f"ranks see different checkpoints at {found}. All ranks must reach the same folder."
         )
     source = opened[0]
     report = compare(flat, source.metadata, source.scalars)
     refuse(report, source.where, strict=strict, cast=cast)
-    if (report.missing or report.extra or report.misshapen) and crew.leads:
+    if (report.missing or report.extra or report.misshapen) and ranks.leads:
         warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=3)
     skip = {*report.missing, *report.misshapen}
-    together(crew, "whether they have read it", lambda: _read(flat, source, skip), _UNREAD)
+    together(ranks, "whether they have read it", lambda: _read(flat, source, skip), UNREAD)
     shown.close()
     return flat.rebuild({k: v for k, v in source.scalars.items() if k not in skip})
 
@@ -82,3 +83,9 @@ def _read(flat: Flat, source: Source, skip: set[str]) -> None:
 
 def _nbytes(flat: Flat) -> int:
     return sum(local_tensor(x).nbytes for x in (*flat.tensors.values(), *flat.rounded.values()))
+
+
+UNREAD = (
+    "the checkpoint was not loaded, and params and opt_state may hold parts of it by now",
+    "Load another checkpoint, or build params and opt_state anew.",
+)

@@ -14,11 +14,6 @@ from fzero.checkpoint.sources import Source
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree
 
-_UNREAD = (
-    "the checkpoint was not loaded, and params and opt_state may hold parts of it by now",
-    "Load another checkpoint, or build params and opt_state anew.",
-)
-
 
 def load(
     path: str | os.PathLike[str],

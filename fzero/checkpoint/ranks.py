@@ -21,19 +21,19 @@ from fzero.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Crew:
+class Ranks:
     """Ranks that save or load together.
 
     Args:
-        ranks: their global ranks.
-        place: this rank's place among them.
+        members: their global ranks.
+        index: this rank's among them.
         group: for their messages; None for a rank that is alone.
         timeout: seconds that the others are waited for.
         processes: of the ranks, to see who is gone.
     """
 
-    ranks: tuple[int, ...]
-    place: int
+    members: tuple[int, ...]
+    index: int
     group: ProcessGroup | None
     timeout: float
     processes: Processes = field(default_factory=Processes)
@@ -41,15 +41,15 @@ class Crew:
     @property
     def rank(self) -> int:
         """This rank's global rank."""
-        return self.ranks[self.place]
+        return self.members[self.index]
 
     @property
     def leads(self) -> bool:
         """Whether this is the one rank that does what must be done once."""
-        return self.place == 0
+        return self.index == 0
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value, in the order of `ranks`; all must call it.
+        """Every rank's value, in the order of `members`; all must call it.
 
         Args:
             what: what the value is, as the message names it.
@@ -68,7 +68,7 @@ class Crew:
         except RuntimeError as error:
             blame = self.processes.blame(error) or f"no answer within {self.timeout:g} s"
             raise CheckpointError(
-                f"rank {self.rank} waited for {what} of ranks {list(self.ranks)}: {blame}. Look at "
+                f"rank {self.rank} waited for {what} of ranks {list(self.members)}: {blame}. Look at "
                 "the output of that rank; earlier checkpoints are as they were. The collective "
                 f"said: {error}"
             ) from error
@@ -85,19 +85,21 @@ class Crew:
             return
         by_rank = self.gather(what, dict(items))
         for key in dict.fromkeys(key for there in by_rank for key in there):
-            values = {rank: there.get(key) for rank, there in zip(self.ranks, by_rank, strict=True)}
+            values = {
+                rank: there.get(key) for rank, there in zip(self.members, by_rank, strict=True)
+            }
             if len(set(values.values())) > 1:
                 listing = "; ".join(f"rank {rank}: {value}" for rank, value in values.items())
                 raise CheckpointError(
                     f"ranks differ in {what} at {key}: {listing}. It must be the same on all."
                 )
 
-    def apart(self) -> "Crew":
+    def apart(self) -> "Ranks":
         """The same ranks with a group of their own, for use beside training; all must call it."""
         if self.group is None:
             return self
         group = dist.new_group(
-            list(self.ranks),
+            list(self.members),
             timeout=timedelta(seconds=self.timeout),
             backend="gloo",
             use_local_synchronization=True,
@@ -107,23 +109,23 @@ class Crew:
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         mine = mine.to(_device(self.group))
-        parts = [torch.empty_like(mine) for _ in self.ranks]
+        parts = [torch.empty_like(mine) for _ in self.members]
         work = dist.all_gather(parts, mine, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
         work.wait(timedelta(seconds=self.timeout))
         return [part.cpu() for part in parts]
 
 
-def crew_of(tensors: Iterable[Tensor], timeout: float) -> Crew:
+def ranks_of(tensors: Iterable[Tensor], timeout: float) -> Ranks:
     """The ranks that the DTensors among `tensors` live on; without any, all ranks.
 
-    >>> crew_of([], 60.0).ranks
+    >>> ranks_of([], 60.0).members
     (0,)
     """
     meshes = (x.device_mesh for x in tensors if isinstance(x, DTensor))
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if not dist.is_initialized():
-        return Crew((0,), 0, None, timeout)
+        return Ranks((0,), 0, None, timeout)
     if mesh is None or mesh.size() == dist.get_world_size():
         ranks, group = tuple(range(dist.get_world_size())), dist.group.WORLD
     else:
@@ -131,14 +133,16 @@ def crew_of(tensors: Iterable[Tensor], timeout: float) -> Crew:
         # `_flatten` is private; the public way, a group made here, would be a collective of all.
         group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     group = group if len(ranks) > 1 else None
-    return Crew(ranks, ranks.index(dist.get_rank()), group, timeout, meet(ranks))
+    return Ranks(ranks, ranks.index(dist.get_rank()), group, timeout, meet(ranks))
 
 
-def together(crew: Crew, what: str, act: Callable[[], Any], failing: tuple[str, str]) -> list[Any]:
+def together(
+    ranks: Ranks, what: str, act: Callable[[], Any], failing: tuple[str, str]
+) -> list[Any]:
     """What `act` returns on every rank, as JSON keeps it; if it fails on one, an error on all.
 
     Args:
-        crew: the ranks; all must call it.
+        ranks: the ranks; all must call it.
         what: what is exchanged, as the message names it.
         act: what each rank does. OSError and CheckpointError count as failures of its own; anything
             else is a bug and goes through.
@@ -154,8 +158,8 @@ def together(crew: Crew, what: str, act: Callable[[], Any], failing: tuple[str, 
     except (OSError, CheckpointError) as error:
         cause = error
         told["failed"] = str(error)
-    by_rank = crew.gather(what, told)
-    failed = {r: t["failed"] for r, t in zip(crew.ranks, by_rank, strict=True) if "failed" in t}
+    by_rank = ranks.gather(what, told)
+    failed = {r: t["failed"] for r, t in zip(ranks.members, by_rank, strict=True) if "failed" in t}
     if not failed:
         return [told["is"] for told in by_rank]
     if isinstance(cause, CheckpointError) and len(set(failed.values())) == 1:

@@ -46,7 +46,7 @@ from fzero.checkpoint.format.folders import (
 from fzero.checkpoint.format.manifest import Extent, File
 from fzero.checkpoint.format.writer import Writer, Written
 from fzero.checkpoint.progress import Progress, progress
-from fzero.checkpoint.ranks import Crew, crew_of, together
+from fzero.checkpoint.ranks import Ranks, ranks_of, together
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import CheckpointError
 from fzero.state.opt_state import OptState
@@ -109,19 +109,19 @@ def save(
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be None or an int >= 1: how many stay.")
     flat = flatten(params, opt_state)
-    crew = crew_of(flat.tensors.values(), timeout)
+    ranks = ranks_of(flat.tensors.values(), timeout)
     step = _step_of(opt_state) if step is None else step
     where = Path(path).absolute()
-    _agree(flat, crew, where, step)
-    chunks = plan_save(flat.tensors, crew.ranks)
-    mine = {i: _held(flat.tensors[c.key]) for i, c in enumerate(chunks) if c.rank == crew.place}
+    _agree(flat, ranks, where, step)
+    chunks = plan_save(flat.tensors, ranks.members)
+    mine = {i: _held(flat.tensors[c.key]) for i, c in enumerate(chunks) if c.rank == ranks.index}
     total = sum(x.nbytes for x in mine.values())
-    together(crew, "whether the folder is there", lambda: _prepare(crew, where, step), _UNWRITTEN)
+    together(ranks, "whether the folder is there", lambda: _prepare(ranks, where, step), _UNWRITTEN)
     if asynchronous:
-        crew = background.crew_like(crew)
+        ranks = background.apart_from(ranks)
         mine = {i: x.to("cpu", copy=True) for i, x in mine.items()}
-    shown = progress(f"saving step {step}", total, shown=crew.leads)
-    job = Job(crew, where, step, keep, _metadata(flat, step, chunks, crew), chunks, mine, shown)
+    shown = progress(f"saving step {step}", total, shown=ranks.leads)
+    job = Job(ranks, where, step, keep, _metadata(flat, step, chunks, ranks), chunks, mine, shown)
     if asynchronous:
         # Without a pool: it may go on while the interpreter ends, which starts no threads then.
         background.start(job, f"the save of step {step} to {where}")
@@ -136,7 +136,7 @@ class Job:
     """A save whose plan is made: writes and publishes, on this or another thread.
 
     Args:
-        crew: the ranks that save.
+        ranks: the ranks that save.
         path: the folder of the run.
         step: names the checkpoint.
         keep: see `save`.
@@ -146,7 +146,7 @@ class Job:
         progress: told of what is written.
     """
 
-    crew: Crew
+    ranks: Ranks
     path: Path
     step: int
     keep: int | None
@@ -164,8 +164,8 @@ class Job:
         Raises:
             CheckpointError: on every rank; nothing has become visible then.
         """
-        crew, folder = self.crew, saving_folder(self.path, self.step)
-        writer = Writer(folder, f"rank-{crew.place:05d}.safetensors", self.progress, pool)
+        ranks, folder = self.ranks, saving_folder(self.path, self.step)
+        writer = Writer(folder, f"rank-{ranks.index:05d}.safetensors", self.progress, pool)
 
         def write() -> list[Any]:
             planner = _Planner(self.chunks, self.mine, self.metadata)
@@ -173,25 +173,25 @@ class Job:
             return [result.storage_data for result in results]
 
         def publish(by_rank: Sequence[Any]) -> None:
-            if crew.leads:
+            if ranks.leads:
                 writer.finish(self.metadata, self._results(by_rank))
                 disk.rename(folder, step_folder(self.path, self.step))
                 disk.sync_folder(self.path)
 
         def let_go() -> None:
-            if crew.leads and self.keep is not None:
+            if ranks.leads and self.keep is not None:
                 retain(self.path, self.keep)
 
         try:
-            by_rank = together(crew, "what they wrote", write, _UNWRITTEN)
+            by_rank = together(ranks, "what they wrote", write, _UNWRITTEN)
             self.progress.close()
-            together(crew, "whether it is published", lambda: publish(by_rank), _UNWRITTEN)
+            together(ranks, "whether it is published", lambda: publish(by_rank), _UNWRITTEN)
         except CheckpointError:
-            if crew.leads:  # a full disk needs the room back
+            if ranks.leads:  # a full disk needs the room back
                 with contextlib.suppress(OSError):
                     disk.remove(folder)
             raise
-        together(crew, "whether older ones are removed", let_go, _UNREMOVED)
+        together(ranks, "whether older ones are removed", let_go, _UNREMOVED)
 
     def _results(self, by_rank: Sequence[Sequence[Any]]) -> list[list[WriteResult]]:
         """What all ranks wrote, as `torch.distributed.checkpoint` passes it on."""
@@ -249,25 +249,25 @@ class _Planner(SavePlanner):
         return self.mine[self.tensors[write_item.index]]
 
 
-def _agree(flat: Flat, crew: Crew, path: Path, step: int) -> None:
+def _agree(flat: Flat, ranks: Ranks, path: Path, step: int) -> None:
     """See that all ranks save the same thing, before any of them writes."""
     items = {"path": str(path), "step": str(step)}
     items |= {key: place(x) for key, x in flat.tensors.items()}
     items |= {key: repr(x) for key, x in flat.scalars.items()}
-    crew.same("what they save", items)
+    ranks.same("what they save", items)
     small = {
         key: _text(x)
         for key, x in flat.tensors.items()
         if not isinstance(x, DTensor)
         and key.startswith("opt_state")
         and x.nbytes <= COMPARED_BYTES
-        and crew.group is not None
+        and ranks.group is not None
     }
-    crew.same("the values of leaves that are no DTensors and are stored once", small)
+    ranks.same("the values of leaves that are no DTensors and are stored once", small)
 
 
-def _prepare(crew: Crew, path: Path, step: int) -> None:
-    if not crew.leads:
+def _prepare(ranks: Ranks, path: Path, step: int) -> None:
+    if not ranks.leads:
         return
     there = step_folder(path, step)
     if is_whole(there):
@@ -282,7 +282,7 @@ def _prepare(crew: Crew, path: Path, step: int) -> None:
     disk.sync_folder(path.parent)
 
 
-def _metadata(flat: Flat, step: int, chunks: Sequence[Chunk], crew: Crew) -> Metadata:
+def _metadata(flat: Flat, step: int, chunks: Sequence[Chunk], ranks: Ranks) -> Metadata:
     boxes: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in flat.tensors}
     for chunk in chunks:
         box = ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
@@ -293,7 +293,7 @@ def _metadata(flat: Flat, step: int, chunks: Sequence[Chunk], crew: Crew) -> Met
             key: TensorStorageMetadata(TensorProperties(dtype=x.dtype), x.shape, boxes[key])
             for key, x in flat.tensors.items()
         },
-        planner_data={"step": step, "world": len(crew.ranks), "scalars": scalars},
+        planner_data={"step": step, "world": len(ranks.members), "scalars": scalars},
     )
 
 

@@ -150,17 +150,17 @@ def _in_buckets(
     held: dict[torch.dtype, list[int]] = {}
     filled: dict[torch.dtype, int] = {}
 
-    def flush(places: list[int]) -> None:
+    def flush(indices: list[int]) -> None:
         bucket = Bucket(
             kind,
-            tuple(leaves[i] for i in places),
-            tensors[places[0]].dtype,
+            tuple(leaves[i] for i in indices),
+            tensors[indices[0]].dtype,
             axis.size,
             axis.group,
             axis.rank,
             exchanged=kind != ALL_REDUCE and is_gloo(axis.group),
         )
-        for i, result in zip(places, run([tensors[i] for i in places], bucket), strict=True):
+        for i, result in zip(indices, run([tensors[i] for i in indices], bucket), strict=True):
             results[i] = result
 
     for i, want in enumerate(wanted):
@@ -171,8 +171,8 @@ def _in_buckets(
             flush(held.pop(dtype))
         held.setdefault(dtype, []).append(i)
         filled[dtype] = nbytes + (filled[dtype] if len(held[dtype]) > 1 else 0)
-    for places in held.values():
-        flush(places)
+    for indices in held.values():
+        flush(indices)
     return results
 
 

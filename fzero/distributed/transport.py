@@ -34,7 +34,7 @@ class Flight:
     """Results that are on their way.
 
     Args:
-        parts: for some places each, what gives their tensors once it is called; it waits.
+        parts: for some indices each, what gives their tensors once it is called; it waits.
         results: those that need no waiting; None where a part brings them.
     """
 
@@ -44,13 +44,13 @@ class Flight:
     def wait(self) -> list[Tensor]:
         """All results, in the order of what was sent."""
         while self.parts:
-            places, finish = self.parts.pop(0)
-            for place, tensor in zip(places, finish(), strict=True):
-                self.results[place] = tensor
+            indices, finish = self.parts.pop(0)
+            for index, tensor in zip(indices, finish(), strict=True):
+                self.results[index] = tensor
         return self.results
 
 
-class Traffic:
+class Transport:
     """The collectives of one engine.
 
     Args:
@@ -73,13 +73,13 @@ class Traffic:
         axis = self.axes.shard
         if axis.size == 1:
             return flight
-        for places in _by_dtype(low, [leaf.dim is not None for leaf in leaves]):
-            bucket = self._bucket(GATHER, [leaves[i] for i in places], low[places[0]].dtype)
-            send = pack_shards([low[i] for i in places], bucket)
-            for i in places:
+        for indices in _by_dtype(low, [leaf.dim is not None for leaf in leaves]):
+            bucket = self._bucket(GATHER, [leaves[i] for i in indices], low[indices[0]].dtype)
+            send = pack_shards([low[i] for i in indices], bucket)
+            for i in indices:
                 low[i] = None
             receive = self._exchange(send, bucket)
-            flight.parts.append((places, lambda r=receive, b=bucket: unpack_full(r(), b)))
+            flight.parts.append((indices, lambda r=receive, b=bucket: unpack_full(r(), b)))
         return flight
 
     def reduce(
@@ -102,21 +102,21 @@ class Traffic:
         high: list[Any] = [grad.to(leaf.reduce or grad.dtype) for grad, leaf in pairs]
         flight = Flight([], high)
         travels = [scatter and self.axes.shard.size > 1 and x.dim is not None for x in leaves]
-        for places in _by_dtype(high, travels):
+        for indices in _by_dtype(high, travels):
             bucket = self._bucket(
-                REDUCE_SCATTER, [leaves[i] for i in places], high[places[0]].dtype
+                REDUCE_SCATTER, [leaves[i] for i in indices], high[indices[0]].dtype
             )
-            send = pack_full([high[i] for i in places], bucket)
-            for i in places:
+            send = pack_full([high[i] for i in indices], bucket)
+            for i in indices:
                 high[i] = None
             receive = self._exchange(send if before == 1 else send.mul_(before), bucket)
-            flight.parts.append((places, self._scattered(receive, bucket, after)))
-        for places in _by_dtype(high, [not travel for travel in travels]):
-            bucket = self._bucket(ALL_REDUCE, [leaves[i] for i in places], high[places[0]].dtype)
-            buffer = pack_flat([high[i] for i in places], bucket)
-            for i in places:
+            flight.parts.append((indices, self._scattered(receive, bucket, after)))
+        for indices in _by_dtype(high, [not travel for travel in travels]):
+            bucket = self._bucket(ALL_REDUCE, [leaves[i] for i in indices], high[indices[0]].dtype)
+            buffer = pack_flat([high[i] for i in indices], bucket)
+            for i in indices:
                 high[i] = None
-            flight.parts.append((places, self._summed(buffer, bucket, before, after)))
+            flight.parts.append((indices, self._summed(buffer, bucket, before, after)))
         return flight
 
     def sum(self, x: Tensor) -> Tensor:

@@ -65,10 +65,10 @@ class Arrivals:
         return take
 
     def _flush(self) -> None:
-        places = self.waiting.pop(0)
-        grads = [self.arrived.pop(i) for i in places]
-        results = self.reduce(grads, [self.leaves[i] for i in places])
-        for i, result in zip(places, results, strict=True):
+        indices = self.waiting.pop(0)
+        grads = [self.arrived.pop(i) for i in indices]
+        results = self.reduce(grads, [self.leaves[i] for i in indices])
+        for i, result in zip(indices, results, strict=True):
             self.reduced[i] = result
 
 

@@ -33,7 +33,7 @@ class Gathered:
         announce: Announce,
     ) -> None:
         self.axes, self.limit, self.announce = axes, limit, announce
-        self.order, self.turn = order, {place: turn for turn, place in enumerate(order)}
+        self.order, self.turn = order, {index: turn for turn, index in enumerate(order)}
         self.leaves = [
             LazyLeaf(shard, leaf, i, self)
             for i, (shard, leaf) in enumerate(zip(shards, layout, strict=True))
@@ -41,18 +41,20 @@ class Gathered:
         self.used: dict[int, None] = {}  # an ordered set
         self._full: dict[int, Tensor] = {}
 
-    def full(self, place: int) -> Tensor:
+    def full(self, index: int) -> Tensor:
         """The full leaf, gathered unless it is there."""
-        if place not in self._full:
-            places = self._together(place)
-            for i, full in zip(places, self.gather([self.leaves[i] for i in places]), strict=True):
+        if index not in self._full:
+            indices = self._together(index)
+            for i, full in zip(
+                indices, self.gather([self.leaves[i] for i in indices]), strict=True
+            ):
                 self._full[i] = full
                 self.used[i] = None
-        return self._full[place]
+        return self._full[index]
 
     def gather(self, leaves: Sequence[LazyLeaf]) -> list[Tensor]:
         """Full leaves that nobody keeps but the caller."""
-        found = [self._full.get(lazy.place) for lazy in leaves]
+        found = [self._full.get(lazy.leaf_index) for lazy in leaves]
         missing = [lazy for lazy, full in zip(leaves, found, strict=True) if full is None]
         new = iter(
             gather_leaves(
@@ -69,9 +71,9 @@ class Gathered:
         """Forget what is large: backward gathers again what it reads."""
         self._full = {i: full for i, full in self._full.items() if full.nbytes < _SMALL}
 
-    def drop(self, place: int) -> None:
+    def drop(self, index: int) -> None:
         """Forget a leaf."""
-        self._full.pop(place, None)
+        self._full.pop(index, None)
 
     def close(self) -> None:
         """Forget every leaf, and the circle of leaf and source with it.
@@ -84,17 +86,17 @@ class Gathered:
             if lazy._version:  # views share the count of what they view
                 raise changed_in_place(lazy.leaf.name)
 
-    def _together(self, place: int) -> list[int]:
-        if place not in self.turn:
-            return [place]
-        places, nbytes = [], 0
-        for i in self.order[self.turn[place] :]:
+    def _together(self, index: int) -> list[int]:
+        if index not in self.turn:
+            return [index]
+        indices, nbytes = [], 0
+        for i in self.order[self.turn[index] :]:
             nbytes += self.leaves[i].leaf.nbytes
-            if places and nbytes > self.limit:
+            if indices and nbytes > self.limit:
                 break
             if i not in self._full:
-                places.append(i)
-        return places
+                indices.append(i)
+        return indices
 
 
 _SMALL = 2**16  # bytes; biases and norms, whose second gather costs more than they do

@@ -45,20 +45,20 @@ class LazyLeaf(Tensor):
     Attributes:
         shard: this rank's part; it asks for a gradient if the leaf is trained.
         leaf: how the leaf is split.
-        place: its place in the tree.
+        leaf_index: its index in the tree.
         source: whatever gathers it.
     """
 
     shard: Tensor
     leaf: LeafLayout
-    place: int
+    leaf_index: int
     source: Source
 
     # results are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
     @staticmethod
-    def __new__(cls, shard: Tensor, leaf: LeafLayout, place: int, source: Source) -> "LazyLeaf":
+    def __new__(cls, shard: Tensor, leaf: LeafLayout, index: int, source: Source) -> "LazyLeaf":
         self: LazyLeaf = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
             cls,
             leaf.shape,
@@ -67,7 +67,7 @@ class LazyLeaf(Tensor):
             requires_grad=leaf.trainable,
         )
         self.shard = shard.detach().requires_grad_(leaf.trainable)
-        self.leaf, self.place, self.source = leaf, place, source
+        self.leaf, self.leaf_index, self.source = leaf, index, source
         return self
 
     @classmethod
@@ -96,7 +96,7 @@ def changed_in_place(name: str) -> FzeroError:
 
 
 def _full(leaf: LazyLeaf) -> Tensor:
-    return leaf.source.full(leaf.place)
+    return leaf.source.full(leaf.leaf_index)
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -116,13 +116,13 @@ class LazyParameter(Tensor):
 
     Attributes:
         leaf: how the parameter is split.
-        place: its place among all parameters.
+        leaf_index: its index among all parameters.
         units: what gathers it.
         geometry: sizes, strides and offset of a view; None for the parameter itself.
     """
 
     leaf: LeafLayout
-    place: int
+    leaf_index: int
     units: ParameterSource
     geometry: Geometry | None
 
@@ -133,11 +133,11 @@ class LazyParameter(Tensor):
     def __new__(
         cls,
         units: ParameterSource,
-        place: int,
+        index: int,
         geometry: Geometry | None = None,
         requires_grad: bool = False,
     ) -> "LazyParameter":
-        leaf = units.leaves[place]
+        leaf = units.leaves[index]
         size, stride, offset = geometry or (leaf.shape, None, None)
         self: LazyParameter = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
             cls,
@@ -148,7 +148,7 @@ class LazyParameter(Tensor):
             device=units.device,
             requires_grad=requires_grad,
         )
-        self.leaf, self.place, self.units, self.geometry = leaf, place, units, geometry
+        self.leaf, self.leaf_index, self.units, self.geometry = leaf, index, units, geometry
         if geometry is None:
             self._is_param = True  # what isinstance(x, nn.Parameter) asks for
         return self
@@ -199,7 +199,7 @@ class LazyParameter(Tensor):
 
 
 def _whole(x: LazyParameter) -> Tensor:
-    full = x.units.full(x.place)
+    full = x.units.full(x.leaf_index)
     return full if x.geometry is None else full.as_strided(*x.geometry)
 
 
@@ -218,7 +218,7 @@ def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwa
                 f"the parameter {x.leaf.name!r} was viewed as {y.dtype}, and what is written to "
                 "such a view would be lost at stage 3. View a copy: p.clone().view(dtype)."
             )
-        return LazyParameter(x.units, x.place, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
+        return LazyParameter(x.units, x.leaf_index, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
 
     view = func(_whole(x), *rest, **(kwargs or {}))
     return lazy(view) if type(view) is Tensor else pytree.tree_map_only(Tensor, lazy, view)

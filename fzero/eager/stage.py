@@ -125,7 +125,7 @@ class _Call:
         self.leaves = [_HERE if isinstance(x, Tensor) else x for x in self.leaves]
 
     def gather(self) -> dict[int, Tensor]:
-        """The full leaves, by their place among the tensors."""
+        """The full leaves, by their index among the tensors."""
         return dict(zip(self.lazy, self.source.gather(list(self.lazy.values())), strict=True))
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -150,9 +150,9 @@ class _Call:
             self.out_spec, [next(given) if x is _HERE else x for x in self.out_leaves]
         )
 
-    def _changed(self, place: int, x: Tensor) -> FzeroError:
-        if place in self.lazy:
-            return changed_in_place(self.lazy[place].leaf.name)
+    def _changed(self, index: int, x: Tensor) -> FzeroError:
+        if index in self.lazy:
+            return changed_in_place(self.lazy[index].leaf.name)
         return FzeroError(
             f"the staged function {_name(self.fn)} changed an argument of shape {tuple(x.shape)} "
             "in place; it runs again in backward, and would start from the changed value. Compute "
@@ -208,15 +208,15 @@ def _once(
     del fresh
     grads = _pull_back(results, inputs, cotangents)
     del results, inputs
-    lazy = [place for place, i in enumerate(wanted) if i in call.lazy]
-    leaves = [call.lazy[wanted[place]].leaf for place in lazy]
-    full = [grads[place] for place in lazy]
-    for place in lazy:
-        grads[place] = _NOTHING  # the full gradient goes as soon as its bucket has gone
+    lazy = [index for index, i in enumerate(wanted) if i in call.lazy]
+    leaves = [call.lazy[wanted[index]].leaf for index in lazy]
+    full = [grads[index] for index in lazy]
+    for index in lazy:
+        grads[index] = _NOTHING  # the full gradient goes as soon as its bucket has gone
     source = call.source
     shards = scatter_gradients(full, leaves, source.axes, source.limit, source.announce)
-    for place, shard, leaf in zip(lazy, shards, leaves, strict=True):
-        grads[place] = shard.to(leaf.dtype)
+    for index, shard, leaf in zip(lazy, shards, leaves, strict=True):
+        grads[index] = shard.to(leaf.dtype)
     return grads
 
 

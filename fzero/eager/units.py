@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.distributed.transport import Flight, Traffic
+from fzero.distributed.transport import Flight, Transport
 from fzero.layout import LeafLayout
 
 
@@ -14,9 +14,9 @@ class Units:
 
     Args:
         leaves: of all parameters.
-        plan: places of the leaves that travel together.
+        plan: indices of the leaves that travel together.
         shards: this rank's part of each leaf.
-        traffic: what gathers.
+        transport: what gathers.
         device: where they live.
         keep: keep what was gathered until the end of backward (reshard_after_forward=False).
         prefetch: how many units ahead gathers are launched.
@@ -27,27 +27,27 @@ class Units:
         leaves: Sequence[LeafLayout],
         plan: Sequence[Sequence[int]],
         shards: Sequence[Tensor],
-        traffic: Traffic,
+        transport: Transport,
         device: torch.device,
         *,
         keep: bool,
         prefetch: int,
     ) -> None:
         self.leaves, self.plan, self.shards = leaves, plan, shards
-        self.traffic, self.device, self.keep, self.prefetch = traffic, device, keep, prefetch
-        self.unit_of = {place: unit for unit, places in enumerate(plan) for place in places}
+        self.transport, self.device, self.keep, self.prefetch = transport, device, keep, prefetch
+        self.unit_of = {index: unit for unit, indices in enumerate(plan) for index in indices}
         self.here: dict[int, Tensor] = {}
         self.flying: dict[int, Flight] = {}
         self.pins: dict[str, dict[int, Tensor]] = {}  # by the module that pinned them
         self.order: list[int] = []  # of units, since the last update
         self.expected: list[int] = []  # the same, one update earlier
 
-    def full(self, place: int) -> Tensor:
+    def full(self, index: int) -> Tensor:
         """The full parameter, gathered unless it is there."""
-        full = self.here.get(place)
+        full = self.here.get(index)
         if full is None:
-            self._bring(self.unit_of[place])
-            full = self.here[place]
+            self._bring(self.unit_of[index])
+            full = self.here[index]
         return full
 
     def reshard(self) -> None:
@@ -73,11 +73,11 @@ class Units:
         """What is held by whatever module."""
         return {i: full for held in self.pins.values() for i, full in held.items()}
 
-    def drop(self, places: Sequence[int]) -> None:
+    def drop(self, indices: Sequence[int]) -> None:
         """Free these: nothing is likely to read them again soon."""
-        for place in places:
-            if place not in self.pinned:
-                self.here.pop(place, None)
+        for index in indices:
+            if index not in self.pinned:
+                self.here.pop(index, None)
 
     def turn(self) -> None:
         """An update begins: what is gathered from now on is new, in an order that is known."""
@@ -91,8 +91,8 @@ class Units:
         flight = self.flying.pop(unit, None)
         if flight is None:
             flight = self._launch(unit)
-        for place, full in zip(self.plan[unit], flight.wait(), strict=True):
-            self.here[place] = full
+        for index, full in zip(self.plan[unit], flight.wait(), strict=True):
+            self.here[index] = full
         self.order.append(unit)
         at = len(self.order)
         if self.expected[at - 1 : at] == [unit]:
@@ -101,9 +101,9 @@ class Units:
                     self.flying[ahead] = self._launch(ahead)
 
     def _launch(self, unit: int) -> Flight:
-        places = self.plan[unit]
-        return self.traffic.gather(
-            [self.shards[i] for i in places], [self.leaves[i] for i in places]
+        indices = self.plan[unit]
+        return self.transport.gather(
+            [self.shards[i] for i in indices], [self.leaves[i] for i in indices]
         )
 
 

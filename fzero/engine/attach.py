@@ -47,30 +47,30 @@ def install(
         slots: where they sit.
         params: by name.
         leaves: how each is split.
-        held: the tensors that are trained, by place.
+        held: the tensors that are trained, by index.
         units: what gathers them; None if they are always there.
-        taker: makes what is called with a parameter that has got a gradient, from its place.
+        taker: makes what is called with a parameter that has got a gradient, from its index.
 
     Returns:
-        The parameters by place.
+        The parameters by index.
     """
-    places = {leaf.name: place for place, leaf in enumerate(leaves)}
+    indices = {leaf.name: index for index, leaf in enumerate(leaves)}
     new: dict[str, Tensor] = {}
     for name, param in params.items():
-        place = places[name]
-        trainable = leaves[place].trainable
+        index = indices[name]
+        trainable = leaves[index].trainable
         param.grad = None
         if units is not None:
-            new[name] = LazyParameter(units, place, None, trainable)
+            new[name] = LazyParameter(units, index, None, trainable)
             param.data = param.data.new_empty(0)  # whoever else holds it holds no memory
         else:
             new[name] = param
-            param.data = held[place]
+            param.data = held[index]
             param.requires_grad_(trainable)
         if trainable:
-            new[name].register_post_accumulate_grad_hook(taker(place))
+            new[name].register_post_accumulate_grad_hook(taker(index))
     slots.install(new)
-    return {places[name]: x for name, x in new.items()}
+    return {indices[name]: x for name, x in new.items()}
 
 
 def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:

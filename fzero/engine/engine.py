@@ -14,7 +14,7 @@ from fzero.config import Config
 from fzero.distributed.agree import first_says
 from fzero.distributed.journal import Journal
 from fzero.distributed.processes import who_is_gone
-from fzero.distributed.transport import Traffic
+from fzero.distributed.transport import Transport
 from fzero.eager.units import Units
 from fzero.engine import events, outputs, phases
 from fzero.engine.attach import (
@@ -30,7 +30,7 @@ from fzero.engine.autograd import Scale, accumulates, current_task, own, watch
 from fzero.engine.forward import Forward, no_loss
 from fzero.engine.grouping import plan_grouping, plan_order, units_ahead
 from fzero.engine.phases import BackwardState, Rules, transition
-from fzero.engine.reducer import Gradients
+from fzero.engine.reducer import Reducer
 from fzero.engine.stepper import Stepper
 from fzero.engine.writes import Writes
 from fzero.errors import BackwardError, ShardError
@@ -102,11 +102,11 @@ class Engine:
         optimizer = WITHOUT if opt is None else as_optimizer(opt)
         plan, tree_of, opt_state = start(cfg, optimizer, functionalize(model)[1])
         leaves, world = plan.sharding.layout.leaves, plan.axes.world
-        self._names = {leaf.name: place for place, leaf in enumerate(leaves)}
+        self._names = {leaf.name: index for index, leaf in enumerate(leaves)}
         self._other_names = slots.other_names()
         self._registered = [self._names[name] for name in params]
         self._journal = Journal(plan.mesh, active=cfg.stage == 3)
-        self._traffic = Traffic(plan.mesh, plan.axes, self._journal)
+        self._transport = Transport(plan.mesh, plan.axes, self._journal)
         reduces = world > 1 and (cfg.stage >= 2 or cfg.accum_steps == 1)
         self._stepper = Stepper(
             plan,
@@ -114,7 +114,7 @@ class Engine:
             opt_state,
             model,
             reduced=reduces,
-            mean=lambda x: self._traffic.sum(x / world),
+            mean=lambda x: self._transport.sum(x / world),
         )
         device = next(iter(params.values())).device
         lazy = cfg.stage == 3 and (plan.axes.shard.size > 1 or any(x.compute for x in leaves))
@@ -126,7 +126,7 @@ class Engine:
                 leaves,
                 grouping.units,
                 self._stepper.locals,
-                self._traffic,
+                self._transport,
                 device,
                 keep=not cfg.reshard_after_forward,
                 prefetch=units_ahead(cfg, plan.axes.shard),
@@ -144,10 +144,10 @@ class Engine:
         self._state = BackwardState()
         before, after = factors(world, cfg, gradient_reduction, gradient_predivide)
         self._share = before * after
-        self._gradients = Gradients(
+        self._reducer = Reducer(
             leaves,
             grouping.buckets,
-            self._traffic,
+            self._transport,
             scatter=cfg.stage >= 1,
             factors=(before, after),
             device=device,
@@ -168,10 +168,10 @@ class Engine:
         self._factor: Tensor | None = None
         self._entered = False
         self._node: Any = None
-        self._by_place = install(
+        self._by_index = install(
             slots, params, leaves, self._stepper.locals, self._units, self._taker
         )
-        self._writes = Writes(self._by_place, leaves, self._stepper, lazy=lazy)
+        self._writes = Writes(self._by_index, leaves, self._stepper, lazy=lazy)
 
     # --- forward and backward ---
 
@@ -192,7 +192,7 @@ class Engine:
         dtypes = self.cfg.dtypes
         args, kwargs = outputs.cast((args, kwargs), dtypes.param)
         try:
-            with in_force(dtypes, self._gradients.device.type):
+            with in_force(dtypes, self._reducer.device.type):
                 out = outputs.cast(self.module(*args, **kwargs), dtypes.output)
         except BaseException:
             self._on(events.ForwardRaised(forward.number))
@@ -344,12 +344,12 @@ class Engine:
         self._recover()
         if self.cfg.stage == 3:
             self._journal.enter("full_params")
-        leaves, shards = self._gradients.leaves, self._stepper.locals
+        leaves, shards = self._reducer.leaves, self._stepper.locals
         full: dict[str, Tensor] = {}
         for i in self._registered:
             value = shards[i].detach()
             if self.cfg.stage == 3:
-                value = self._traffic.whole(value, leaves[i])
+                value = self._transport.whole(value, leaves[i])
             full[leaves[i].name] = value.clone()
         return full
 
@@ -368,19 +368,19 @@ class Engine:
             ShardError: there is no parameter of that name.
         """
         self._recover()
-        place = self._place(name)
-        gradients = self._gradients
-        leaf = gradients.leaves[place]
+        index = self._index(name)
+        gradients = self._reducer
+        leaf = gradients.leaves[index]
         self._journal.enter("full_grad")
-        present, kept = self._anywhere(place in gradients.present, place in gradients.kept)
+        present, kept = self._anywhere(index in gradients.present, index in gradients.kept)
         if not present:
             return None
         if self._rules.reduces:
-            total = gradients.one(place, kept=kept)
+            total = gradients.one(index, kept=kept)
             if gradients.scatter and leaf.dim is not None:
-                total = self._traffic.whole(total, leaf)
+                total = self._transport.whole(total, leaf)
         else:
-            total = self._traffic.sum(gradients.local(place)) * self._share
+            total = self._transport.sum(gradients.local(index)) * self._share
         if self._loss_scale is not None:
             total = total / self._loss_scale.scale.to(total.dtype)
         return total
@@ -394,13 +394,13 @@ class Engine:
             for action in actions:
                 self._do(action)
         except BaseException:
-            untouched = isinstance(event, events.StepCalled) and self._gradients.present
+            untouched = isinstance(event, events.StepCalled) and self._reducer.present
             if isinstance(event, events.TaskEnded) or untouched:
                 self._state = before
             raise
 
     def _do(self, action: events.Action) -> None:
-        gradients = self._gradients
+        gradients = self._reducer
         match action:
             case events.Launch(bucket):
                 if not self._entered:  # a task that reduces nothing is no business of other ranks
@@ -426,8 +426,8 @@ class Engine:
             case events.TakeAll():
                 self._take_all()
             case events.Discard():
-                for place in self._late or ():
-                    self._by_place[place].grad = None
+                for index in self._late or ():
+                    self._by_index[index].grad = None
                 self._late, self._pending = None, {}
                 gradients.discard()
             case events.Flush():
@@ -444,7 +444,7 @@ class Engine:
             case _:
                 raise AssertionError(action)
 
-    def _taker(self, place: int) -> Callable[[Tensor], None]:
+    def _taker(self, index: int) -> Callable[[Tensor], None]:
         """What autograd calls when it has accumulated a gradient into a parameter."""
 
         engine = weakref.ref(self)  # autograd's hold of a hook is hidden from the collector
@@ -455,7 +455,7 @@ class Engine:
                 return
             late = self._late
             if late is not None:  # nothing waits for it: it stays where it is till the task ends
-                late.append(place)
+                late.append(index)
                 return
             grad = param.grad
             if grad is None:  # a function took the parameter and returned None for it
@@ -463,16 +463,16 @@ class Engine:
                 return
             param.grad = None
             grad = own(grad)
-            event = events.GradientReady(place, current_task())
+            event = events.GradientReady(index, current_task())
             self._state, actions = transition(self._rules, self._state, event)
             for action in actions:
                 kind = type(action)
                 if kind is events.Take:
                     if self._correction is not None:
                         grad.mul_(self._correction)
-                    self._gradients.take(place, grad)
+                    self._reducer.take(index, grad)
                 elif kind is events.SetAside:
-                    self._gradients.set_aside(place, action.forward, grad)  # pyright: ignore
+                    self._reducer.set_aside(index, action.forward, grad)  # pyright: ignore
                 else:
                     self._do(action)
             task = self._state.task
@@ -490,23 +490,23 @@ class Engine:
         self._late = None
 
     def _take_all(self) -> None:
-        params, dense, grads = self._by_place, torch.strided, {}
-        writes = self._gradients.accumulates or self._correction is not None
-        for place in self._late or ():
-            param = params[place]
+        params, dense, grads = self._by_index, torch.strided, {}
+        writes = self._reducer.accumulates or self._correction is not None
+        for index in self._late or ():
+            param = params[index]
             grad = param.grad
             if grad is None:  # it came twice, or a function returned None for it
                 continue
             param.grad = None
             if writes or grad.requires_grad or grad.layout is not dense:
                 grad = own(grad)
-            grads[place] = grad
+            grads[index] = grad
         if self._correction is not None and grads:
             torch._foreach_mul_(list(grads.values()), self._correction)
-        self._gradients.take_all(grads)
+        self._reducer.take_all(grads)
 
     def _scaled(self, factor: Tensor) -> None:
-        """Gradients that carry `factor` start on their way through the running task."""
+        """Reducer that carry `factor` start on their way through the running task."""
         self._on(events.ScaleApplied(current_task()))
         if self._factor is not None and self._factor is not factor:
             raise BackwardError(
@@ -521,7 +521,7 @@ class Engine:
             self._correction = correction * (1.0 if self._divided else self.cfg.accum_steps)
 
     def _ended(self, task: int) -> None:
-        arrived = [] if self._is_ordered else list(self._gradients.arrived)
+        arrived = [] if self._is_ordered else list(self._reducer.arrived)
         running, node = self._state.task, self._node
         self._node = None
         try:
@@ -544,7 +544,7 @@ class Engine:
         whether gradients came from backwards inside; see [Note: early and late].
         """
         self._is_ordered = True
-        plan, gradients = self._stepper.plan, self._gradients
+        plan, gradients = self._stepper.plan, self._reducer
         mine = " ".join(map(str, arrived))
         said = first_says(f"engine {self._journal.number}, order of gradients", mine, plan.mesh)
         order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
@@ -555,8 +555,8 @@ class Engine:
 
     def _anywhere(self, *here: bool) -> list[bool]:
         """Whether any rank says so; all of them must ask."""
-        flags = torch.tensor(here, dtype=torch.float32).to(self._gradients.device)
-        return [flag > 0 for flag in self._traffic.sum(flags).tolist()]
+        flags = torch.tensor(here, dtype=torch.float32).to(self._reducer.device)
+        return [flag > 0 for flag in self._transport.sum(flags).tolist()]
 
     def _recover(self) -> None:
         """See to it that no task is open that is over: a call from outside of backward came."""
@@ -573,7 +573,7 @@ class Engine:
     # --- the update ---
 
     def _update(self) -> None:
-        gradients, reduces = self._gradients, self._rules.reduces
+        gradients, reduces = self._reducer, self._rules.reduces
         self._writes.see()
         source = gradients.reduced if reduces else gradients.kept
         full = not (reduces and gradients.scatter)
@@ -587,7 +587,7 @@ class Engine:
             multiply = torch._foreach_mul if refuses else torch._foreach_mul_
             grads = list(multiply(grads, self._share) or grads)
         self._journal.enter("update")
-        with who_is_gone(self._traffic.processes):
+        with who_is_gone(self._transport.processes):
             self._stepper.update(grads, losses)
         self._clear()
         self._writes.ours()
@@ -596,14 +596,14 @@ class Engine:
 
     def _clear(self) -> None:
         """No gradients, and no losses that they are of."""
-        self._gradients.clear()
+        self._reducer.clear()
         self._losses, self._scalars = [], {}
 
     @property
     def _loss_scale(self) -> Any:
         return self._stepper.opt_state.loss_scale
 
-    def _place(self, name: str) -> int:
+    def _index(self, name: str) -> int:
         name = self._other_names.get(name, name)
         if name in self._names:
             return self._names[name]
@@ -615,5 +615,5 @@ class Engine:
         )
 
 
-def _ignore(places: Sequence[int]) -> None:
+def _ignore(indices: Sequence[int]) -> None:
     pass

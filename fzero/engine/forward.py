@@ -33,7 +33,7 @@ class Forward:
 
     def __del__(self) -> None:
         engine = self.engine() if self.engine is not None else None
-        if engine is not None and engine._gradients.aside:
+        if engine is not None and engine._reducer.aside:
             engine._on(events.ForwardGone(self.number))
 
 

@@ -29,12 +29,12 @@ def plan_units(
 
     Args:
         leaves: all of them.
-        order: their places as the module registers them.
+        order: their indices as the module registers them.
         limit: most bytes of full leaves in a unit.
         together: globs over module names; each module that one matches is a unit of its own.
 
     Returns:
-        The units as lists of places, and the modules that the last ones of them are, from
+        The units as lists of indices, and the modules that the last ones of them are, from
         `together`.
 
     Raises:
@@ -49,8 +49,8 @@ def plan_units(
         ([[0], [1, 2, 3, 4]], ['layers'])
     """
     owner = _owners(leaves, together)
-    free = [place for place in order if place not in owner]
-    blocks = _runs(free, lambda place: _block_of(leaves[place].name))
+    free = [index for index in order if index not in owner]
+    blocks = _runs(free, lambda index: _block_of(leaves[index].name))
     sizes = [sum(leaves[i].nbytes for i in block) for block in blocks]
     numbered = [
         size
@@ -72,9 +72,9 @@ def plan_units(
         units[-1] += part
         filled += size
     special: dict[str, list[int]] = {}
-    for place in order:
-        if place in owner:
-            special.setdefault(owner[place], []).append(place)
+    for index in order:
+        if index in owner:
+            special.setdefault(owner[index], []).append(index)
     return [*units, *special.values()], list(special)
 
 
@@ -82,13 +82,13 @@ def _owners(leaves: Sequence[LeafLayout], together: Sequence[str]) -> dict[int, 
     """For the leaves of modules that a glob matches, the outermost such module."""
     owner: dict[int, str] = {}
     unused = dict.fromkeys(together)
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         parts = leaf.name.split(".")
         for depth in range(len(parts)):
             module = ".".join(parts[:depth])
             glob = next((glob for glob in together if fnmatchcase(module, glob)), None)
             if glob is not None:
-                owner.setdefault(place, module)
+                owner.setdefault(index, module)
                 unused.pop(glob, None)
     if unused:
         modules = sorted({_module_of(leaf.name) for leaf in leaves} - {""})
@@ -108,12 +108,12 @@ def _module_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _runs(places: Sequence[int], key: Callable[[int], str]) -> list[list[int]]:
-    return [list(run) for _, run in itertools.groupby(places, key)]
+def _runs(indices: Sequence[int], key: Callable[[int], str]) -> list[list[int]]:
+    return [list(run) for _, run in itertools.groupby(indices, key)]
 
 
 class Grouping(NamedTuple):
-    """Which leaves travel together, by their places.
+    """Which leaves travel together, by their indices.
 
     Args:
         units: gathered together; empty where parameters are always there.
@@ -135,7 +135,7 @@ def plan_grouping(
 
     Args:
         leaves: of all parameters.
-        registered: their places in the order of the module.
+        registered: their indices in the order of the module.
         cfg: the step's.
         lazy: whether parameters are gathered on use.
         alone: whether there is no other rank.
@@ -159,9 +159,9 @@ def plan_order(
 
     Args:
         grouping: its buckets don't matter.
-        arrivals: places of all leaves as gradients come.
+        arrivals: indices of all leaves as gradients come.
     """
-    trained = [place for place in arrivals if leaves[place].trainable]
+    trained = [index for index in arrivals if leaves[index].trainable]
     units, special = grouping.units, grouping.special
     if alone:
         return grouping._replace(buckets=[], masks=())
@@ -169,8 +169,8 @@ def plan_order(
         nbytes = [leaf.nbytes for leaf in leaves]
         buckets = plan_buckets(nbytes, trained, int(cfg.bucket_mb * 2**20))
         return grouping._replace(buckets=buckets, masks=masks(buckets))
-    turn = {place: i for i, place in enumerate(trained)}
-    parts = [[place for place in unit if place in turn] for unit in units]
+    turn = {index: i for i, index in enumerate(trained)}
+    parts = [[index for index in unit if index in turn] for unit in units]
     common = len(units) - len(special)
     first = sorted(filter(None, parts[:common]), key=lambda unit: max(turn[i] for i in unit))
     last = [unit for unit in parts[common:] if unit]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.distributed.transport import Flight, Traffic
+from fzero.distributed.transport import Flight, Transport
 from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
 
@@ -15,13 +15,13 @@ from fzero.layout import LeafLayout
 _FLIGHTS = 1
 
 
-class Gradients:
+class Reducer:
     """What an engine holds of its trained leaves' gradients.
 
     Args:
         leaves: of all parameters; the trained ones get gradients.
-        buckets: places of those that are reduced together.
-        traffic: what reduces.
+        buckets: indices of those that are reduced together.
+        transport: what reduces.
         scatter: whether only this rank's shards of the sums are kept.
         factors: on each gradient before, and on the sum after it is reduced.
         device: of the parameters.
@@ -34,15 +34,15 @@ class Gradients:
         self,
         leaves: Sequence[LeafLayout],
         buckets: Sequence[Sequence[int]],
-        traffic: Traffic,
+        transport: Transport,
         *,
         scatter: bool,
         factors: tuple[float, float],
         device: torch.device,
         accumulates: bool,
-        gone: Callable[[Sequence[int]], None] = lambda places: None,
+        gone: Callable[[Sequence[int]], None] = lambda indices: None,
     ) -> None:
-        self.leaves, self.buckets, self.traffic = leaves, buckets, traffic
+        self.leaves, self.buckets, self.transport = leaves, buckets, transport
         self.scatter, self.factors, self.device, self.gone = scatter, factors, device, gone
         self.accumulates = accumulates
         # dtypes in which gradients come, travel and are summed
@@ -66,28 +66,28 @@ class Gradients:
         self.arrived: dict[int, None] = {}  # leaves of the running task, in order
         self.present: set[int] = set()  # leaves that have a gradient of this rank
 
-    def take(self, place: int, grad: Tensor) -> None:
+    def take(self, index: int, grad: Tensor) -> None:
         """A gradient for the running task."""
-        held = self.task.get(place)
-        self.arrived[place] = None
-        self.task[place] = grad if held is None else held.add_(grad)
+        held = self.task.get(index)
+        self.arrived[index] = None
+        self.task[index] = grad if held is None else held.add_(grad)
 
     def take_all(self, grads: dict[int, Tensor]) -> None:
-        """Gradients of many leaves for the running task."""
+        """Reducer of many leaves for the running task."""
         self.arrived.update(dict.fromkeys(grads))
         _add(self.task, grads, in_place=True)
 
-    def set_aside(self, place: int, forward: int, grad: Tensor) -> None:
+    def set_aside(self, index: int, forward: int, grad: Tensor) -> None:
         """A gradient for the task that will reach this forward."""
         mine = self.aside.setdefault(forward, {})
-        mine[place] = mine[place].add_(grad) if place in mine else grad
+        mine[index] = mine[index].add_(grad) if index in mine else grad
 
     def adopt(self, forward: int, factor: Tensor | float) -> None:
         """The running task has reached a forward: what was set aside for it is the task's."""
         self.adopted.add(forward)
-        for place, grad in self.aside[forward].items():
-            self.arrived[place] = None
-            self.borrowed.setdefault(place, []).append((grad, factor))
+        for index, grad in self.aside[forward].items():
+            self.arrived[index] = None
+            self.borrowed.setdefault(index, []).append((grad, factor))
 
     def forget(self, forward: int) -> None:
         """Drop what was set aside for a forward, once the running task is over."""
@@ -95,31 +95,31 @@ class Gradients:
 
     def launch(self, bucket: int) -> None:
         """Reduce a bucket of what is kept and what the task has; zeros where there is nothing."""
-        places = self.buckets[bucket]
+        indices = self.buckets[bucket]
         self._land(_FLIGHTS - 1)
-        self.flights.append((places, self._send(places, [self._local(i) for i in places])))
-        self.gone(places)
+        self.flights.append((indices, self._send(indices, [self._local(i) for i in indices])))
+        self.gone(indices)
 
     def commit(self) -> None:
         """The running task has ended well."""
         self._land(0)
         self.present |= self.arrived.keys()
         self.arrived.clear()
-        for place in self.used:
-            del self.kept[place]
+        for index in self.used:
+            del self.kept[index]
         self.used.clear()
-        for place, grad in self.landed.items():
-            if grad.dtype != self.sums[place]:
-                self.landed[place] = grad.to(self.sums[place])
+        for index, grad in self.landed.items():
+            if grad.dtype != self.sums[index]:
+                self.landed[index] = grad.to(self.sums[index])
         _add(self.reduced, self.landed, in_place=True)
-        for place in [*self.borrowed]:  # their buckets were under way already
-            self.task[place] = self._brought(place)
+        for index in [*self.borrowed]:  # their buckets were under way already
+            self.task[index] = self._brought(index)
         for forward in self.adopted:
             self.aside.pop(forward, None)
         self.adopted.clear()
-        for place in self.wider:
-            if place in self.task:
-                self.task[place] = self.task[place].to(self.sums[place])
+        for index in self.wider:
+            if index in self.task:
+                self.task[index] = self.task[index].to(self.sums[index])
         # where none were expected, these may be in memory that others hold, too
         _add(self.kept, self.task, in_place=self.accumulates)
 
@@ -148,55 +148,57 @@ class Gradients:
         self.reduced.clear()
         self.present.clear()
 
-    def zeros(self, place: int, *, full: bool) -> Tensor:
+    def zeros(self, index: int, *, full: bool) -> Tensor:
         """The sum of a leaf without a gradient."""
-        leaf = self.leaves[place]
-        shape = leaf.shape if full else leaf.shard_shape(self.traffic.axes.shard.rank)
-        return torch.zeros(shape, dtype=self.sums[place], device=self.device)
+        leaf = self.leaves[index]
+        shape = leaf.shape if full else leaf.shard_shape(self.transport.axes.shard.rank)
+        return torch.zeros(shape, dtype=self.sums[index], device=self.device)
 
-    def one(self, place: int, *, kept: bool) -> Tensor:
+    def one(self, index: int, *, kept: bool) -> Tensor:
         """The sum of everything a leaf has, reduced, as `reduced` holds it; changes nothing.
 
         Args:
-            place: of the leaf.
+            index: of the leaf.
             kept: whether some rank has kept a gradient of it.
         """
-        total = self.reduced.get(place)
+        total = self.reduced.get(index)
         if total is None:
-            total = self.zeros(place, full=not self.scatter)
-        return total + self._send([place], [self.local(place)]).wait()[0] if kept else total
+            total = self.zeros(index, full=not self.scatter)
+        return total + self._send([index], [self.local(index)]).wait()[0] if kept else total
 
-    def local(self, place: int) -> Tensor:
+    def local(self, index: int) -> Tensor:
         """A copy of what is kept of a leaf: full, and this rank's own."""
-        kept = self.kept.get(place)
-        return self.zeros(place, full=True) if kept is None else kept.clone()
+        kept = self.kept.get(index)
+        return self.zeros(index, full=True) if kept is None else kept.clone()
 
-    def _local(self, place: int) -> Tensor:
-        grad, kept = self._brought(place), self.kept.get(place)
+    def _local(self, index: int) -> Tensor:
+        grad, kept = self._brought(index), self.kept.get(index)
         if kept is None:
-            return self.zeros(place, full=True) if grad is None else grad
-        self.used.add(place)
+            return self.zeros(index, full=True) if grad is None else grad
+        self.used.add(index)
         return kept.clone() if grad is None else kept + grad  # kept stays, should the task raise
 
-    def _brought(self, place: int) -> Any:
+    def _brought(self, index: int) -> Any:
         """What the task has of a leaf and no longer holds then, or None."""
-        grad = self.task.pop(place, None)
-        for aside, factor in self.borrowed.pop(place, ()):  # stays, should the task raise
+        grad = self.task.pop(index, None)
+        for aside, factor in self.borrowed.pop(index, ()):  # stays, should the task raise
             grad = aside * factor if grad is None else grad.add_(aside * factor)
         return grad
 
-    def _send(self, places: Sequence[int], grads: list[Tensor]) -> Flight:
+    def _send(self, indices: Sequence[int], grads: list[Tensor]) -> Flight:
         before, after = self.factors
-        leaves = [self.leaves[i] for i in places]
+        leaves = [self.leaves[i] for i in indices]
         # the same on every rank, whoever has kept or got what
-        grads = [grad.to(self.travels[i]) for i, grad in zip(places, grads, strict=True)]
-        return self.traffic.reduce(grads, leaves, scatter=self.scatter, before=before, after=after)
+        grads = [grad.to(self.travels[i]) for i, grad in zip(indices, grads, strict=True)]
+        return self.transport.reduce(
+            grads, leaves, scatter=self.scatter, before=before, after=after
+        )
 
     def _land(self, most: int) -> None:
         """Wait until at most so many reductions are under way."""
         while len(self.flights) > most:
-            places, flight = self.flights.pop(0)
-            self.landed.update(zip(places, flight.wait(), strict=True))
+            indices, flight = self.flights.pop(0)
+            self.landed.update(zip(indices, flight.wait(), strict=True))
 
 
 def _summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -205,7 +207,7 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
 
 def _add(total: dict[int, Tensor], more: dict[int, Tensor], *, in_place: bool) -> None:
     """Add one to the other, which is empty then."""
-    both = [place for place in more if place in total] if total else []
+    both = [index for index in more if index in total] if total else []
     if both:
         held, new = [total[i] for i in both], [more.pop(i) for i in both]
         if in_place:

@@ -10,11 +10,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from fzero import tree
 from fzero.errors import ShardError
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
-from fzero.state.opt_state import Held, OptState
+from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import locals_of
 from fzero.step.metrics import refuse_nonfinite
-from fzero.step.update_program import UpdateHalf
+from fzero.step.update_program import UpdateProgram
 from fzero.tree import PyTree
 
 
@@ -45,7 +45,7 @@ class Stepper:
         self.reduced, self.mean = reduced, mean
         double = any(leaf.dtype == torch.float64 for leaf in plan.sharding.layout)
         self.loss_dtype = torch.float64 if double else torch.float32
-        self.half: UpdateHalf | None = None
+        self.half: UpdateProgram | None = None
         self.watch = Watch()
         norms = [part for part in module.modules() if isinstance(part, _NormBase)]
         self.buffers = dict(module.named_buffers()) if norms else {}
@@ -65,7 +65,7 @@ class Stepper:
         """
         plan, cfg, state = self.plan, self.plan.cfg, self.opt_state
         self.watch.look()
-        held = Held.of(state._replace(model_state=None), dtensors=plan.opt.foreign)
+        held = LocalState.of(state._replace(model_state=None), dtensors=plan.opt.foreign)
         scale = LossScaleState(*held.scale) if held.scale else None
         known = [loss.to(self.loss_dtype) for loss in losses]
         loss = torch.stack(known).mean() if known else torch.zeros((), dtype=self.loss_dtype)
@@ -76,7 +76,7 @@ class Stepper:
             refuse_nonfinite(loss, grads, plan, int(state.step))
         trained, _ = plan.sharding.layout.divide(self.locals)
         if self.half is None:
-            self.half = UpdateHalf(plan, held, reduced=self.reduced)
+            self.half = UpdateProgram(plan, held, reduced=self.reduced)
             if not plan.opt.foreign:
                 size = int(cfg.bucket_mb * 2**20)
                 self.half.stage_out(trained, held, grads, loss, [], bucket_bytes=size)
@@ -104,13 +104,13 @@ class Stepper:
         layout = self.plan.sharding.layout.leaves
         if not written or self.opt_state.master is None:
             return
-        trained = [place for place, leaf in enumerate(layout) if leaf.trainable]
+        trained = [index for index, leaf in enumerate(layout) if leaf.trainable]
         masters = locals_of(tree.leaves(self.opt_state.master))
-        for place, master in zip(trained, masters, strict=True):
-            if place in written:
-                part = self.locals[place]
+        for index, master in zip(trained, masters, strict=True):
+            if index in written:
+                part = self.locals[index]
                 if self.plan.cfg.stage < 3:
-                    part = self.plan.part(part, layout[place])
+                    part = self.plan.part(part, layout[index])
                 master.copy_(part)
 
     def read(self) -> tuple[PyTree, OptState]:

@@ -14,7 +14,7 @@ class Writes:
     """The state of an engine's parameters, as the engine left them.
 
     Args:
-        params: the module's parameters by place.
+        params: the module's parameters by index.
         leaves: how each is split.
         stepper: what trains them.
         lazy: whether they are gathered on use: there writing is refused at once.
@@ -40,8 +40,8 @@ class Writes:
                 trained from now on.
         """
         written = []
-        for place, param in self.params.items():
-            leaf, own = self.leaves[place], self.stepper.locals[place]
+        for index, param in self.params.items():
+            leaf, own = self.leaves[index], self.stepper.locals[index]
             if param.requires_grad != leaf.trainable:
                 raise FzeroError(
                     f"the parameter {leaf.name!r} has requires_grad={param.requires_grad}, and had "
@@ -57,8 +57,8 @@ class Writes:
                     "lost. Move or cast the module before the engine is made; dtypes are "
                     "Config(precision=...)'s."
                 )
-            if param._version != self.versions[place]:
-                written.append(place)
+            if param._version != self.versions[index]:
+                written.append(index)
         self.stepper.refresh(written)
 
     def ours(self) -> None:
@@ -67,4 +67,4 @@ class Writes:
         self._note()
 
     def _note(self) -> None:
-        self.versions = {place: param._version for place, param in self.params.items()}
+        self.versions = {index: param._version for index, param in self.params.items()}

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from fzero import tree
 from fzero.errors import ConfigError
-from fzero.numerics.precision import _LOW, Precision, _is_floating
+from fzero.numerics.precision import LOW, Precision, is_floating
 from fzero.tree import PyTree
 
 
@@ -33,12 +33,12 @@ def cast(values: PyTree, dtype: torch.dtype | None) -> PyTree:
     """
     if dtype is None:
         return values
-    return tree.map(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, values)
+    return tree.map(lambda leaf: leaf.to(dtype) if is_floating(leaf) else leaf, values)
 
 
 def widened(x: Tensor) -> Tensor:
     """`x`, in float32 if its own floating dtype has fewer bits."""
-    return x.float() if x.dtype in _LOW else x
+    return x.float() if x.dtype in LOW else x
 
 
 _OUTPUT: ContextVar[torch.dtype | None] = ContextVar("fzero_output_dtype", default=None)
@@ -73,7 +73,7 @@ def as_output(values: PyTree) -> PyTree:
     if dtype is None:
         return values
     # torch's trees: libraries of models register their classes of outputs there
-    return pytree.tree_map(lambda x: x.to(dtype) if _is_floating(x) else x, values)
+    return pytree.tree_map(lambda x: x.to(dtype) if is_floating(x) else x, values)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fzero.errors import ConfigError
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_LOW = (torch.bfloat16, torch.float16)
+LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Precision:
             decides. Excludes a low `param`.
         lower_precision_safe_modules: with `autocast`, the module classes, or their dotted names,
             whose parameters are gathered (at stage 3) and reduced in the autocast dtype; exact
-            classes, not subclasses. None: Linear and Conv1d to Conv3d. Kept as classes.
+            classes, not subclasses. None: Linear and Conv1d to Conv3d. LeafDtypes as classes.
         optimizer: dtype of the optimizer's state, float32 or bfloat16; the latter needs bfloat16
             masters. None: float32 beside masters of 16 bits, else as the optimizer makes it.
         stochastic_rounding: round updated bfloat16 masters up or down with probabilities that make
@@ -70,7 +70,7 @@ class Precision:
     def __post_init__(self) -> None:
         for field in ("param", "reduce", "master", "output"):
             _check_dtype(field, getattr(self, field), _FLOATS)
-        _check_dtype("autocast", self.autocast, _LOW)
+        _check_dtype("autocast", self.autocast, LOW)
         _check_dtype("optimizer", self.optimizer, (torch.float32, torch.bfloat16))
         if not isinstance(self.stochastic_rounding, bool):
             raise ConfigError(
@@ -84,12 +84,12 @@ class Precision:
         self._check_autocast()
 
     def _check_master(self) -> None:
-        if self.param and self.master and not _holds(self.master, self.param):
+        if self.param and self.master and not holds(self.master, self.param):
             raise _clash(
                 f"master={self.master} cannot hold what Precision.param={self.param} computes with",
-                f"a master is at least as precise as param; use master={_wider(self.param)}",
+                f"a master is at least as precise as param; use master={wider(self.param)}",
             )
-        if {self.param, self.reduce} >= set(_LOW):
+        if {self.param, self.reduce} >= set(LOW):
             raise _clash(
                 f"reduce={self.reduce} cannot hold gradients of Precision.param={self.param}",
                 "bfloat16 and float16 lose range or digits into each other; use "
@@ -140,7 +140,7 @@ class Precision:
     @property
     def state(self) -> torch.dtype | None:
         """dtype of the optimizer's state; None: as the optimizer makes it."""
-        return self.optimizer or (torch.float32 if self.kept in _LOW else None)
+        return self.optimizer or (torch.float32 if self.kept in LOW else None)
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -207,15 +207,15 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _is_floating(leaf: Any) -> bool:
+def is_floating(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _holds(high: torch.dtype, low: torch.dtype) -> bool:
+def holds(high: torch.dtype, low: torch.dtype) -> bool:
     return torch.promote_types(high, low) == high
 
 
-def _wider(dtype: torch.dtype) -> torch.dtype:
+def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -1,6 +1,5 @@
 """Running a Program: its graph as one straight-line Python function that frees what is used up."""
 
-import builtins
 import contextlib
 import itertools
 import linecache
@@ -20,7 +19,7 @@ from fzero.program.program import Program
 Executable = Callable[..., list[Any]]
 
 
-def compile(program: Program) -> Executable:
+def compile_program(program: Program) -> Executable:
     """A function from the Program's inputs, in order, to the list of its outputs.
 
     Every local is dropped after its last use. Random numbers leave the generators as they were.
@@ -28,7 +27,7 @@ def compile(program: Program) -> Executable:
     source, scope = generate(program)
     filename = f"<fzero program {program.name} {next(_NUMBERS)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    exec(builtins.compile(source, filename, "exec"), scope)
+    exec(compile(source, filename, "exec"), scope)
     function = scope["program"]
     devices = _random_devices(program)
 

@@ -16,7 +16,7 @@ from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
 from fzero.optim.base import Optimizer
 from fzero.state.builder import Recording, record
-from fzero.state.masters import Placement, place, plan_kept
+from fzero.state.masters import Residence, plan_leaf_dtypes, plan_residence
 from fzero.state.opt_state import OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, plan_sharding
@@ -48,9 +48,9 @@ def start(
     device = recording.device if recording else device
     mesh = resolve_mesh(cfg.mesh, device.type)
     agree_on_start(cfg, shapes, model_state, mesh, built=recording is None)
-    placement = place(cfg, device)
-    _check_offload(placement, opt)
-    kept = plan_kept(
+    residence = plan_residence(cfg, device)
+    _check_offload(residence, opt)
+    kept = plan_leaf_dtypes(
         leaves,
         tree.paths(shapes),
         cfg.dtypes,
@@ -70,7 +70,7 @@ def start(
         shards[i] = sharding.split_one(i, full.to(kept.params[i]))
         leaf = sharding.layout.leaves[i]
         if kept.masters is not None and leaf.trainable:
-            masters_of[i] = placement.master(plan.part(full, leaf), kept.masters[i])
+            masters_of[i] = residence.master(plan.part(full, leaf), kept.masters[i])
 
     if recording is None:
         for i, leaf in enumerate(tree.leaves(params)):
@@ -85,7 +85,7 @@ def start(
     if cfg.dtypes.state == torch.float32:  # the state is made in the dtype of what it is made for
         wide = [widened(x) for x in targets]
     inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
-    inner = tree.map(placement.state, inner)
+    inner = tree.map(residence.state, inner)
     opt_state = OptState(
         step=torch.zeros((), dtype=torch.int64),
         inner=plan.wrap_inner(inner),
@@ -97,11 +97,11 @@ def start(
     return plan, tree.unflatten(sharding.spec, sharding.wrap(shards)), opt_state
 
 
-def _check_offload(placement: Placement, opt: Optimizer) -> None:
-    if opt.foreign and placement.masters != placement.params:
+def _check_offload(residence: Residence, opt: Optimizer) -> None:
+    if opt.foreign and residence.masters != residence.params:
         raise ConfigError(
             f"Config.offload='cpu' keeps the optimizer's state in host memory while the ranks' "
-            f"collectives run on {placement.params.type}, and an optimizer that knows nothing of "
+            f"collectives run on {residence.params.type}, and an optimizer that knows nothing of "
             "shards needs collectives for its state. Use one of fzero.optim, or offload=None."
         )
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fzero.config import Config
 from fzero.errors import ConfigError
-from fzero.numerics.precision import Precision, _holds, _wider
+from fzero.numerics.precision import Precision, holds, wider
 
 
-class Placement(NamedTuple):
+class Residence(NamedTuple):
     """Where things live.
 
     Args:
@@ -50,20 +50,20 @@ class Placement(NamedTuple):
         return x.pin_memory() if self.pinned and x.device.type == "cpu" else x
 
 
-def place(cfg: Config, device: torch.device) -> Placement:
+def plan_residence(cfg: Config, device: torch.device) -> Residence:
     """Where each part of a step lives whose parameters were given on `device`.
 
     Examples:
-        >>> place(Config(), torch.device("cuda", 1)).masters
+        >>> plan_residence(Config(), torch.device("cuda", 1)).masters
         device(type='cuda', index=1)
-        >>> place(Config(offload="cpu"), torch.device("cuda", 1))[1:]
+        >>> plan_residence(Config(offload="cpu"), torch.device("cuda", 1))[1:]
         (device(type='cpu'), True)
-        >>> place(Config(offload="cpu"), torch.device("cpu"))[1:]
+        >>> plan_residence(Config(offload="cpu"), torch.device("cpu"))[1:]
         (device(type='cpu'), False)
     """
     if cfg.offload is None:
-        return Placement(device, device, False)
-    return Placement(device, torch.device("cpu"), device.type == "cuda")
+        return Residence(device, device, False)
+    return Residence(device, torch.device("cpu"), device.type == "cuda")
 
 
 def copied(x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def copied(x: Tensor) -> Tensor:
     return torch.empty_like(x, pin_memory=True).copy_(x)
 
 
-class Kept(NamedTuple):
+class LeafDtypes(NamedTuple):
     """What is kept of each leaf between steps.
 
     Args:
@@ -86,7 +86,7 @@ class Kept(NamedTuple):
     masters: tuple[torch.dtype, ...] | None
 
 
-def plan_kept(
+def plan_leaf_dtypes(
     leaves: Sequence[Tensor],
     paths: Sequence[str],
     precision: Precision,
@@ -94,7 +94,7 @@ def plan_kept(
     trained: Sequence[bool],
     sharded: bool,
     apart: bool = False,
-) -> Kept:
+) -> LeafDtypes:
     """In which dtypes parameters live between steps, and whether masters do beside them.
 
     Args:
@@ -111,10 +111,10 @@ def plan_kept(
 
     Examples:
         >>> leaf, bf16 = [torch.ones(2)], resolve("bf16")
-        >>> plan_kept(leaf, [""], bf16, trained=[True], sharded=True)
-        Kept(params=(torch.float32,), masters=None)
-        >>> plan_kept(leaf, [""], bf16, trained=[True], sharded=False)
-        Kept(params=(torch.bfloat16,), masters=(torch.float32,))
+        >>> plan_leaf_dtypes(leaf, [""], bf16, trained=[True], sharded=True)
+        LeafDtypes(params=(torch.float32,), masters=None)
+        >>> plan_leaf_dtypes(leaf, [""], bf16, trained=[True], sharded=False)
+        LeafDtypes(params=(torch.bfloat16,), masters=(torch.float32,))
     """
     used: list[torch.dtype] = []
     high: list[torch.dtype] = []
@@ -122,13 +122,13 @@ def plan_kept(
         floating = leaf.is_floating_point()
         used.append((precision.param if floating else None) or leaf.dtype)
         high.append((precision.master if floating and train else None) or used[-1])
-        if not _holds(high[-1], used[-1]):
+        if not holds(high[-1], used[-1]):
             raise ConfigError(
                 f"params{path} is {used[-1]}, which Precision.master={precision.master} cannot "
                 "hold: a master is at least as precise as what is computed with. Use "
-                f"master={_wider(used[-1])}, or set Precision.param too."
+                f"master={wider(used[-1])}, or set Precision.param too."
             )
     if sharded and not apart:
-        return Kept(tuple(high), None)
+        return LeafDtypes(tuple(high), None)
     differ = [a != b for a, b, train in zip(used, high, trained, strict=True) if train]
-    return Kept(tuple(used), tuple(high) if apart or any(differ) else None)
+    return LeafDtypes(tuple(used), tuple(high) if apart or any(differ) else None)

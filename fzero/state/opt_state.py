@@ -35,7 +35,7 @@ class OptState(NamedTuple):
     metrics: dict[str, Any]
 
 
-class Held(NamedTuple):
+class LocalState(NamedTuple):
     """The local tensors of an `OptState`, in flat lists, and what rebuilds it."""
 
     masters: list[Tensor]
@@ -47,7 +47,7 @@ class Held(NamedTuple):
     step: Tensor
 
     @classmethod
-    def of(cls, opt_state: OptState, *, dtensors: bool) -> "Held":
+    def of(cls, opt_state: OptState, *, dtensors: bool) -> "LocalState":
         """Unpack; `dtensors` leaves the optimizer's state as DTensors."""
         inner, inner_spec = tree.flatten(opt_state.inner)
         state, state_spec = tree.flatten(opt_state.model_state)

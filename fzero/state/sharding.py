@@ -55,10 +55,10 @@ class Sharding:
         """This rank's shards of full leaves, in memory of their own."""
         return [self.split_one(i, x) for i, x in enumerate(leaves)]
 
-    def split_one(self, place: int, full: Tensor) -> Tensor:
-        """`split` for the leaf at one place."""
-        leaf = self.layout.leaves[place]
-        sharded = self.dtensors[place] is not None
+    def split_one(self, index: int, full: Tensor) -> Tensor:
+        """`split` for the leaf at one index."""
+        leaf = self.layout.leaves[index]
+        sharded = self.dtensors[index] is not None
         part = leaf.split(full.detach(), self.mesh.shard_rank) if sharded else full.detach()
         return part.clone(memory_format=torch.contiguous_format)
 

@@ -29,7 +29,7 @@ from fzero.errors import FzeroError, TraceError
 from fzero.layout import LeafLayout
 from fzero.numerics.casts import widened
 from fzero.numerics.rng import generator_of, mix, preserved
-from fzero.state.opt_state import Held
+from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.gradients import (
     ModelFn,
@@ -41,27 +41,27 @@ from fzero.step.gradients import (
     with_room,
 )
 from fzero.step.update import Updated
-from fzero.step.update_program import UpdateHalf
+from fzero.step.update_program import UpdateProgram
 from fzero.tree import PyTree
 from fzero.zero import scaled
 
 
 class Eager:
-    """The halves of a step, as `Staged` has them, the gradients' run eagerly.
+    """The halves of a step, as `Traced` has them, the gradients' run eagerly.
 
     Random numbers are a function of seed, step, micro-batch and rank. Unlike in a Program, where
-    every operator is seeded by its place, they come from one stream per micro-batch: the masks are
+    every operator is seeded by its index, they come from one stream per micro-batch: the masks are
     others than the traced executor's.
     """
 
     collectives = "those of the eager executor"
 
-    def __init__(self, model_fn: ModelFn, plan: Plan, held: Held) -> None:
+    def __init__(self, model_fn: ModelFn, plan: Plan, held: LocalState) -> None:
         self.model_fn = model_fn
         self.plan = plan
         self.limit = int(plan.cfg.bucket_mb * 2**20)
         self.bucket_bytes = (self.limit, self.limit)
-        self.update_half = UpdateHalf(plan, held, reduced=True)
+        self.update_program = UpdateProgram(plan, held, reduced=True)
         self.journal = _Journal(plan.mesh)
         self.order: list[int] = []  # in which leaves were used last time
 
@@ -81,7 +81,7 @@ class Eager:
         self,
         trained: Sequence[Tensor],
         frozen: Sequence[Tensor],
-        held: Held,
+        held: LocalState,
         micro: Sequence[PyTree],
         step: Tensor,
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
@@ -117,19 +117,19 @@ class Eager:
     def update(
         self,
         trained: Sequence[Tensor],
-        held: Held,
+        held: LocalState,
         grads: list[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
     ) -> Updated:
         """Overwrite `trained` and what `held` has of masters and optimizer state."""
-        half = self.update_half
+        half = self.update_program
         if half.program is None and not self.plan.opt.foreign:
             half.stage_out(trained, held, grads, loss, state, bucket_bytes=self.limit)
         return half(trained, held, grads, loss, state)
 
     def _one(
-        self, leaves: Sequence[Tensor], state: Sequence[Tensor], batch: PyTree, held: Held
+        self, leaves: Sequence[Tensor], state: Sequence[Tensor], batch: PyTree, held: LocalState
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
         """One micro-batch, from the leaves as they live between steps."""
         plan, cfg = self.plan, self.plan.cfg
@@ -196,20 +196,20 @@ class Eager:
             source.reshard()
         trained = [x for x in source.leaves if x.requires_grad]
         # what was gathered is the same on every rank, what was used may not be
-        used = [x for x in trained if x.place in source.used]
+        used = [x for x in trained if x.leaf_index in source.used]
         arrivals = Arrivals(
             used,
             [x.leaf for x in used],
             self._reduce,
             self.limit,
-            done=lambda i: source.drop(used[i].place),
+            done=lambda i: source.drop(used[i].leaf_index),
         )
         found = _gradients(scaled_loss, [*used, *(x.shard for x in trained)])[len(used) :]
-        arrived = dict(zip((x.place for x in used), arrivals.finish(), strict=True))
+        arrived = dict(zip((x.leaf_index for x in used), arrivals.finish(), strict=True))
         source.close()
         grads: list[Tensor] = []
         for x, staged in zip(trained, found, strict=True):
-            parts = [arrived.get(x.place), staged]
+            parts = [arrived.get(x.leaf_index), staged]
             there = [part.to(x.leaf.dtype) for part in parts if part is not None]
             grads.append(sum(there[1:], there[0]) if there else torch.zeros_like(x.shard))
         return grads, loss, aux

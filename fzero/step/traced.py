@@ -10,17 +10,17 @@ from fzero.distributed.mesh import Mesh
 from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
 from fzero.program import Program
-from fzero.program.codegen import compile
+from fzero.program.codegen import compile_program
 from fzero.program.graph import output_node, tensors_of
-from fzero.state.opt_state import Held
+from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.gradients import ModelFn, Signature, reduces_once, stage_gradients
 from fzero.step.update import Updated
-from fzero.step.update_program import UpdateHalf, outputs_on, shared_outputs
+from fzero.step.update_program import UpdateProgram, outputs_on, shared_outputs
 from fzero.tree import PyTree
 
 
-class Staged:
+class Traced:
     """Programs of the gradients of one micro-batch and of the update, ready to run.
 
     Raises:
@@ -32,7 +32,7 @@ class Staged:
         model_fn: ModelFn,
         plan: Plan,
         leaves: Sequence[Tensor],
-        held: Held,
+        held: LocalState,
         batch: Sequence[Tensor],
         batch_spec: tree.Spec,
         bucket_bytes: tuple[int, int] | None = None,
@@ -61,15 +61,15 @@ class Staged:
             model_fn, cfg, self.signature, plan.axes, inputs, names, beside, settled[0]
         )
         self.seeded = "key" in gradients.inputs
-        self.run_gradients = compile(gradients)
+        self.run_gradients = compile_program(gradients)
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
         self.shared = shared_outputs(gradients)[: len(plan.trained)]
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
-        self.update_half = UpdateHalf(plan, held, reduced=not reduces_once(cfg))
+        self.update_program = UpdateProgram(plan, held, reduced=not reduces_once(cfg))
         self.program = gradients
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
-            update = self.update_half.stage_out(
+            update = self.update_program.stage_out(
                 trained,
                 held,
                 grads,
@@ -88,7 +88,7 @@ class Staged:
         self,
         trained: Sequence[Tensor],
         frozen: Sequence[Tensor],
-        held: Held,
+        held: LocalState,
         micro: Sequence[PyTree],
         step: Tensor,
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
@@ -121,13 +121,13 @@ class Staged:
     def update(
         self,
         trained: Sequence[Tensor],
-        held: Held,
+        held: LocalState,
         grads: list[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
     ) -> Updated:
         """Overwrite `trained` and what `held` has of masters and optimizer state."""
-        return self.update_half(trained, held, grads, loss, state)
+        return self.update_program(trained, held, grads, loss, state)
 
 
 def _collectives(program: Program, mesh: Mesh) -> str:

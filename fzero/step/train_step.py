@@ -20,13 +20,13 @@ from fzero.optim.base import Optimizer
 from fzero.program import Program
 from fzero.state.init import agree_on_start, start
 from fzero.state.masters import copied
-from fzero.state.opt_state import Held, OptState
+from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
 from fzero.step.eager import Eager
 from fzero.step.gradients import ModelFn
 from fzero.step.metrics import refuse_nonfinite
-from fzero.step.traced import Staged
+from fzero.step.traced import Traced
 from fzero.step.update import Updated
 from fzero.tree import PyTree
 
@@ -77,7 +77,7 @@ class TrainStep:
         self.opt = opt
         self.cfg = cfg
         self._plan: Plan | None = None
-        self._staged: dict[Any, Staged | Eager] = {}
+        self._staged: dict[Any, Traced | Eager] = {}
         self._bucket_bytes: tuple[int, int] | None = None
         self._number, self._calls = 0, 0
         self._last_collectives: str | None = None
@@ -192,7 +192,7 @@ class TrainStep:
         self._plan = plan
         return plan
 
-    def _unpack(self, params: PyTree, opt_state: OptState) -> tuple[Plan, list[Tensor], Held]:
+    def _unpack(self, params: PyTree, opt_state: OptState) -> tuple[Plan, list[Tensor], LocalState]:
         """The plan for this tree, its local leaves, and the local leaves of the state."""
         refuse_outer_autocast()
         leaves, spec = tree.flatten(params)
@@ -210,7 +210,7 @@ class TrainStep:
             sharding = plan_sharding(params, self.cfg, mesh, sharded=self.cfg.stage == 3)
             plan = Plan(self.cfg, self.opt, mesh, sharding)
         plan.check(leaves, spec)
-        held = Held.of(opt_state, dtensors=self.opt.foreign)
+        held = LocalState.of(opt_state, dtensors=self.opt.foreign)
         plan.check_inner(held.inner_spec)
         return self._use(plan), locals_of(leaves), held
 
@@ -219,7 +219,7 @@ class TrainStep:
         params: PyTree,
         opt_state: OptState,
         leaves: Sequence[Tensor],
-        held: Held,
+        held: LocalState,
         updated: Updated,
         aux: PyTree,
     ) -> tuple[PyTree, OptState]:
@@ -251,7 +251,9 @@ class TrainStep:
         new = OptState(opt_state.step + advance, inner, master, updated.loss_scale, state, metrics)
         return params, new
 
-    def _stage(self, plan: Plan, leaves: list[Tensor], held: Held, micro: PyTree) -> Staged | Eager:
+    def _stage(
+        self, plan: Plan, leaves: list[Tensor], held: LocalState, micro: PyTree
+    ) -> Traced | Eager:
         """What runs a step of these shapes; staged out the first time."""
         if self.cfg.executor == "eager":  # one for all shapes
             if held.state_spec not in self._staged:
@@ -264,13 +266,13 @@ class TrainStep:
             if len(self._staged) == MAX_SIGNATURES:
                 _warn_of_signatures(list(self._staged), key)
             sizes = self._bucket_bytes
-            staged = Staged(self.model_fn, plan, leaves, held, batch, spec, sizes)
+            staged = Traced(self.model_fn, plan, leaves, held, batch, spec, sizes)
             self._staged[key] = staged
         return staged
 
     def _agreed(
-        self, staged: Staged | Eager, leaves: list[Tensor], held: Held, micro: PyTree
-    ) -> Staged | Eager:
+        self, staged: Traced | Eager, leaves: list[Tensor], held: LocalState, micro: PyTree
+    ) -> Traced | Eager:
         """`staged` with the buckets, and so the collectives, that all ranks have.
 
         The best size of a bucket depends on what differs between ranks: the rows of an uneven
@@ -292,7 +294,7 @@ class TrainStep:
                 raise
         return staged
 
-    def _forget(self, staged: Staged | Eager) -> None:
+    def _forget(self, staged: Traced | Eager) -> None:
         self._staged = {k: v for k, v in self._staged.items() if v is not staged}
 
     @property

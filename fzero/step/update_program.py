@@ -11,16 +11,16 @@ from torch import Tensor
 from fzero import tree
 from fzero.numerics.loss_scale import LossScaleState
 from fzero.program import Program
-from fzero.program.codegen import Executable, compile
+from fzero.program.codegen import Executable, compile_program
 from fzero.program.graph import output_node, tensors_of
 from fzero.program.pipeline import share_collectives
 from fzero.program.trace import stage_out
-from fzero.state.opt_state import Held
+from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.update import Update, Updated
 
 
-class UpdateHalf:
+class UpdateProgram:
     """The update of a plan; once staged out, its Program runs, and `Update` itself before.
 
     Args:
@@ -29,7 +29,7 @@ class UpdateHalf:
         reduced: whether gradients come summed over the ranks.
     """
 
-    def __init__(self, plan: Plan, held: Held, *, reduced: bool) -> None:
+    def __init__(self, plan: Plan, held: LocalState, *, reduced: bool) -> None:
         self.plan = plan
         self.step_update = Update(
             plan.opt,
@@ -48,7 +48,7 @@ class UpdateHalf:
     def __call__(
         self,
         trained: Sequence[Tensor],
-        held: Held,
+        held: LocalState,
         grads: list[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
@@ -65,7 +65,7 @@ class UpdateHalf:
     def _groups(
         self,
         trained: Sequence[Tensor],
-        held: Held,
+        held: LocalState,
         grads: Sequence[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
@@ -87,7 +87,7 @@ class UpdateHalf:
     def stage_out(
         self,
         trained: Sequence[Tensor],
-        held: Held,
+        held: LocalState,
         grads: Sequence[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
@@ -133,7 +133,7 @@ class UpdateHalf:
             budget=budget,
             exact=bucket_bytes is not None,
         )
-        self.run = compile(self.program)
+        self.run = compile_program(self.program)
         return self.program
 
 
@@ -174,5 +174,5 @@ def outputs_on(program: Program, count: int) -> list[int]:
     return [place for place, shared in enumerate(on) if shared and place >= count]
 
 
-def names_of_state(held: Held) -> list[str]:
+def names_of_state(held: LocalState) -> list[str]:
     return tree.names(tree.unflatten(held.inner_spec, held.inner))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fzero.errors import ConfigError
 from fzero.numerics import precision
 from fzero.numerics.precision import Precision, resolve
-from fzero.state.masters import Kept, plan_kept
+from fzero.state.masters import LeafDtypes, plan_leaf_dtypes
 
 BF16 = torch.bfloat16
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -40,11 +40,11 @@ def test_cast_is_differentiable_back_into_the_leaf_s_dtype() -> None:
     assert torch.equal(grads["w"], torch.ones(3))
 
 
-def kept(leaves: dict[str, torch.dtype], precision: Precision, **how: Any) -> Kept:
+def kept(leaves: dict[str, torch.dtype], precision: Precision, **how: Any) -> LeafDtypes:
     """What is kept of leaves of these dtypes, all of them trained."""
     tensors = [torch.ones(2, dtype=dtype) for dtype in leaves.values()]
     paths = [f"['{name}']" for name in leaves]
-    return plan_kept(tensors, paths, precision, **{"trained": [True] * len(leaves), **how})
+    return plan_leaf_dtypes(tensors, paths, precision, **{"trained": [True] * len(leaves), **how})
 
 
 @settings(max_examples=30, deadline=None)
@@ -55,28 +55,28 @@ def test_presets_keep_float32_masters_of_floating_leaves(leaves, preset, apart) 
     floating = [dtype.is_floating_point for dtype in leaves.values()]
     masters = tuple(torch.float32 if d.is_floating_point else d for d in leaves.values())
     low = tuple(given.param or d if d.is_floating_point else d for d in leaves.values())
-    assert kept(leaves, given, sharded=True) == Kept(masters, None)
+    assert kept(leaves, given, sharded=True) == LeafDtypes(masters, None)
     expected = masters if apart or any(floating) else None
-    assert kept(leaves, given, sharded=False, apart=apart) == Kept(low, expected)
-    assert kept(leaves, given, sharded=True, apart=True) == Kept(low, masters)
+    assert kept(leaves, given, sharded=False, apart=apart) == LeafDtypes(low, expected)
+    assert kept(leaves, given, sharded=True, apart=True) == LeafDtypes(low, masters)
 
 
 def test_no_masters_where_the_parameters_will_do() -> None:
     single, half = {"w": torch.float32}, {"w": torch.bfloat16}
     for plain in (Precision(), Precision(master=torch.float32)):
         for sharded in (True, False):
-            assert kept(single, plain, sharded=sharded) == Kept((torch.float32,), None)
+            assert kept(single, plain, sharded=sharded) == LeafDtypes((torch.float32,), None)
     for sharded in (True, False):  # bfloat16 through and through: every stage keeps the same
         low = Precision(param=torch.bfloat16, master=torch.bfloat16)
-        assert kept(single, low, sharded=sharded) == Kept((torch.bfloat16,), None)
+        assert kept(single, low, sharded=sharded) == LeafDtypes((torch.bfloat16,), None)
     raised = kept(half, Precision(master=torch.float32), sharded=False)
-    assert raised == Kept((torch.bfloat16,), (torch.float32,))
+    assert raised == LeafDtypes((torch.bfloat16,), (torch.float32,))
 
 
 def test_what_is_not_trained_needs_no_master() -> None:
     for sharded in (True, False):
         found = kept({"w": torch.float32}, resolve("bf16"), sharded=sharded, trained=[False])
-        assert found == Kept((torch.bfloat16,), None)
+        assert found == LeafDtypes((torch.bfloat16,), None)
 
 
 @pytest.mark.parametrize("sharded", [True, False])

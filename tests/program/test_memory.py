@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_iter
 
 import fzero
-from benchmarks.allocations import Held, measure
+from benchmarks.allocations import LocalState, measure
 from benchmarks.models import GPT, Size, Step, batch_of, fzero_step, plain_step
 from fzero.program import Program
-from fzero.program.codegen import compile
+from fzero.program.codegen import compile_program
 from fzero.program.graph import is_op
 from fzero.program.memory import timeline
 from fzero.program.pipeline import optimise
@@ -27,7 +27,7 @@ FEW_TOKENS = Size(vocabulary=64, width=128, layers=12, heads=4, tokens=2, rows=1
 UNEVEN = Size(vocabulary=1021, width=250, layers=1, heads=5, tokens=8, rows=1)
 
 
-def held_by(size: Size, cfg: fzero.Config, opt: Any = None) -> tuple[Held, Program]:
+def held_by(size: Size, cfg: fzero.Config, opt: Any = None) -> tuple[LocalState, Program]:
     """What a step of a GPT holds in this world."""
     opt = opt or fzero.optim.adamw(1e-3, weight_decay=0.01)
     rows = size.rows * cfg.accum_steps
@@ -167,5 +167,5 @@ def test_values_are_freed_after_their_last_use() -> None:
     third = graph.call_function(look, (second,))
     graph.output((kept, third))
     program = Program("p", graph, ("x",), ("a", "b"), MappingProxyType({}))
-    compile(program)(torch.ones(2))
+    compile_program(program)(torch.ones(2))
     assert alive == [True, True, False]

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fzero.distributed.buckets import GATHER, REDUCE_SCATTER
 from fzero.program import Program
-from fzero.program.codegen import compile
+from fzero.program.codegen import compile_program
 from fzero.program.graph import BACKWARD, FORWARD, copy_graph, is_op, order_of, output_node, phases
 from fzero.program.passes.bucket import bucket, bucket_at
 from fzero.program.passes.clean import clean
@@ -54,7 +54,7 @@ def prefixes(program: Program) -> list[Program]:
 
 def results_of_prefixes(widths: list[int]) -> list[list[Tensor]]:
     recorded = Recorded(widths)
-    return [compile(program)(*recorded.inputs) for program in prefixes(recorded.program)]
+    return [compile_program(program)(*recorded.inputs) for program in prefixes(recorded.program)]
 
 
 def same_results(results: list[list[Tensor]]) -> None:
@@ -145,7 +145,7 @@ def test_buckets_carry_every_leaf_once_and_in_time(size: int, prefetch: int) -> 
     with fake_ranks(2):
         before = optimised(widths, 1 + PIPELINE.index(hoist_reductions))
         program = bucket_at(before, size, prefetch=prefetch)
-    compile(program)
+    compile_program(program)
     singles = [n for n in before.graph.nodes if is_gather(n) or is_reduction(n)]
     order = order_of(program.graph)
     launches = [n for n in program.graph.nodes if "bucket" in n.meta]

@@ -22,7 +22,7 @@ import fzero
 from fzero import zero
 from fzero.errors import TraceError
 from fzero.program import Program
-from fzero.program.codegen import compile
+from fzero.program.codegen import compile_program
 from fzero.program.graph import BACKWARD, phases
 from fzero.program.memory import input_bytes, peak_bytes
 from fzero.program.passes.clean import clean
@@ -81,7 +81,7 @@ def staged(
 
 def run(program: Program, inputs: Sequence[Tensor], key: int = 3) -> list[Tensor]:
     program = insert_seeds(program)
-    return compile(program)(*inputs, *[key] * ("key" in program.inputs))
+    return compile_program(program)(*inputs, *[key] * ("key" in program.inputs))
 
 
 def computed_in_backward(program: Program, op: Any) -> int:

@@ -13,7 +13,7 @@ from fzero.distributed.collectives import boundary
 from fzero.errors import TraceError
 from fzero.numerics.rng import mix
 from fzero.program import Program
-from fzero.program.codegen import compile
+from fzero.program.codegen import compile_program
 from fzero.program.graph import copy_graph, output_node
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
@@ -46,7 +46,7 @@ def test_mix_depends_on_every_word(words: list[int], place: int, other: int) -> 
 @settings(max_examples=25, deadline=None)
 @given(WORDS, WORDS, st.integers(0, 2**31))
 def test_same_key_same_masks_whatever_ran_before(key: int, other: int, before: int) -> None:
-    run = compile(insert_seeds(masks()))
+    run = compile_program(insert_seeds(masks()))
     x = torch.ones(64)
     first = run(x, key)
     torch.manual_seed(before)
@@ -58,7 +58,7 @@ def test_same_key_same_masks_whatever_ran_before(key: int, other: int, before: i
 
 
 def test_generators_stay_as_they_were() -> None:
-    run = compile(insert_seeds(masks()))
+    run = compile_program(insert_seeds(masks()))
     before = torch.get_rng_state()
     run(torch.ones(64), 3)
     assert torch.equal(torch.get_rng_state(), before)
@@ -73,7 +73,9 @@ def test_a_copy_of_a_random_operator_draws_the_same_mask() -> None:
         copies = [graph.node_copy(node) for node in reversed(sites)]
     output.args = ((*sites, *reversed(copies)),)
     seeded = insert_seeds(replace(program, graph=graph, outputs=("a", "b", "c", "d")))
-    a, b, c, d = (x[0] if isinstance(x, tuple) else x for x in compile(seeded)(torch.ones(64), 7))
+    a, b, c, d = (
+        x[0] if isinstance(x, tuple) else x for x in compile_program(seeded)(torch.ones(64), 7)
+    )
     assert torch.equal(a, c)
     assert torch.equal(b, d)
     assert not torch.equal(a, b)
@@ -83,7 +85,7 @@ def test_gradients_with_dropout_are_functions_of_the_key() -> None:
     recorded = Recorded([8, 16, 16, 4], rows=6, dropout=0.5)
     program = insert_seeds(clean(number_sites(functionalise(recorded.program))))
     assert program.inputs[-1] == "key"
-    run = compile(program)
+    run = compile_program(program)
     one, again, other = (run(*recorded.inputs, key)[:-1] for key in (1, 1, 2))
     assert all(map(torch.equal, one, again))
     assert not all(map(torch.equal, one, other))

@@ -24,7 +24,7 @@ from fzero.checkpoint.flatten import keys
 from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.writer import ST_DTYPES, write_file
 from fzero.checkpoint.progress import progress
-from fzero.checkpoint.ranks import Crew, crew_of, together
+from fzero.checkpoint.ranks import Ranks, ranks_of, together
 from fzero.checkpoint.sources import Lazy, LazyReader, Source, names_of, shared_prefix
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree
@@ -70,9 +70,9 @@ def export_safetensors(
     """
     leaves = tree.leaves(params)
     names = [key.removeprefix("params.") for key in keys("params", params)]
-    crew = crew_of([x for x in leaves if isinstance(x, Tensor)], timeout)
+    ranks = ranks_of([x for x in leaves if isinstance(x, Tensor)], timeout)
     items = [_whole(name, x, dtype) for name, x in zip(names, leaves, strict=True)]
-    return write_folder(Path(path).absolute(), items, crew, max_file_bytes)
+    return write_folder(Path(path).absolute(), items, ranks, max_file_bytes)
 
 
 class Whole(NamedTuple):
@@ -82,7 +82,7 @@ class Whole(NamedTuple):
         name: in the file.
         dtype: in the file.
         shape: of the leaf.
-        make: the leaf; every rank of the crew calls it, and says whether it wants the result.
+        make: the leaf; every rank of the ranks calls it, and says whether it wants the result.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Whole(NamedTuple):
 
 
 def write_folder(
-    folder: Path, leaves: Sequence[Whole], crew: Crew, max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path, leaves: Sequence[Whole], ranks: Ranks, max_file_bytes: int = MAX_FILE_BYTES
 ) -> Path:
     """`export_safetensors` of leaves that are made one at a time."""
     bad = [f"{leaf.name} ({leaf.dtype})" for leaf in leaves if leaf.dtype not in ST_DTYPES]
@@ -100,14 +100,14 @@ def write_folder(
         raise CheckpointError(
             f"safetensors can't hold {', '.join(bad)}. Pass a dtype, or convert these leaves."
         )
-    crew.same("what they export", {leaf.name: f"{leaf.dtype} {leaf.shape}" for leaf in leaves})
+    ranks.same("what they export", {leaf.name: f"{leaf.dtype} {leaf.shape}" for leaf in leaves})
     sizes = [torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in leaves]
     members = _files_of(sizes, max_file_bytes)
     files = [f"model-{i:05d}-of-{len(members):05d}.safetensors" for i in range(1, len(members) + 1)]
-    shown = progress(f"exporting to {folder}", sum(sizes), shown=crew.leads)
+    shown = progress(f"exporting to {folder}", sum(sizes), shown=ranks.leads)
 
     def prepare() -> None:
-        if crew.leads:
+        if ranks.leads:
             disk.make_folder(folder)
             there = [n for n in (*files, INDEX, SINGLE) if (folder / n).exists()]
             if there:
@@ -118,7 +118,7 @@ def write_folder(
 
     def write(place: int) -> None:
         name, rows = files[place], [leaves[i] for i in members[place]]
-        if place % len(crew.ranks) != crew.place:
+        if place % len(ranks.members) != ranks.index:
             for leaf in rows:
                 leaf.make(False)
             return
@@ -130,7 +130,7 @@ def write_folder(
         disk.rename(part, folder / name)
 
     def finish() -> None:
-        if crew.leads:
+        if ranks.leads:
             where = {
                 leaves[i].name: file for file, f in zip(files, members, strict=True) for i in f
             }
@@ -140,10 +140,10 @@ def write_folder(
             disk.rename(part, folder / INDEX)
             disk.sync_folder(folder)
 
-    together(crew, "whether the folder is there", prepare, _UNWRITTEN)
+    together(ranks, "whether the folder is there", prepare, _UNWRITTEN)
     for place, name in enumerate(files):
-        together(crew, f"whether {name} is written", partial(write, place), _UNWRITTEN)
-    together(crew, "whether the index is written", finish, _UNWRITTEN)
+        together(ranks, f"whether {name} is written", partial(write, place), _UNWRITTEN)
+    together(ranks, "whether the index is written", finish, _UNWRITTEN)
     shown.close()
     return folder
 
