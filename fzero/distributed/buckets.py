@@ -128,7 +128,10 @@ def pack_full(grads: Sequence[Tensor], bucket: Bucket) -> Tensor:
 
 
 def unpack_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
-    """This rank's gradient shards, as views of the reduced buffer."""
+    """This rank's gradient shards, each contiguous; views of the reduced buffer where that allows.
+
+    See [Note: strides are part of a value].
+    """
     if bucket.exchanged:  # every rank's part of what is ours, still to be summed
         buffer = buffer.view(bucket.world, -1).sum(0)
     buffer = buffer.view(-1)
@@ -139,7 +142,7 @@ def unpack_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
         start, stop = leaf.bounds(bucket.rank)
         x = part.view(leaf.padded_shape)
         x = x if stop - start == leaf.padded_rows else x.narrow(0, 0, stop - start)
-        shards.append(x.movedim(0, leaf.dim) if leaf.dim else x)
+        shards.append(x.movedim(0, leaf.dim).contiguous() if leaf.dim else x)
     return shards
 
 

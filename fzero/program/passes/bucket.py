@@ -24,7 +24,14 @@ from fzero.distributed.mesh import is_gloo
 from fzero.layout import LeafLayout
 from fzero.program.graph import UPDATE, copy_graph, is_op, phases, tensors_of
 from fzero.program.memory import peak_bytes
-from fzero.program.passes.rewrite import call, is_cheap, is_gather, is_reduction, legalise, refresh
+from fzero.program.passes.rewrite import (
+    call,
+    is_cheap,
+    is_gather,
+    is_reduction,
+    legalise,
+    substitute,
+)
 from fzero.program.passes.schedule import schedule
 from fzero.program.program import Program
 
@@ -188,9 +195,7 @@ def _lower(graph: fx.Graph, group: _Group) -> None:
         unpacked = call(graph, _UNPACK[one.kind], wait, whole, name=f"unpack_{one.kind}")
         parts = [call(graph, operator.getitem, unpacked, i) for i in range(len(group.nodes))]
     for node, part in zip(group.nodes, parts, strict=True):
-        node.replace_all_uses_with(part)
-        graph.erase_node(node)
-        refresh(part)
+        substitute(node, part)
 
 
 def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter
 
-from fzero.program.graph import is_op, order_of
+from fzero.program.graph import is_op, order_of, tensors_of
+from fzero.program.strides import alike, restored
 
 # Operators that compute nothing new: views of their first operand, or casts of it. What they make
 # of a gathered leaf is thrown away and made again with it.
@@ -74,8 +75,41 @@ def leaf_of(node: fx.Node) -> str:
     return str(node.args[index])
 
 
+def substitute(node: fx.Node, new: fx.Node) -> None:
+    """Let all that reads `node` read `new`, laid out in memory as `node` was, and erase `node`.
+
+    See [Note: strides are part of a value].
+    """
+    (old,), (value,) = tensors_of(node), tensors_of(new)
+    if not alike(old, value):
+        with node.graph.inserting_after(new):
+            new = call(node.graph, restored, new, old.stride())
+    assert alike(old, *tensors_of(new)), f"{new} is not what {node} was"
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    refresh(new)
+
+
 def infer(node: fx.Node) -> fx.Node:
-    """Give a new node, or a copy, its fake value by running it on those of its operands."""
+    """Give a new node, or a copy, its fake value by running it on those of its operands.
+
+    A copy has the layout in memory that the recording has of it: whoever gives it other operands
+    lays them out as those were.
+    """
+    recorded = tensors_of(node)
+    _infer(node)
+    if recorded:
+        found = tensors_of(node)
+        same = len(found) == len(recorded) and all(map(alike, found, recorded))
+        assert same, f"{node.format_node()} was {_shown(recorded)} and became {_shown(found)}"
+    return node
+
+
+def _shown(values: Iterable[Any]) -> str:
+    return ", ".join(f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in values)
+
+
+def _infer(node: fx.Node) -> fx.Node:
     assert callable(node.target)
     if node.target is operator.getitem:  # most calls of all; needs no fake mode
         source, index = node.args

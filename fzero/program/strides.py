@@ -1,0 +1,43 @@
+"""Memory layout of the values of a Program.
+
+[Note: strides are part of a value] While a function is recorded, Python code asks fake tensors how
+they lie in memory, and what it does then depends on the answer: `.contiguous()` on a dense tensor
+leaves nothing in the graph, `.view()` is recorded where a copy was not needed, a kernel that reads
+memory in order is called without one. So the strides that a value had while recording are a promise
+to all that reads it. Whoever puts another value in its place keeps the promise, with a copy if need
+be.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def agree(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether two tuples of strides put every element of a tensor of `shape` at the same place.
+
+    >>> agree((3, 1), (1, 1), (1, 7)), agree((3, 2), (2, 1), (1, 3)), agree((0, 5), (1, 1), (5, 1))
+    (True, False, True)
+    """
+    if tuple(a) == tuple(b) or 0 in shape:
+        return True
+    return all(i == j for size, i, j in zip(shape, a, b, strict=True) if size > 1)
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and place for every element."""
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+        return False
+    return a.layout != torch.strided or agree(a.shape, a.stride(), b.stride())
+
+
+def restored(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """`x` with these strides: itself if it has them, or a copy.
+
+    >>> restored(torch.ones(3, 2).t(), (3, 1)).stride()
+    (3, 1)
+    """
+    if agree(x.shape, x.stride(), strides):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
