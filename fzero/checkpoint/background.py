@@ -1,7 +1,7 @@
 """Saves that go on while training does: one at a time, and none forgotten.
 
-The registry below is the one mutable thing of this package: what is being written outlives the call
-that started it, and belongs to the process.
+The registries below are the only mutable things of this package: what is being written outlives the
+call that started it, and so does which checkpoint a run goes on from. Both belong to the process.
 """
 
 import atexit
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch.distributed import ProcessGroup
 
+from fzero.checkpoint.lineage import Heads
 from fzero.checkpoint.ranks import Ranks
 
 
@@ -66,6 +67,7 @@ class Background:
 
 
 _background = Background()
+heads = Heads()
 
 
 def start(job: Callable[[], None], what: str) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from fzero.checkpoint import background
 from fzero.checkpoint.compare import compare, refuse
 from fzero.checkpoint.flatten import Flat, flatten
+from fzero.checkpoint.format import manifest
 from fzero.checkpoint.progress import progress
 from fzero.checkpoint.ranks import ranks_of, together
 from fzero.checkpoint.sources import Source
@@ -61,6 +63,8 @@ def fill(
     skip = {*report.missing, *report.misshapen}
     together(ranks, "whether they have read it", lambda: _read(flat, source, skip), UNREAD)
     shown.close()
+    if (Path(found) / manifest.NAME).exists():
+        background.heads.loaded(Path(found), state=opt_state_like is not None)
     return flat.rebuild({k: v for k, v in source.scalars.items() if k not in skip})
 
 

@@ -37,6 +37,7 @@ from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.boxes import Chunk, plan_save
 from fzero.checkpoint.format.folders import (
     drop,
+    entries,
     is_whole,
     retain,
     saving_folder,
@@ -45,6 +46,7 @@ from fzero.checkpoint.format.folders import (
 )
 from fzero.checkpoint.format.manifest import Extent, File
 from fzero.checkpoint.format.writer import Writer, Written
+from fzero.checkpoint.lineage import following, parse
 from fzero.checkpoint.progress import Progress, progress
 from fzero.checkpoint.ranks import Ranks, ranks_of, together
 from fzero.distributed.dtensor import local_tensor
@@ -85,8 +87,9 @@ def save(
         params: pytree of tensors, DTensors or not, as `TrainStep` gives it.
         opt_state: an `OptState`, any other pytree of tensors and plain Python values, or None.
         step: names the checkpoint; taken from `opt_state.step` if not given, else 0.
-        keep: remove all but the newest so many checkpoints once this one is there; at least 1.
-            Damaged ones count for nothing and are left alone.
+        keep: remove all but so many checkpoints once this one is there; at least 1. What stays is
+            this one, those that it came from, then others, newest first; and in any case the one
+            that this process was resumed from. Damaged ones count for nothing and are left alone.
         asynchronous: return once this rank's share is copied to the host, and write it from a
             thread. Training may go on at once. An error is raised by the next `save`, `load` or
             `wait`, or else printed when the program ends.
@@ -116,12 +119,16 @@ def save(
     chunks = plan_save(flat.tensors, ranks.members)
     mine = {i: _held(flat.tensors[c.key]) for i, c in enumerate(chunks) if c.rank == ranks.index}
     total = sum(x.nbytes for x in mine.values())
-    together(ranks, "whether the folder is there", lambda: _prepare(ranks, where, step), _UNWRITTEN)
+    lineage = together(
+        ranks, "whether the folder is there", lambda: _prepare(ranks, where, step), _UNWRITTEN
+    )[0]
     if asynchronous:
         ranks = background.apart_from(ranks)
         mine = {i: x.to("cpu", copy=True) for i, x in mine.items()}
     shown = progress(f"saving step {step}", total, shown=ranks.leads)
-    job = Job(ranks, where, step, keep, _metadata(flat, step, chunks, ranks), chunks, mine, shown)
+    job = Job(
+        ranks, where, step, keep, _metadata(flat, step, lineage, chunks, ranks), chunks, mine, shown
+    )
     if asynchronous:
         # Without a pool: it may go on while the interpreter ends, which starts no threads then.
         background.start(job, f"the save of step {step} to {where}")
@@ -180,7 +187,8 @@ class Job:
 
         def let_go() -> None:
             if ranks.leads and self.keep is not None:
-                retain(self.path, self.keep)
+                resumed = background.heads.resumed(self.path)
+                retain(self.path, self.keep, {step_folder(self.path, self.step).name, str(resumed)})
 
         try:
             by_rank = together(ranks, "what they wrote", write, _UNWRITTEN)
@@ -191,6 +199,7 @@ class Job:
                 with contextlib.suppress(OSError):
                     disk.remove(folder)
             raise
+        background.heads.saved(step_folder(self.path, self.step))
         together(ranks, "whether older ones are removed", let_go, _UNREMOVED)
 
     def _results(self, by_rank: Sequence[Sequence[Any]]) -> list[list[WriteResult]]:
@@ -266,9 +275,10 @@ def _agree(flat: Flat, ranks: Ranks, path: Path, step: int) -> None:
     ranks.same("the values of leaves that are no DTensors and are stored once", small)
 
 
-def _prepare(ranks: Ranks, path: Path, step: int) -> None:
+def _prepare(ranks: Ranks, path: Path, step: int) -> dict[str, Any] | None:
+    """Make room for it, on the leading rank; the lineage that it will have."""
     if not ranks.leads:
-        return
+        return None
     there = step_folder(path, step)
     if is_whole(there):
         raise CheckpointError(
@@ -280,9 +290,15 @@ def _prepare(ranks: Ranks, path: Path, step: int) -> None:
         drop(there)
     disk.make_folder(saving_folder(path, step))
     disk.sync_folder(path.parent)
+    found = entries(path)
+    before = background.heads.parent(path)
+    parent = next((entry.key for entry in found if entry.folder.name == before), None)
+    return following(found, parent)._asdict()
 
 
-def _metadata(flat: Flat, step: int, chunks: Sequence[Chunk], ranks: Ranks) -> Metadata:
+def _metadata(
+    flat: Flat, step: int, lineage: Any, chunks: Sequence[Chunk], ranks: Ranks
+) -> Metadata:
     boxes: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in flat.tensors}
     for chunk in chunks:
         box = ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
@@ -293,7 +309,12 @@ def _metadata(flat: Flat, step: int, chunks: Sequence[Chunk], ranks: Ranks) -> M
             key: TensorStorageMetadata(TensorProperties(dtype=x.dtype), x.shape, boxes[key])
             for key, x in flat.tensors.items()
         },
-        planner_data={"step": step, "world": len(ranks.members), "scalars": scalars},
+        planner_data={
+            "step": step,
+            "world": len(ranks.members),
+            "scalars": scalars,
+            "lineage": parse(lineage),
+        },
     )
 
 

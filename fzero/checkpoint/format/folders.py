@@ -8,11 +8,13 @@ step-00000042/                manifest.json, rank-00000.safetensors, ...
 import os
 import re
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 from fzero.checkpoint.format import disk, manifest
 from fzero.checkpoint.format.manifest import Manifest
 from fzero.checkpoint.format.reader import open_checked
+from fzero.checkpoint.lineage import Entry, Lineage, peek, ranked
 from fzero.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -22,7 +24,9 @@ _HIDDEN = re.compile(r"\.step-\d{8,}\.(saving|removing)")
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """The newest checkpoint below `path` that is whole, or None.
 
-    Whole means that the manifest can be read and every file has the size that it says; checksums
+    The newest is the one that was written last, whatever its step: a run that went back to step 10
+    and has saved step 15 goes on from there. Where it is not whole, the one that it came from is
+    next; then the others, by when they were written. Whole means that the manifest can be read and every file has the size that it says; checksums
     are for `load` and for `python -m fzero.checkpoint verify`. What isn't whole is passed over with
     a warning.
 
@@ -38,7 +42,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         >>> latest(run).name
         'step-00000003'
     """
-    for folder in reversed(steps(Path(path))):
+    for folder, _, _ in ranked(entries(Path(path))):
         try:
             whole(folder)
         except CheckpointError as error:
@@ -54,6 +58,21 @@ def steps(path: Path) -> list[Path]:
         return []
     found = [(match, entry) for entry in path.iterdir() if (match := _STEP.fullmatch(entry.name))]
     return [entry for _, entry in sorted(found, key=lambda row: int(row[0][1]))]
+
+
+def entries(path: Path) -> list[Entry]:
+    """The checkpoints below `path` by step, whole or not, each with its lineage.
+
+    One whose manifest cannot be read counts as written right after the ones of lower steps.
+    """
+    found: list[Entry] = []
+    highest = 0
+    for folder in steps(path):
+        lineage = peek(folder / manifest.NAME)
+        lineage = Lineage(highest) if lineage is None else lineage
+        highest = max(highest, lineage.order)
+        found.append(Entry(folder, int(folder.name.removeprefix("step-")), lineage))
+    return found
 
 
 def step_folder(path: Path, step: int) -> Path:
@@ -99,10 +118,18 @@ def sweep(path: Path) -> None:
                 disk.remove(entry)
 
 
-def retain(path: Path, keep: int) -> None:
-    """Remove all whole checkpoints but the newest `keep`; what isn't whole counts for nothing."""
-    for folder in [step for step in steps(path) if is_whole(step)][:-keep]:
-        drop(folder)
+def retain(path: Path, keep: int, never: Collection[str] = ()) -> None:
+    """Remove all whole checkpoints but the first `keep` in the order of `latest`.
+
+    What isn't whole counts for nothing, and is left alone.
+
+    Args:
+        never: names of those that stay in any case.
+    """
+    there = [folder for folder, _, _ in ranked(entries(path)) if is_whole(folder)]
+    for folder in reversed(there[keep:]):
+        if folder.name not in never:
+            drop(folder)
 
 
 def drop(folder: Path) -> None:

@@ -1,12 +1,14 @@
 """The manifest: what a checkpoint holds and where, as JSON that is checked before it is believed.
 
     {"checksum": "...", "manifest": {"format": "fzero checkpoint", "version": 1, "step": 42,
+      "lineage": {"order": 3, "line": [[28, 2], [14, 1]]},
       "files": {"rank-00000.safetensors": {"bytes": 4211, "header": "..."}},
       "leaves": {"params.w": {"dtype": "float32", "shape": [4, 2], "boxes": [{"offsets": [0, 0],
         "sizes": [2, 2], "file": "rank-00000.safetensors", "start": 187, "checks": "..."}]}}}}
 
 `checks` are CRC-32 of each `BLOCK` bytes of a box, the last one shorter, as hexadecimal digits laid
-end to end: whoever reads a part of a box can check just the blocks that it touches.
+end to end: whoever reads a part of a box can check just the blocks that it touches. The lineage is
+missing in what earlier releases wrote.
 """
 
 import hashlib
@@ -29,6 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from fzero.checkpoint.flatten import Scalar
 from fzero.checkpoint.format.boxes import Box
+from fzero.checkpoint.lineage import Lineage
+from fzero.checkpoint.lineage import parse as parse_lineage
 from fzero.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -91,6 +95,7 @@ class Manifest:
         leaves: tensors by key.
         scalars: plain Python values by key.
         files: by name.
+        lineage: which checkpoints it comes from.
     """
 
     step: int
@@ -98,6 +103,7 @@ class Manifest:
     leaves: dict[str, Leaf]
     scalars: dict[str, Scalar] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
+    lineage: Lineage = Lineage()
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +134,8 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "world": self.world,
+            # early: `peek` reads the first bytes only
+            "lineage": self.lineage._asdict(),
             "scalars": self.scalars,
             "files": {
                 name: {"bytes": f.nbytes, "header_bytes": f.header_bytes, "header": f.header_check}
@@ -245,8 +253,9 @@ def _parse(found: Any, where: str) -> Manifest:
     for key, value in body["scalars"].items():
         if not isinstance(value, Scalar):
             _refuse(where, key, f"the value {value!r:.60}, not a bool, int, float or str")
+    lineage = parse_lineage(body["lineage"]) if "lineage" in body else Lineage()
     return Manifest(
-        _count(body["step"]), _count(body["world"]), leaves, dict(body["scalars"]), files
+        _count(body["step"]), _count(body["world"]), leaves, dict(body["scalars"]), files, lineage
     )
 
 
