@@ -24,6 +24,7 @@ LAYERS = {
     "config_deepspeed": 2,
     "functional": 2,
     "loss_scale": 2,
+    "model_state": 2,
     "optim": 2,
     "placement": 2,
     "precision": 2,

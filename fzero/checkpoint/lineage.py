@@ -36,6 +36,9 @@ class Lineage(NamedTuple):
     line: tuple[tuple[int, int], ...] = ()
 
 
+UNKNOWN = Lineage()
+
+
 class Entry(NamedTuple):
     """A checkpoint's folder, its step, and its lineage."""
 
@@ -58,7 +61,7 @@ def peek(file: Path) -> Lineage | None:
     try:
         with file.open("rb") as opened:
             found = _FIELD.search(opened.read(_HEAD_BYTES).decode(errors="replace"))
-        return Lineage() if found is None else parse(json.loads(found[1]))
+        return UNKNOWN if found is None else parse(json.loads(found[1]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

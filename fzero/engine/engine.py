@@ -27,6 +27,7 @@ from fzero.engine.attach import (
     parameters_of,
 )
 from fzero.engine.autograd import Scale, accumulates, current_task, own, watch
+from fzero.engine.buffers import Buffers
 from fzero.engine.forward import Forward, no_loss
 from fzero.engine.grouping import plan_grouping, plan_order, units_ahead
 from fzero.engine.phases import BackwardState, Rules, transition
@@ -112,9 +113,14 @@ class Engine:
             plan,
             tree_of,
             opt_state,
-            model,
+            Buffers(
+                model,
+                world=world,
+                first=plan.axes.shard.rank == plan.axes.replicate.rank == 0,
+                total=self._transport.sum,
+                device_type=plan.mesh.device_type,
+            ),
             reduced=reduces,
-            mean=lambda x: self._transport.sum(x / world),
         )
         device = next(iter(params.values())).device
         lazy = cfg.stage == 3 and (plan.axes.shard.size > 1 or any(x.compute for x in leaves))

@@ -1,13 +1,13 @@
 """What an engine keeps from step to step, and how it updates it: the functional path's own half."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor
 
 from fzero import tree
+from fzero.engine.buffers import Buffers
 from fzero.errors import ShardError
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.state.opt_state import LocalState, OptState
@@ -25,9 +25,8 @@ class Stepper:
         plan: of the step.
         params: as users hold them; their local tensors are what is trained.
         opt_state: before the first step.
-        module: whose buffers are the model state, if it has BatchNorm's.
+        buffers: the model state.
         reduced: whether gradients come summed over ranks.
-        mean: the mean of a tensor over ranks.
     """
 
     def __init__(
@@ -35,22 +34,17 @@ class Stepper:
         plan: Plan,
         params: PyTree,
         opt_state: OptState,
-        module: nn.Module,
+        buffers: Buffers,
         *,
         reduced: bool,
-        mean: Callable[[Tensor], Tensor],
     ) -> None:
         self.plan, self.params, self.opt_state = plan, params, opt_state
         self.locals: list[Tensor] = locals_of(tree.leaves(params))
-        self.reduced, self.mean = reduced, mean
+        self.buffers, self.reduced = buffers, reduced
         double = any(leaf.dtype == torch.float64 for leaf in plan.sharding.layout)
         self.loss_dtype = torch.float64 if double else torch.float32
         self.half: UpdateProgram | None = None
         self.watch = Watch()
-        norms = [part for part in module.modules() if isinstance(part, _NormBase)]
-        self.buffers = dict(module.named_buffers()) if norms else {}
-        own = {id(x) for part in norms for x in part.buffers(recurse=False)}
-        self.averaged = [x for x in self.buffers.values() if id(x) in own and x.is_floating_point()]
 
     def update(self, grads: list[Tensor], losses: Sequence[Tensor]) -> None:
         """One step.
@@ -81,9 +75,7 @@ class Stepper:
                 size = int(cfg.bucket_mb * 2**20)
                 self.half.stage_out(trained, held, grads, loss, [], bucket_bytes=size)
         updated = self.half(trained, held, grads, loss, [])
-        if plan.axes.world > 1:
-            for x in self.averaged:
-                x.copy_(self.mean(x))
+        self.buffers.agree()
         skipped = updated.nonfinite & (cfg.nonfinite_policy == "skip")
         metrics = {
             "loss": updated.loss if losses else torch.full_like(updated.loss, torch.nan),
@@ -115,11 +107,13 @@ class Stepper:
 
     def read(self) -> tuple[PyTree, OptState]:
         """`(params, opt_state)`, the tensors themselves."""
-        buffers = dict(self.buffers) or None
-        return self.params, self.opt_state._replace(model_state=buffers)
+        return self.params, self.opt_state._replace(model_state=self.buffers.read() or None)
 
     def write(self, params: PyTree, opt_state: OptState) -> None:
         """Copy these values into the tensors that are there.
+
+        A model state of None says nothing of the buffers, and they stay: it is that of a step
+        function whose model function takes none, and so can't have changed them.
 
         Raises:
             ShardError: they don't fit.
@@ -137,12 +131,14 @@ class Stepper:
             ("inner", own.inner, opt_state.inner),
             ("master", own.master, opt_state.master),
             ("loss_scale", own.loss_scale, opt_state.loss_scale),
-            ("model_state", self.buffers or None, opt_state.model_state),
         ):
             pairs += _pairs(what, mine, theirs)
+        if opt_state.model_state is not None:
+            self.buffers.check(opt_state.model_state)
         with torch.no_grad():
             for mine, theirs in pairs:
                 mine.copy_(theirs)
+        self.buffers.write(opt_state.model_state or {})
         self.opt_state = own._replace(step=opt_state.step.clone(), metrics=dict(opt_state.metrics))
 
 

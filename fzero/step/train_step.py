@@ -1,5 +1,6 @@
 """`make_train_step`: a whole training step as one function from state to state."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,6 +77,7 @@ class TrainStep:
         self.model_fn = model_fn
         self.opt = opt
         self.cfg = cfg
+        self._takes_state = _takes_state(model_fn)
         self._plan: Plan | None = None
         self._staged: dict[Any, Traced | Eager] = {}
         self._bucket_bytes: tuple[int, int] | None = None
@@ -116,6 +118,11 @@ class TrainStep:
             >>> {name: tuple(leaf.shape) for name, leaf in params.items()}
             {'weight': (2, 3), 'bias': (2,)}
         """
+        if model_state is not None and not self._takes_state:
+            raise ConfigError(
+                "step_fn.init was given a model_state, and model_fn takes (params, batch). Make it "
+                "model_fn(params, model_state, batch) -> (loss, new_model_state), or leave it out."
+            )
         plan, params, opt_state = start(self.cfg, self.opt, params, model_state)
         self._use(plan)
         return params, opt_state
@@ -127,7 +134,8 @@ class TrainStep:
 
         Args:
             params, opt_state: from `init` or the last call. With `cfg.donate` their memory is
-                reused: do not read them again.
+                reused: do not read them again. A model function of two arguments gets no model
+                state; one that is there (an engine's, of its module's buffers) is carried along.
             batch: pytree of tensors, this rank's part of the global batch. With `accum_steps=k`
                 each leaf's leading dim is cut into k micro-batches; 0-d leaves go to all.
 
@@ -210,7 +218,8 @@ class TrainStep:
             sharding = plan_sharding(params, self.cfg, mesh, sharded=self.cfg.stage == 3)
             plan = Plan(self.cfg, self.opt, mesh, sharding)
         plan.check(leaves, spec)
-        held = LocalState.of(opt_state, dtensors=self.opt.foreign)
+        carried = opt_state if self._takes_state else opt_state._replace(model_state=None)
+        held = LocalState.of(carried, dtensors=self.opt.foreign)
         plan.check_inner(held.inner_spec)
         return self._use(plan), locals_of(leaves), held
 
@@ -348,6 +357,17 @@ def _check_available(cfg: Config) -> None:
             "Config.executor='inductor' is not supported by make_train_step; 'traced' runs the "
             "Program as it is."
         )
+
+
+def _takes_state(model_fn: ModelFn) -> bool:
+    """Whether a model function takes more than `(params, batch)`; if nobody can tell, it does."""
+    try:
+        given = inspect.signature(model_fn).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [x for x in given if x.kind in places and x.default is inspect.Parameter.empty]
+    return len(required) != 2 or any(x.kind is inspect.Parameter.VAR_POSITIONAL for x in given)
 
 
 def _warn_of_signatures(old: list[Any], new: Any) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import tree
+from fzero import model_state, tree
 from fzero.config import Config
 from fzero.distributed.collectives import all_gather, all_reduce
 from fzero.distributed.mesh import Axes
@@ -33,8 +33,8 @@ class Updated(NamedTuple):
         loss: 0-d, the mean over ranks and micro-batches.
         grad_norm: 0-d, the norm of the mean gradient, unscaled and before clipping.
         nonfinite: 0-d bool: a gradient or the loss was NaN or infinite.
-        model_state: leaves; floating ones averaged over ranks. Those from before, where the step
-            is skipped.
+        model_state: leaves, the same on every rank: see [Note: one model state]. Those from before,
+            where the step is skipped.
         loss_scale: for the next step, or None.
     """
 
@@ -79,7 +79,7 @@ class Update:
         inner: Sequence[Tensor],
         grads: Sequence[Tensor],
         loss: Tensor,
-        model_state: Sequence[Tensor],
+        state: Sequence[Tensor],
         loss_scale: LossScaleState | None,
         before: Sequence[Tensor] = (),
         step: Tensor | None = None,
@@ -93,7 +93,7 @@ class Update:
             grads: the sum over this rank's micro-batches, each scaled to make the mean of all; or
                 that sum over all ranks, if `reduced`.
             loss: 0-d, this rank's share of the mean.
-            model_state: what the last micro-batch left.
+            state: the model state that the last micro-batch left.
             loss_scale: the scale that is on the gradients, or None.
             before: the model state before the step, for a config that may skip one.
             step: 0-d int64, for a config that rounds stochastically.
@@ -118,14 +118,14 @@ class Update:
         apply(nonfinite, grads, inner, targets, step)
         if masters or self.cfg.stage in (1, 2):
             self._publish(targets, params)
-        mean = [self._mean_over_ranks(x, i) for i, x in enumerate(model_state)]
+        joined = [self._one_for_all_ranks(x, i) for i, x in enumerate(state)]
         if skips:
-            pairs = zip(mean, before, strict=True)
-            mean = [torch.where(nonfinite, old, new) for new, old in pairs]
+            pairs = zip(joined, before, strict=True)
+            joined = [torch.where(nonfinite, old, new) for new, old in pairs]
         if loss_scale is not None:
             assert self.cfg.scaling is not None
             loss_scale = scales.update(loss_scale, ~nonfinite, self.cfg.scaling)
-        return Updated(loss, norm, nonfinite, tuple(mean), loss_scale)
+        return Updated(loss, norm, nonfinite, tuple(joined), loss_scale)
 
     def _statistics(self, loss: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Loss over all ranks, and the norm of the whole gradient: one small all-reduce an axis."""
@@ -263,12 +263,15 @@ class Update:
             torch._foreach_copy_(list(params[start:stop]), full)
             start = stop
 
-    def _mean_over_ranks(self, x: Tensor, place: int) -> Tensor:
-        if not x.is_floating_point():
+    def _one_for_all_ranks(self, x: Tensor, place: int) -> Tensor:
+        """See [Note: one model state] in `fzero.model_state`."""
+        name, axes = f"model_state {place}", self.axes
+        if axes.world == 1:
             return x
-        name, world = f"model_state {place}", self.axes.world
-        share = x / world if world > 1 else x
-        return all_reduce(all_reduce(share, self.axes.shard, name), self.axes.replicate, name)
+        first = axes.shard.rank == axes.replicate.rank == 0
+        part = model_state.columns(x, world=axes.world, first=first)
+        total = all_reduce(all_reduce(part, axes.shard, name), axes.replicate, name)
+        return model_state.joined(total, x, world=axes.world)
 
 
 def _times(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""Going back: what was written last is `latest`, and `keep` lets nothing go that a run stands on."""
+"""Going back: what was written last is `latest`, and `keep` lets nothing go that is stood on."""
 
 import itertools
 import json

@@ -26,7 +26,9 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 
     The newest is the one that was written last, whatever its step: a run that went back to step 10
     and has saved step 15 goes on from there. Where it is not whole, the one that it came from is
-    next; then the others, by when they were written. Whole means that the manifest can be read and every file has the size that it says; checksums
+    next; then the others, by when they were written.
+
+    Whole means that the manifest can be read and every file has the size that it says; checksums
     are for `load` and for `python -m fzero.checkpoint verify`. What isn't whole is passed over with
     a warning.
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fzero.checkpoint.flatten import Scalar
 from fzero.checkpoint.format.boxes import Box
-from fzero.checkpoint.lineage import Lineage
+from fzero.checkpoint.lineage import UNKNOWN, Lineage
 from fzero.checkpoint.lineage import parse as parse_lineage
 from fzero.errors import CheckpointError
 
@@ -103,7 +103,7 @@ class Manifest:
     leaves: dict[str, Leaf]
     scalars: dict[str, Scalar] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
-    lineage: Lineage = Lineage()
+    lineage: Lineage = UNKNOWN
 
     @property
     def nbytes(self) -> int:
@@ -253,7 +253,7 @@ def _parse(found: Any, where: str) -> Manifest:
     for key, value in body["scalars"].items():
         if not isinstance(value, Scalar):
             _refuse(where, key, f"the value {value!r:.60}, not a bool, int, float or str")
-    lineage = parse_lineage(body["lineage"]) if "lineage" in body else Lineage()
+    lineage = parse_lineage(body["lineage"]) if "lineage" in body else UNKNOWN
     return Manifest(
         _count(body["step"]), _count(body["world"]), leaves, dict(body["scalars"]), files, lineage
     )
