@@ -3,8 +3,8 @@
 [Note: one model state] After an update every rank has the same model state. Floating and complex
 values are the mean over ranks: for a statistic that moves towards the mean of a batch (BatchNorm's
 running mean, a codebook's average) that is what one process with the whole batch would have.
-Anything else (counters, flags, indices) is the first rank's, as under DDP. A value on which all ranks
-agree keeps every bit.
+Anything else (counters, flags, indices) is the first rank's, as under DDP. A value on which all
+ranks agree keeps every bit.
 
 The last sentence is why nothing here is added up in its own dtype: x / 3 + x / 3 + x / 3 is not
 always x. Values travel as columns of float64 with at most 32 significant bits, whose sums over up

@@ -246,3 +246,52 @@ def test_deepspeed_files_that_ask_for_code_are_refused(which: str, tmp_path: Pat
     with pytest.raises(fzero.CheckpointError, match=r"Don't trust"):
         import_deepspeed_universal(tmp_path, *_fresh(0))
     assert not sentinel.exists()
+
+
+def _zero3(
+    path: Path, state: dict[Any, Any], *, group: float = 0, moments: bool = True
+) -> tuple[Any, Any]:
+    """A universal checkpoint as ZeRO-3 makes it, without a step.pt, and what it is to fill."""
+    for name, x in _module().named_parameters():
+        folder = path / "zero" / name
+        folder.mkdir(parents=True)
+        kinds = ["fp32", *["exp_avg", "exp_avg_sq"] * moments]
+        for kind in kinds:
+            torch.save(x.detach().clone(), folder / f"{kind}.pt")
+    groups = [{"lr": 1e-3, "step": group, "params": [0]}]
+    held = {"state": state, "param_groups": groups}
+    found = {"zero_stage": 3, "optimizer_state_dict": held, "param_groups": groups}
+    torch.save(found, path / "zero" / "optimizer_state.pt")
+    return _fresh(3)
+
+
+@pytest.mark.parametrize("step", [10, 10.0, torch.tensor(10.0), torch.tensor([10])])
+def test_deepspeed_zero3_has_its_count_in_the_state(step: Any, tmp_path: Path) -> None:
+    like = _zero3(tmp_path, {0: {"step": step}, 1: {"step": step}, 2: {}})
+    _, opt_state = import_deepspeed_universal(tmp_path, *like)
+    assert [int(opt_state.step), int(opt_state.inner.step)] == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("state", "group", "said"),
+    [
+        ({}, 0, "no count of its updates"),
+        ({0: {"exp_avg": torch.zeros(1)}}, 0, "no count of its updates"),
+        ({0: {"step": 10}, 1: {"step": 11}}, 0, "10 times .*11 times"),
+        ({0: {"step": 10}}, 12, "10 times .*12 times"),
+        ({0: {"step": 0}}, 12, "0 times .*12 times"),
+        ({0: {"step": "ten"}}, 0, "expected a number"),
+    ],
+)
+def test_deepspeed_moments_without_one_count_are_refused(
+    state: Any, group: float, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(fzero.CheckpointError, match=said):
+        import_deepspeed_universal(tmp_path, *_zero3(tmp_path, state, group=group))
+
+
+def test_deepspeed_parameters_need_no_count(tmp_path: Path) -> None:
+    params, _ = _zero3(tmp_path, {})
+    loaded, _ = import_deepspeed_universal(tmp_path, params)
+    for name, x in _module().named_parameters():
+        assert torch.equal(fzero.unshard(loaded)[name], x)

@@ -1,19 +1,20 @@
 """DeepSpeed's universal checkpoints: what `ds_to_universal.py` makes, read into any sharding.
 
-    zero/optimizer_state.pt              hyperparameters of each group, and counters
+    zero/optimizer_state.pt              hyperparameters of each group, and counters: under ZeRO-3
+                                         in optimizer_state_dict["state"][i]["step"] alone
     zero/<parameter>/fp32.pt             {"param": tensor, "vocab_tensor": True, ...}
     zero/<parameter>/exp_avg.pt          the same for the moments: exp_avg_sq.pt, momentum_buffer.pt
-    zero/<parameter>/step.pt             a number
+    zero/<parameter>/step.pt             a number; not under ZeRO-3
 
 References: `deepspeed/checkpoint/ds_to_universal.py` and `universal_checkpoint.py` of DeepSpeed
-0.14 to 0.18 (https://github.com/deepspeedai/DeepSpeed). Lian et al., Universal Checkpointing,
+0.14 to 0.19 (https://github.com/deepspeedai/DeepSpeed). Lian et al., Universal Checkpointing,
 arXiv:2406.18820.
 """
 
 import math
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def import_deepspeed_universal(
 
     Raises:
         CheckpointError: a file asks for code, parameters were updated different numbers of times,
-            or something does not fit; every leaf that differs is named.
+            nothing counts the updates of the moments, or something does not fit; every leaf that
+            differs is named.
 
     Examples:
         >>> import tempfile
@@ -119,15 +121,8 @@ def _open(where: str, flat: Flat, told: Callable[[int], None]) -> Source:
             file = folders[moment[0]] / f"{moment[1]}.pt"
             if file.exists():
                 leaves[key] = _lazy(file, flat, key)
-    steps = {}
-    for name in names:
-        file = folders[name] / "step.pt" if name in folders else None
-        if file is not None and file.exists():
-            steps[name] = _number(read_safely(file), file)
-    if (zero / STATE).exists():
-        for i, group in enumerate(_state(zero).get("param_groups", [])):
-            if "step" in group:
-                steps[f"param_groups[{i}]"] = _number(group["step"], zero / STATE)
+    moments = any(key.startswith("opt_state.") for key in leaves)
+    steps = _steps(zero, [folders[name] for name in names if name in folders], moments=moments)
     values = one_step(steps, str(zero), flat) if steps else {}
     reader = LazyReader(leaves, told)
     metadata = reader.read_metadata()
@@ -138,6 +133,58 @@ def _open(where: str, flat: Flat, told: Callable[[int], None]) -> Source:
     for key, value in values.items():
         held[key] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [])
     return Source(str(zero), reader, metadata, values=values, identity=repr(sorted(leaves)))
+
+
+def _steps(zero: Path, folders: Sequence[Path], *, moments: bool) -> dict[str, float]:
+    """Every count of updates that the checkpoint has, by where it is.
+
+    A group's 0 is no count: under ZeRO-3 that is what it stays, while the parameters' own state has
+    the count (seen with DeepSpeed 0.19.8, FusedAdam and its Adam for the CPU).
+
+    Args:
+        zero: the folder.
+        folders: those of our parameters.
+        moments: whether the optimizer's moments are there, which belong to a count.
+
+    Raises:
+        CheckpointError: there are moments, and nothing counts their updates.
+    """
+    files = [folder / "step.pt" for folder in folders]
+    steps = {f.parent.name: _number(read_safely(f), f) for f in files if f.exists()}
+    top = _state(zero) if (zero / STATE).exists() else {}
+    inner = _records(top, "optimizer_state_dict", zero)
+    places = {"": top, "optimizer_state_dict.": inner}
+    found = {
+        f"{place}{key}[{i!r}]": _number(one["step"], zero / STATE)
+        for place, held in places.items()
+        for key in ("state", "param_groups")
+        for i, one in _records(held, key, zero).items()
+        if isinstance(one, Mapping) and "step" in one
+    }
+    steps |= {where: n for where, n in found.items() if n or ".state[" in f".{where}"}
+    if not steps and not moments:
+        steps = found
+    if moments and not steps:
+        raise CheckpointError(
+            f"{zero} has the moments of an optimizer, and no count of its updates: there is none "
+            "in step.pt beside a parameter, in optimizer_state_dict['state'][i]['step'] of "
+            f"{STATE}, or (above 0) in its param_groups. Moments without their count would be "
+            "corrected as if they were new. Convert the checkpoint again with DeepSpeed's "
+            "ds_to_universal.py, or pass None as opt_state_like to load the parameters alone."
+        )
+    return steps
+
+
+def _records(held: Mapping[Any, Any], key: str, zero: Path) -> Mapping[Any, Any]:
+    """What is under a key as a mapping, a list's items by their place; {} if there is nothing."""
+    found = held.get(key) or {}
+    if isinstance(found, list):
+        found = dict(enumerate(found))
+    if not isinstance(found, Mapping):
+        raise CheckpointError(
+            f"{zero / STATE} holds a {type(found).__name__} as {key!r}; expected a dict or a list."
+        )
+    return found
 
 
 def _lazy(file: Path, flat: Flat, key: str) -> Lazy:
