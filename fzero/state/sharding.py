@@ -134,25 +134,44 @@ def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
     return tree.unflatten(plan.spec, plan.wrap(plan.split(leaves)))
 
 
-def unshard(sharded: PyTree, *, rank0_only: bool = False) -> PyTree:
+def unshard(sharded: PyTree, *, rank0_only: bool = False, copy: bool = True) -> PyTree:
     """Full tensors from a tree with DTensors; every rank must call it. The inverse of `shard`.
 
     Args:
-        sharded: pytree, any of whose leaves are DTensors; other leaves come back as they are.
+        sharded: pytree, any of whose leaves are DTensors; leaves that are no tensors come back as
+            they are.
         rank0_only: the other ranks get None instead, and hold one leaf at a time on the way.
+        copy: every tensor has memory of its own, so the next step leaves it alone. False: what is
+            whole on this rank already comes back as it is, in the memory that a step reuses.
 
     Examples:
         >>> unshard({"w": torch.ones(2), "n": 3})
         {'w': tensor([1., 1.]), 'n': 3}
+        >>> params = {"w": torch.ones(2)}
+        >>> best = unshard(params)
+        >>> params["w"].zero_() is unshard(params, copy=False)["w"], best["w"]
+        (True, tensor([1., 1.]))
     """
     leaves, spec = tree.flatten(sharded)
     keep = not rank0_only or not torch.distributed.is_initialized()
     keep = keep or torch.distributed.get_rank() == 0
     full = []
     for leaf in leaves:
-        whole = noted_like(leaf.full_tensor(), leaf) if isinstance(leaf, DTensor) else leaf
-        full.append(whole if keep else None)
+        if not isinstance(leaf, Tensor):
+            full.append(leaf if keep else None)
+            continue
+        whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        if keep and copy and _in_its_memory(whole, leaf):
+            whole = whole.clone()
+        full.append(noted_like(whole, leaf) if keep else None)
     return tree.unflatten(spec, full) if keep else None
+
+
+def _in_its_memory(whole: Tensor, leaf: Tensor) -> bool:
+    """Whether gathering a leaf has moved nothing: it was whole on this rank."""
+    if not isinstance(leaf, DTensor):
+        return True
+    return whole.untyped_storage()._cdata == local_tensor(leaf).untyped_storage()._cdata
 
 
 def locals_of(leaves: Sequence[Any]) -> list[Any]:

@@ -43,6 +43,16 @@ def _same(a: Any, b: Any) -> bool:
     )
 
 
+def _shared(new: Any, old: Any) -> bool:
+    """Whether the two trees have memory in common."""
+
+    def places(of: Any) -> set[int]:
+        leaves = [x.to_local() if isinstance(x, DTensor) else x for x in tree.leaves(of)]
+        return {x.untyped_storage().data_ptr() for x in leaves if x.numel()}
+
+    return bool(places(new) & places(old))
+
+
 def _wrong(drawn: list[Any], hybrid: bool) -> list[str]:
     """On a rank: the laws that some tree breaks."""
     mesh = init_device_mesh("cpu", (2, 2)) if hybrid else None
@@ -52,7 +62,13 @@ def _wrong(drawn: list[Any], hybrid: bool) -> list[str]:
         sharded = fzero.shard(full, cfg)
         if not _same(fzero.unshard(sharded), full):
             wrong.append(f"tree {i}: unshard does not undo shard")
+        if _shared(fzero.unshard(sharded), sharded) or _shared(fzero.unshard(full), full):
+            wrong.append(f"tree {i}: unshard gives no copies")
+        if not _same(fzero.unshard(sharded, copy=False), full):
+            wrong.append(f"tree {i}: copy=False")
         gathered = fzero.unshard(sharded, rank0_only=True)
+        if gathered is not None and _shared(gathered, sharded):
+            wrong.append(f"tree {i}: rank0_only gives no copies")
         if not (_same(gathered, full) if dist.get_rank() == 0 else gathered is None):
             wrong.append(f"tree {i}: rank0_only")
         for x, y in zip(tree.leaves(full), tree.leaves(sharded), strict=True):
@@ -97,3 +113,17 @@ def _commutes(x: Tensor) -> bool:
 def test_sharding_commutes_with_elementwise_operations() -> None:
     for shape in ((7, 15), (16, 17), (1, 3), (5,), ()):
         assert run_ranks(3, _commutes, torch.randn(shape)) == [True] * 3
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_steps_leave_what_was_unsharded_alone(stage: int, executor: str) -> None:
+    cfg = Config(stage=stage, executor=executor)  # pyright: ignore
+    step_fn = fzero.make_train_step(
+        lambda p, x: (p["w"] * x).sum() * p["s"], fzero.optim.sgd(0.1), cfg
+    )
+    params, opt_state = step_fn.init({"w": torch.ones(3), "s": torch.tensor(1.0)})
+    best = fzero.unshard(params)
+    params, opt_state = step_fn(params, opt_state, torch.ones(4, 3))
+    assert _same(best, {"w": torch.ones(3), "s": torch.tensor(1.0)})
+    assert not _same(fzero.unshard(params), best)
