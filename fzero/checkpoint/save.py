@@ -51,6 +51,7 @@ from fzero.checkpoint.progress import Progress, progress
 from fzero.checkpoint.ranks import Ranks, ranks_of, together
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import CheckpointError
+from fzero.masters import followed
 from fzero.state.opt_state import OptState
 from fzero.tree import PyTree
 
@@ -79,8 +80,8 @@ def save(
 ) -> Path:
     """Write a checkpoint; every rank must call it. It appears only once it is whole.
 
-    Each leaf is stored once, in its highest precision (the master's, where there is one), and each
-    rank writes its share. With HSDP the replicas share the work as well.
+    Each leaf is stored once, in its highest precision (the master's, where there is one, as far as
+    its parameter is still what the last step made of it), and each rank writes its share. With HSDP the replicas share the work as well.
 
     Args:
         path: folder of the run's checkpoints, the same for all ranks; made if it isn't there.
@@ -117,7 +118,7 @@ def save(
     where = Path(path).absolute()
     _agree(flat, ranks, where, step)
     chunks = plan_save(flat.tensors, ranks.members)
-    mine = {i: _held(flat.tensors[c.key]) for i, c in enumerate(chunks) if c.rank == ranks.index}
+    mine = {i: _held(flat, c) for i, c in enumerate(chunks) if c.rank == ranks.index}
     total = sum(x.nbytes for x in mine.values())
     lineage = together(
         ranks, "whether the folder is there", lambda: _prepare(ranks, where, step), _UNWRITTEN
@@ -322,8 +323,16 @@ def _step_of(opt_state: PyTree) -> int:
     return int(opt_state.step) if isinstance(opt_state, OptState) else 0
 
 
-def _held(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor).detach()
+def _held(flat: Flat, chunk: Chunk) -> Tensor:
+    """What this rank has of a leaf: of a master, what it will be once it follows its parameter."""
+    value = local_tensor(flat.tensors[chunk.key]).detach()
+    if chunk.key not in flat.rounded:
+        return value
+    part = local_tensor(flat.rounded[chunk.key]).detach()
+    if part.shape != value.shape:  # a whole parameter beside this rank's part of its master
+        for dim, (start, size) in enumerate(zip(*chunk.box, strict=True)):
+            part = part.narrow(dim, start, size)
+    return followed(value, part)
 
 
 def _text(tensor: Tensor) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.engine.buffers import Buffers
 from fzero.errors import ShardError
+from fzero.masters import follow_
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
@@ -91,22 +92,15 @@ class Stepper:
         if scale is not None and cfg.scaling is not None:
             self.watch.add(exhausted(scale, ~updated.nonfinite, cfg.scaling))
 
-    def refresh(self, written: Sequence[int]) -> None:
-        """Take the masters of these leaves from the parameters, which somebody else has changed."""
-        layout = self.plan.sharding.layout.leaves
-        if not written or self.opt_state.master is None:
-            return
-        trained = [index for index, leaf in enumerate(layout) if leaf.trainable]
-        masters = locals_of(tree.leaves(self.opt_state.master))
-        for index, master in zip(trained, masters, strict=True):
-            if index in written:
-                part = self.locals[index]
-                if self.plan.cfg.stage < 3:
-                    part = self.plan.part(part, layout[index])
-                master.copy_(part)
+    def follow(self) -> None:
+        """Let the masters start from what was written into the parameters."""
+        trained, _ = self.plan.sharding.layout.divide(self.locals)
+        follow_(locals_of(tree.leaves(self.opt_state.master)), self.plan.parts(trained))
 
     def read(self) -> tuple[PyTree, OptState]:
         """`(params, opt_state)`, the tensors themselves."""
+        if self.opt_state.master is not None:
+            self.follow()
         return self.params, self.opt_state._replace(model_state=self.buffers.read() or None)
 
     def write(self, params: PyTree, opt_state: OptState) -> None:

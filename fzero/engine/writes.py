@@ -1,4 +1,4 @@
-"""What callers do to parameters between two updates, seen before the second."""
+"""What callers do to a module between two updates, seen before the second."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,17 +29,14 @@ class Writes:
         lazy: bool,
     ) -> None:
         self.params, self.leaves, self.stepper, self.lazy = params, leaves, stepper, lazy
-        self.versions: dict[int, int] = {}
-        self._note()
 
     def see(self) -> None:
-        """What the caller wrote into parameters since the last update is what gets updated.
+        """An update would reach the module's parameters, and those that are to be trained.
 
         Raises:
             FzeroError: a parameter has been given other memory, or is to be trained or not to be
                 trained from now on.
         """
-        written = []
         for index, param in self.params.items():
             leaf, own = self.leaves[index], self.stepper.locals[index]
             if param.requires_grad != leaf.trainable:
@@ -57,14 +54,7 @@ class Writes:
                     "lost. Move or cast the module before the engine is made; dtypes are "
                     "Config(precision=...)'s."
                 )
-            if param._version != self.versions[index]:
-                written.append(index)
-        self.stepper.refresh(written)
 
     def ours(self) -> None:
         """The engine has written: autograd is to refuse graphs made with the values of before."""
         torch.autograd.graph.increment_version(list(self.params.values()))
-        self._note()
-
-    def _note(self) -> None:
-        self.versions = {index: param._version for index, param in self.params.items()}

@@ -76,12 +76,17 @@ class Plan:
         """The part of a full leaf whose optimizer state lives on this rank."""
         return leaf.split(full, self.mesh.shard_rank) if self.splits_state else full
 
+    def parts(self, trained: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What of the trained leaves, as they live between steps, is this rank's; as views."""
+        if self.cfg.stage in (0, 3) or self.mesh.shard_size == 1:
+            return trained
+        return [self.part(x, leaf) for x, leaf in zip(trained, self.trained, strict=True)]
+
     def targets(self, trained: Sequence[Tensor]) -> list[Tensor]:
         """What the optimizer updates, from the trained leaves as they live between steps."""
         if self.cfg.stage in (0, 3):
             return list(trained)
-        pairs = zip(trained, self.trained, strict=True)
-        return [self.part(x, leaf).contiguous() for x, leaf in pairs]
+        return [x.contiguous() for x in self.parts(trained)]
 
     def trained_tree(self, leaves: Sequence[Any]) -> PyTree:
         """Trained leaves in the structure of the parameters, None in place of frozen ones."""

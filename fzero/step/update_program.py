@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
+from fzero.masters import follow_
 from fzero.numerics.loss_scale import LossScaleState
 from fzero.program import Program
 from fzero.program.codegen import Executable, compile_program
@@ -53,7 +54,12 @@ class UpdateProgram:
         loss: Tensor,
         state: Sequence[Tensor],
     ) -> Updated:
-        """Overwrite `trained` and what `held` has of masters and optimizer state."""
+        """Overwrite `trained` and what `held` has of masters and optimizer state.
+
+        Masters start from what was written into the parameters; see [Note: masters follow].
+        """
+        if held.masters:
+            follow_(held.masters, self.plan.parts(trained))
         groups = self._groups(trained, held, grads, loss, state)
         if self.run is None:
             return self._eagerly(groups)
