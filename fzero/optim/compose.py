@@ -11,6 +11,7 @@ from fzero.optim.adapt import as_optimizer
 from fzero.optim.base import Optimizer, Params, PyTree
 from fzero.optim.foreach import add_, leaves_like
 from fzero.optim.inplace import Overwrite
+from fzero.optim.whole import decided
 
 
 class MaskedState(NamedTuple):
@@ -82,13 +83,15 @@ def masked(inner: Any, mask: PyTree | Callable[[PyTree], PyTree]) -> Optimizer:
     Args:
         inner: An optimizer or a part of one.
         mask: Tree of bools with the structure of the params, or one of its prefixes; or a
-            function from the params' tree (or the gradients', of the same shapes) to such a tree.
+            function from the params' tree to such a tree. It is shown whole leaves at every
+            stage, on the meta device: shapes and dtypes, no values.
 
     Returns:
         An optimizer whose state is a `MaskedState`.
 
     Raises:
-        ConfigError: The mask doesn't fit the params, or holds something else than bools.
+        ConfigError: The mask doesn't fit the params, holds something else than bools, or is a
+            function that reads values.
 
     Examples:
         >>> from fzero.optim import add_decayed_weights
@@ -130,7 +133,7 @@ def masked(inner: Any, mask: PyTree | Callable[[PyTree], PyTree]) -> Optimizer:
 
 def _flags(mask: PyTree | Callable[[PyTree], PyTree], values: PyTree) -> list[bool]:
     """One bool per leaf of `values`."""
-    found = mask(values) if callable(mask) else mask
+    found = decided(mask, values, "masked: mask") if callable(mask) else mask
     try:
         full = tree.map(lambda flag, below: tree.map(lambda _: flag, below), found, values)
     except ValueError as error:

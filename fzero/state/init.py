@@ -15,6 +15,7 @@ from fzero.functional.owners import noted_like
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
 from fzero.optim.base import Optimizer
+from fzero.optim.whole import whole_leaves
 from fzero.state.builder import Recording, record
 from fzero.state.masters import Residence, plan_leaf_dtypes, plan_residence
 from fzero.state.opt_state import OptState
@@ -84,7 +85,8 @@ def start(
     wide = targets
     if cfg.dtypes.state == torch.float32:  # the state is made in the dtype of what it is made for
         wide = [widened(x) for x in targets]
-    inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
+    with whole_leaves(plan.whole):
+        inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
     inner = tree.map(residence.state, inner)
     opt_state = OptState(
         step=torch.zeros((), dtype=torch.int64),

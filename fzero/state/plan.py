@@ -16,6 +16,7 @@ from fzero.distributed.mesh import Axes, Axis, Mesh
 from fzero.errors import ShardError
 from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
+from fzero.optim.whole import Leaves, Whole, whole_leaves
 from fzero.state.sharding import Sharding
 from fzero.tree import PyTree
 
@@ -125,6 +126,21 @@ class Plan:
         return from_spec(x, spec)
 
     @functools.cached_property
+    def whole(self) -> Leaves:
+        """The whole leaves, for functions of users that the optimizer calls."""
+        rank, high = self.mesh.shard_rank, self.cfg.dtypes.master
+        found = {
+            path: Whole(
+                leaf.shape,
+                # of masters: at stage 3 the parameters are those, below it they may be lower
+                (high if leaf.trainable else None) or leaf.dtype,
+                leaf.shard_shape(rank) if self.splits_state else leaf.shape,
+            )
+            for path, leaf in zip(self.sharding.paths, self.sharding.layout, strict=True)
+        }
+        return Leaves(self.sharding.spec, found)
+
+    @functools.cached_property
     def inner_spec(self) -> tree.Spec | None:
         """Structure of the optimizer's state; None for one that knows nothing of shards."""
         if self.opt.foreign:
@@ -135,7 +151,8 @@ class Plan:
         ]
         pairs = zip(shapes, self.trained, strict=True)
         empty = [torch.empty(shape, dtype=leaf.dtype, device="meta") for shape, leaf in pairs]
-        return tree.flatten(self.opt.init(self.trained_tree(empty)))[1]
+        with whole_leaves(self.whole):
+            return tree.flatten(self.opt.init(self.trained_tree(empty)))[1]
 
     def check_inner(self, spec: tree.Spec) -> None:
         """Raise a ShardError if the optimizer keeps a state of another structure than `spec`."""

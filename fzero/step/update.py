@@ -22,6 +22,7 @@ from fzero.numerics.loss_scale import LossScaleState
 from fzero.numerics.rounding import random_bits, stochastically
 from fzero.optim import tree_norm
 from fzero.optim.base import Optimizer
+from fzero.optim.whole import Leaves, whole_leaves
 from fzero.tree import PyTree
 from fzero.zero import all_sum, scatter
 
@@ -58,6 +59,7 @@ class Update:
         treedef: makes the optimizer's tree of the trained leaves: plain shards, or DTensors for an
             optimizer that knows nothing of shards.
         inner_spec: structure of the optimizer's state.
+        whole: the whole leaves, for functions of users that the optimizer calls.
         bucket_bytes: most bytes of params that are gathered at once, at stages 1 and 2.
         device_type: of the mesh, whose collectives move what is there.
     """
@@ -69,6 +71,7 @@ class Update:
     reduced: bool
     treedef: Callable[[Sequence[Tensor]], PyTree]
     inner_spec: tree.Spec
+    whole: Leaves
     bucket_bytes: int
     device_type: str = "cpu"
 
@@ -186,9 +189,10 @@ class Update:
         if self._widens:
             wide, held = [widened(x) for x in targets], [widened(x) for x in inner]
         state = tree.unflatten(self.inner_spec, held)
-        new = self.opt.apply_(
-            self.treedef(grads), state, self.treedef(wide), global_norm=self.global_norm
-        )
+        with whole_leaves(self.whole):
+            new = self.opt.apply_(
+                self.treedef(grads), state, self.treedef(wide), global_norm=self.global_norm
+            )
         for old, leaf in zip(inner, tree.leaves(new), strict=True):
             if leaf is not old:
                 old.copy_(leaf)

@@ -40,6 +40,7 @@ class UpdateProgram:
             reduced=reduced,
             treedef=plan.foreign_tree if plan.opt.foreign else plan.trained_tree,
             inner_spec=held.inner_spec,
+            whole=plan.whole,
             bucket_bytes=int(plan.cfg.bucket_mb * 2**20),
             device_type=plan.mesh.device_type,
         )
