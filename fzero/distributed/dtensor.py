@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 # Private. The public alternative is `DTensor.from_local(local, mesh, placements, run_check=False,
 # shape=shape, stride=stride)`; tests/test_dtensor.py holds the two against each other.
@@ -63,6 +63,58 @@ def make_dtensor(
 ) -> DTensor:
     """`from_spec` and `dtensor_spec` in one call, for a leaf that is wrapped only once."""
     return from_spec(local, dtensor_spec(mesh, placements, shape, stride, dtype))
+
+
+def from_local_like(local: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`local` as this rank's part of a DTensor that lies as `other` does; as it is if that is none.
+
+    >>> from_local_like(torch.ones(2), torch.zeros(2))
+    tensor([1., 1.])
+    """
+    if not isinstance(other, DTensor):
+        return local
+    spec = other._spec
+    meta = dtensor_spec(spec.mesh, spec.placements, spec.shape, spec.stride, local.dtype)
+    return from_spec(local, meta)
+
+
+def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`tensor`, the same on every rank or a DTensor, placed as `other` is.
+
+    A plain tensor is cut without communication. Where `other` is none, it is whole.
+
+    >>> shard_like(torch.ones(2), torch.zeros(2))
+    tensor([1., 1.])
+    """
+    if not isinstance(other, DTensor):
+        return whole_tensor(tensor)
+    if isinstance(tensor, DTensor):
+        same = tensor.placements == other.placements
+        return tensor if same else tensor.redistribute(other.device_mesh, other.placements)
+    if tensor.shape != other.shape:  # a 0-d factor, or what broadcasts: every rank needs it whole
+        return tensor
+    local = tensor.detach()
+    mesh = other.device_mesh
+    # without a process group there is one rank, which has no coordinate
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    for axis, placement in enumerate(other.placements):
+        if isinstance(placement, Shard):
+            size, rank = mesh.size(axis), coordinate[axis]
+            rows = local.shape[placement.dim]
+            step = -(-rows // size)
+            start, stop = min(rank * step, rows), min((rank + 1) * step, rows)
+            local = local.narrow(placement.dim, start, stop - start)
+    # in memory of its own: a view would keep the whole tensor
+    return from_local_like(local.clone(memory_format=torch.contiguous_format), other)
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a DTensor, which every rank must ask for; any other as it is.
+
+    >>> whole_tensor(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from fzero.masters import follow_
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
-from fzero.state.sharding import locals_of
+from fzero.state.sharding import like, locals_of
 from fzero.step.metrics import refuse_nonfinite
 from fzero.step.update_program import UpdateProgram
 from fzero.tree import PyTree
@@ -86,8 +86,11 @@ class Stepper:
             "loss_scale": torch.ones_like(updated.loss) if scale is None else scale.scale,
         }
         advance = 1 if scale is None else ~updated.nonfinite
+        inner = state.inner
+        if updated.inner is not None:
+            inner = tree.unflatten(held.inner_spec, map(like, updated.inner, tree.leaves(inner)))
         self.opt_state = state._replace(
-            step=state.step + advance, loss_scale=updated.loss_scale, metrics=metrics
+            step=state.step + advance, inner=inner, loss_scale=updated.loss_scale, metrics=metrics
         )
         if scale is not None and cfg.scaling is not None:
             self.watch.add(exhausted(scale, ~updated.nonfinite, cfg.scaling))
@@ -131,15 +134,26 @@ class Stepper:
             self.buffers.check(opt_state.model_state)
         with torch.no_grad():
             for mine, theirs in pairs:
-                mine.copy_(theirs)
+                if isinstance(mine, Tensor):
+                    mine.copy_(theirs)
+        # numbers in the state of an optimizer from elsewhere can only be replaced
+        inner = tree.map(
+            lambda mine, theirs: mine if isinstance(mine, Tensor) else theirs,
+            own.inner,
+            opt_state.inner,
+        )
         self.buffers.write(opt_state.model_state or {})
-        self.opt_state = own._replace(step=opt_state.step.clone(), metrics=dict(opt_state.metrics))
+        self.opt_state = own._replace(
+            step=opt_state.step.clone(), inner=inner, metrics=dict(opt_state.metrics)
+        )
 
 
-def _pairs(what: str, mine: PyTree, theirs: PyTree) -> list[tuple[Tensor, Tensor]]:
+def _pairs(what: str, mine: PyTree, theirs: PyTree) -> list[tuple[Any, Any]]:
     """Leaves of two trees that must be alike."""
     (own, spec), (new, other) = tree.flatten(mine), tree.flatten(theirs)
-    shapes = [[tuple(x.shape) for x in leaves] for leaves in (own, new)]
+    shapes = [
+        [tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves] for leaves in (own, new)
+    ]
     if spec != other or shapes[0] != shapes[1]:
         raise ShardError(
             f"engine.state: opt_state.{what} does not fit this engine: it is {_shown(other, new)}, "

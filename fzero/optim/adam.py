@@ -176,6 +176,8 @@ def _adam(
     @torch.no_grad()
     def apply_(grads: PyTree, state: AdamState, params: Params, **_: Any) -> AdamState:
         rate = lr(state.step) if callable(lr) else lr
+        leaves, spec = tree.flatten(grads)
+        columns = (leaves_like(spec, params, "params"), leaves, *_moments(spec, state))
         state.step.add_(1)
 
         def kernel(params: list[Tensor], grads: list[Tensor], mu: Any, nu: Any) -> None:
@@ -200,8 +202,7 @@ def _adam(
                     maximize=False,
                 )
 
-        leaves, spec = tree.flatten(grads)
-        by_group(kernel, leaves_like(spec, params, "params"), leaves, *_moments(spec, state))
+        by_group(kernel, *columns)
         return state
 
     return Optimizer(moments.init, update, apply_)

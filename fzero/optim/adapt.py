@@ -1,4 +1,10 @@
-"""Optimizers from elsewhere: TorchOpt's, or any object with `init` and `update`."""
+"""Optimizers from elsewhere: TorchOpt's, or any object with `init` and `update`.
+
+They were written without shards in mind. A DTensor would not do: `.item()` of its norm is this
+rank's part, and operators are missing. So they are called with whole plain tensors, the same on
+every rank, and of what they return every rank keeps its part. The tensors are copies: whatever
+such an optimizer does to them, nothing has changed if it raises.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -6,11 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fzero import tree
+from fzero.distributed.dtensor import shard_like, whole_tensor
 from fzero.errors import ConfigError
 from fzero.optim.base import GlobalNorm, Optimizer, Params, PyTree, UpdateFn
 from fzero.optim.clip import tree_global_norm
+from fzero.optim.foreach import leaves_like
 from fzero.optim.inplace import in_place
 
 
@@ -26,7 +35,8 @@ def as_optimizer(obj: Any) -> Optimizer:
 
     Returns:
         An optimizer whose `apply_` is never None. `foreign` is True unless `obj` is an
-        `Optimizer` that says otherwise.
+        `Optimizer` that says otherwise; then DTensors are gathered for it, and its state is
+        spread again.
 
     Raises:
         ConfigError: `init` or `update` is missing, or not callable.
@@ -47,18 +57,57 @@ def as_optimizer(obj: Any) -> Optimizer:
     if missing or isinstance(obj, type):
         raise ConfigError(_complaint(obj, missing))
     update = _adapted(obj.update)
-    if isinstance(obj, Optimizer):
-        return Optimizer(obj.init, update, in_place(update), obj.foreign)
+    init = _own_memory(obj.init)
+    if isinstance(obj, Optimizer) and not obj.foreign:
+        return Optimizer(init, update, in_place(update))
+    update = _on_whole_leaves(update)
+    return Optimizer(_init_on_whole_leaves(init), update, in_place(update), foreign=True)
 
-    def init(params: Params) -> PyTree:
+
+def _own_memory(init: Callable[[Params], PyTree]) -> Callable[[Params], PyTree]:
+    def apart(params: Params) -> PyTree:
         # A state that starts as the params themselves must not change with them.
         shared = {id(leaf) for leaf in tree.leaves(params)}
         return tree.map(
             lambda x: x.clone() if isinstance(x, Tensor) and id(x) in shared else x,
-            obj.init(params),
+            init(params),
         )
 
-    return Optimizer(init, update, in_place(update), foreign=True)
+    return apart
+
+
+def _init_on_whole_leaves(init: Callable[[Params], PyTree]) -> Callable[[Params], PyTree]:
+    def whole(params: Params) -> PyTree:
+        # What is as large as a parameter is spread as that one is: a rule that needs no names.
+        like = {x.shape: x for x in tree.leaves(params) if isinstance(x, DTensor)}
+        return tree.map(
+            lambda x: shard_like(x, like.get(x.shape, x)) if isinstance(x, Tensor) else x,
+            init(_whole(params)),
+        )
+
+    return whole
+
+
+def _on_whole_leaves(update: UpdateFn) -> UpdateFn:
+    def whole(
+        grads: PyTree, state: PyTree, params: Params | None = None, **options: Any
+    ) -> tuple[PyTree, PyTree]:
+        leaves, spec = tree.flatten(grads)
+        sharded = any(isinstance(x, DTensor) for x in leaves)
+        if sharded and "global_norm" in options:
+            options["global_norm"] = tree_global_norm  # the caller's sums over shards
+        updates, new = update(_whole(grads), _whole(state), _whole(params), **options)
+        if not sharded:
+            return updates, new
+        pairs = zip(leaves_like(spec, updates, "updates"), leaves, strict=True)
+        parts = [shard_like(x, ref) if isinstance(x, Tensor) else x for x, ref in pairs]
+        return tree.unflatten(spec, parts), new
+
+    return whole
+
+
+def _whole(values: PyTree) -> PyTree:
+    return tree.map(lambda x: whole_tensor(x).clone() if isinstance(x, Tensor) else x, values)
 
 
 def _adapted(update: Callable[..., Any]) -> UpdateFn:

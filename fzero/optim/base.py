@@ -56,8 +56,8 @@ class Optimizer(NamedTuple):
         apply_: `(grads, state, params, *, global_norm) -> state`. The same step in place: the
             tensors of `params` and `state` are overwritten, and the state that comes back has
             the same tensors. None: `fzero.optim.as_optimizer` makes one out of `update`.
-        foreign: True if the functions were written without shards in mind, so that whoever
-            calls them has to pass whole leaves.
+        foreign: True if the functions were written without shards in mind:
+            `fzero.optim.as_optimizer` gathers whole leaves for them.
 
     Examples:
         >>> halve = Optimizer(init=lambda params: (),

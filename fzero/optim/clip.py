@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
+from fzero.distributed.dtensor import whole_tensor
 from fzero.optim import check
 from fzero.optim.base import GlobalNorm, Optimizer, Params, PyTree
 from fzero.optim.foreach import by_group, scaled
@@ -28,7 +29,7 @@ def tree_global_norm(values: PyTree) -> Tensor:
         >>> tree_global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0), "frozen": None})
         tensor(5.)
     """
-    leaves = tree.leaves(values)
+    leaves = [whole_tensor(x) for x in tree.leaves(values)]
     if not leaves:
         return torch.zeros(())
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fzero import tree
+from fzero.distributed.dtensor import from_local_like, local_tensor, shard_like
 from fzero.errors import ShardError
 from fzero.optim.base import PyTree
 
@@ -28,6 +30,9 @@ def by_group(
     max_bytes: Callable[[torch.device], int] | None = None,
 ) -> tuple[list[Tensor], ...]:
     """Call `kernel` once per device and dtype of the first column's leaves.
+
+    Kernels are elementwise and see this rank's parts: of DTensors the local tensors, every column
+    brought to the placements of the first, in which the outputs come back.
 
     Args:
         kernel: Takes one list per column; returns a tuple of `outputs` lists as long as those.
@@ -45,13 +50,21 @@ def by_group(
         >>> by_group(lambda x: (torch._foreach_mul(x, 2.0),), leaves, outputs=1)
         ([tensor([2.]), tensor([2.], dtype=torch.float64), tensor([2., 2.])],)
     """
+    like, *others = columns
+    apart = any(isinstance(x, DTensor) for column in columns for x in column)
+    if apart:
+        others = [
+            [local_tensor(shard_like(x, ref)) for x, ref in zip(column, like, strict=True)]
+            for column in others
+        ]
+        columns = (list(map(local_tensor, like)), *others)
     results: tuple[list[Any], ...] = tuple([None] * len(columns[0]) for _ in range(outputs))
     for rows in _groups(columns[0], max_bytes):
         returned = kernel(*([column[row] for row in rows] for column in columns))
         if outputs:
             for result, values in zip(results, returned, strict=True):
                 for row, value in zip(rows, values, strict=True):
-                    result[row] = value
+                    result[row] = from_local_like(value, like[row]) if apart else value
     return results
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
+from fzero.distributed.dtensor import shard_like
 from fzero.errors import ConfigError
 from fzero.optim.base import ApplyFn, Params, PyTree, UpdateFn
 from fzero.optim.foreach import add_, copy_, leaves_like
@@ -42,8 +43,11 @@ def in_place(update: UpdateFn) -> ApplyFn:
     def apply_(grads: PyTree, state: PyTree, params: Params, **options: Any) -> PyTree:
         leaves, spec = tree.flatten(params)
         updates, new_state = update(grads, state, params, **options)
+        # All that can be wrong is found before anything is written.
         stored = Overwrite(state, new_state, keep=leaves)
-        add_(leaves, leaves_like(spec, updates, "updates"))
+        changes = leaves_like(spec, updates, "updates")
+        _check_updates(changes, params)
+        add_(leaves, changes)
         return stored.write()
 
     return apply_
@@ -82,16 +86,17 @@ class Overwrite:
         taken |= dict.fromkeys((id(tensor) for tensor in keep or ()), -1)
         self._new: list[Any] = []
         for place, (value, before) in enumerate(zip(values, self._old, strict=True)):
+            if _kind(value) != _kind(before):
+                raise ConfigError(
+                    f"the optimizer's update changed state{tree.paths(old)[place]} from "
+                    f"{_shown(before)} to {_shown(value)}. A state keeps its shapes and dtypes, "
+                    "its tensors and its numbers: make it in init as update returns it."
+                )
             if not isinstance(before, Tensor):
                 self._new.append(value)
                 continue
-            if (value.shape, value.dtype) != (before.shape, before.dtype):
-                raise ConfigError(
-                    f"the optimizer's update changed state{tree.paths(old)[place]} from "
-                    f"{before.dtype} {tuple(before.shape)} to {value.dtype} {tuple(value.shape)}. "
-                    "A state keeps its shapes and dtypes."
-                )
             aliased = taken.get(id(value), place) != place
+            value = shard_like(value, before)
             self._new.append(value.clone() if aliased else value)
 
     def write(self) -> PyTree:
@@ -106,3 +111,23 @@ class Overwrite:
         # Numbers in a state written by others cannot be overwritten, only replaced.
         leaves = [old if isinstance(old, Tensor) else new for old, new in pairs]
         return tree.unflatten(self._spec, leaves)
+
+
+def _check_updates(updates: list[Tensor], params: Params) -> None:
+    """Raise before anything changes: updates are added, and must not broadcast."""
+    for update, param, path in zip(updates, tree.leaves(params), tree.paths(params), strict=True):
+        if not isinstance(update, Tensor) or update.shape != param.shape:
+            raise ConfigError(
+                f"the optimizer's update returned {_shown(update)} as updates{path}, for a "
+                f"parameter of {_shown(param)}. Updates have the shapes of their parameters."
+            )
+
+
+def _kind(x: Any) -> Any:
+    return (x.shape, x.dtype) if isinstance(x, Tensor) else None
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return f"a {type(x).__name__} ({x!r:.40})"

@@ -12,7 +12,7 @@ the device until the step's last micro-batch: their sum crosses over once.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,12 +42,13 @@ class Residence(NamedTuple):
         made = torch.empty(x.shape, dtype=dtype, device=self.masters, pin_memory=self.pinned)
         return made.copy_(x)
 
-    def state(self, x: Tensor) -> Tensor:
+    def state(self, x: Any) -> Any:
         """A leaf of the optimizer's state, which was made where masters live; pinned if they are.
 
         Leaves that are no plain host tensors stay as they are.
         """
-        return x.pin_memory() if self.pinned and x.device.type == "cpu" else x
+        there = self.pinned and isinstance(x, Tensor) and x.device.type == "cpu"
+        return x.pin_memory() if there else x
 
 
 def plan_residence(cfg: Config, device: torch.device) -> Residence:
@@ -66,8 +67,10 @@ def plan_residence(cfg: Config, device: torch.device) -> Residence:
     return Residence(device, torch.device("cpu"), device.type == "cuda")
 
 
-def copied(x: Tensor) -> Tensor:
-    """A copy of `x`, pinned if it is."""
+def copied(x: Any) -> Any:
+    """A copy of `x`, pinned if it is; of what is no tensor, itself."""
+    if not isinstance(x, Tensor):
+        return x
     if x.device.type != "cpu" or not x.is_pinned():
         return x.clone()
     return torch.empty_like(x, pin_memory=True).copy_(x)

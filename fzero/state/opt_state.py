@@ -39,7 +39,7 @@ class LocalState(NamedTuple):
     """The local tensors of an `OptState`, in flat lists, and what rebuilds it."""
 
     masters: list[Tensor]
-    inner: list[Tensor]
+    inner: list[Any]  # tensors, but for the numbers in a state written by others
     scale: list[Tensor]
     state: list[Tensor]
     inner_spec: tree.Spec
@@ -63,4 +63,5 @@ class LocalState(NamedTuple):
 
     def nbytes(self) -> int:
         """Bytes on this rank of what an update overwrites."""
-        return sum(local_tensor(x).nbytes for x in (*self.masters, *self.inner))
+        held = (*self.masters, *self.inner)
+        return sum(local_tensor(x).nbytes for x in held if isinstance(x, Tensor))

@@ -95,7 +95,7 @@ class Plan:
         return tree.unflatten(self.sharding.spec, self.sharding.layout.merge(leaves, frozen))
 
     def foreign_tree(self, leaves: Sequence[Tensor]) -> PyTree:
-        """The same for an optimizer that knows nothing of shards: it sees DTensors."""
+        """The same for an optimizer that knows nothing of shards: DTensors, which it gathers."""
         return self.trained_tree(self.wrap(leaves))
 
     def wrap(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -104,7 +104,7 @@ class Plan:
 
     def wrap_inner(self, inner: PyTree) -> PyTree:
         """An optimizer's state; leaves shaped and named like parameters become DTensors."""
-        if not self.splits_state:
+        if not self.splits_state or self.opt.foreign:  # which has done so itself
             return inner
         rank = self.mesh.shard_rank
         paths = dict(zip(self.sharding.paths, self.sharding.layout, strict=True))
@@ -113,8 +113,9 @@ class Plan:
         for x, path in zip(leaves, tree.paths(inner), strict=True):
             starts = (i for i, char in enumerate(path) if char in "[.")
             leaf = next((paths[path[i:]] for i in starts if path[i:] in paths), None)
-            mine = leaf is not None and tuple(x.shape) == leaf.shard_shape(rank)
-            wrapped.append(self._wrap(x, leaf) if mine and leaf else x)
+            if leaf and isinstance(x, Tensor) and tuple(x.shape) == leaf.shard_shape(rank):
+                x = self._wrap(x, leaf)
+            wrapped.append(x)
         return tree.unflatten(spec, wrapped)
 
     def _wrap(self, x: Tensor, leaf: LeafLayout) -> Tensor:

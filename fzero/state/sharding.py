@@ -194,8 +194,10 @@ def _dtensor(leaf: LeafLayout, mesh: Mesh) -> DTensorSpec:
     return dtensor_spec(mesh.device_mesh, mesh.placements(leaf.dim), leaf.shape, stride, leaf.dtype)
 
 
-def like(new: Tensor, old: Tensor) -> Tensor:
-    """`new` wrapped and noted as `old` is."""
+def like(new: Any, old: Any) -> Any:
+    """`new` wrapped and noted as `old` is; a number as it is."""
+    if not isinstance(new, Tensor):
+        return new
     if isinstance(old, DTensor) and not isinstance(new, DTensor):
         new = from_spec(new, old._spec)
     return noted_like(new, old)

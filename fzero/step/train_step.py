@@ -241,6 +241,8 @@ class TrainStep:
             master = tree.unflatten(spec, map(like, held.masters, old))
             old, spec = tree.flatten(inner)
             inner = tree.unflatten(spec, map(like, held.inner, old))
+        if updated.inner is not None:
+            inner = tree.unflatten(held.inner_spec, map(like, updated.inner, tree.leaves(inner)))
         skip = self.cfg.nonfinite_policy == "skip"
         metrics = {
             "loss": updated.loss,

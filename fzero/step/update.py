@@ -6,7 +6,7 @@ grads ─▶ reduce (if not yet) ─▶ float32 ─▶ unscale ─▶ norm, fini
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from fzero import model_state, tree
 from fzero.config import Config
 from fzero.distributed.collectives import all_gather, all_reduce
+from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Axes
 from fzero.layout import Layout, LeafLayout
 from fzero.numerics import loss_scale as scales
@@ -37,6 +38,8 @@ class Updated(NamedTuple):
         model_state: leaves, the same on every rank: see [Note: one model state]. Those from before,
             where the step is skipped.
         loss_scale: for the next step, or None.
+        inner: leaves of the optimizer's new state, if not all of them were overwritten: numbers
+            can only be replaced.
     """
 
     loss: Tensor
@@ -44,6 +47,7 @@ class Updated(NamedTuple):
     nonfinite: Tensor
     model_state: tuple[Tensor, ...]
     loss_scale: LossScaleState | None
+    inner: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Update:
         self,
         params: Sequence[Tensor],
         masters: Sequence[Tensor],
-        inner: Sequence[Tensor],
+        inner: Sequence[Any],
         grads: Sequence[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
@@ -117,6 +121,8 @@ class Update:
             grads = _times(grads, factor)
         targets = list(masters) if masters else self._shards(params)
         skips = self.cfg.nonfinite_policy == "skip"
+        inner = list(inner)
+        numbers = not all(isinstance(x, Tensor) for x in inner)
         apply = self._apply_unless if skips else self._apply
         apply(nonfinite, grads, inner, targets, step)
         if masters or self.cfg.stage in (1, 2):
@@ -128,7 +134,9 @@ class Update:
         if loss_scale is not None:
             assert self.cfg.scaling is not None
             loss_scale = scales.update(loss_scale, ~nonfinite, self.cfg.scaling)
-        return Updated(loss, norm, nonfinite, tuple(joined), loss_scale)
+        return Updated(
+            loss, norm, nonfinite, tuple(joined), loss_scale, tuple(inner) if numbers else None
+        )
 
     def _statistics(self, loss: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Loss over all ranks, and the norm of the whole gradient: one small all-reduce an axis."""
@@ -177,7 +185,7 @@ class Update:
         self,
         nonfinite: Tensor,
         grads: Sequence[Tensor],
-        inner: Sequence[Tensor],
+        inner: list[Any],
         targets: list[Tensor],
         step: Tensor | None,
     ) -> None:
@@ -187,15 +195,18 @@ class Update:
         grads = [g.to(x.device) for g, x in zip(grads, targets, strict=True)]
         wide, held = targets, list(inner)
         if self._widens:
-            wide, held = [widened(x) for x in targets], [widened(x) for x in inner]
+            wide = [widened(x) for x in targets]
+            held = [widened(x) if isinstance(x, Tensor) else x for x in inner]
         state = tree.unflatten(self.inner_spec, held)
         with whole_leaves(self.whole):
             new = self.opt.apply_(
                 self.treedef(grads), state, self.treedef(wide), global_norm=self.global_norm
             )
-        for old, leaf in zip(inner, tree.leaves(new), strict=True):
-            if leaf is not old:
-                old.copy_(leaf)
+        for place, (old, leaf) in enumerate(zip(inner, tree.leaves(new), strict=True)):
+            if not isinstance(old, Tensor):
+                inner[place] = leaf
+            elif leaf is not old:
+                local_tensor(old).copy_(local_tensor(leaf))
         leaves = self.layout.trained
         for old, x, leaf in zip(targets, wide, leaves, strict=True):
             if x is not old:
@@ -218,11 +229,15 @@ class Update:
         self,
         skip: Tensor,
         grads: Sequence[Tensor],
-        inner: Sequence[Tensor],
+        inner: list[Any],
         targets: list[Tensor],
         step: Tensor | None,
     ) -> None:
         """Apply, and take it back where `skip` is true: no host has to read it."""
+        if self.opt.foreign:  # it runs eagerly and may keep numbers: here the host does
+            if not bool(skip):
+                self._apply(skip, grads, inner, targets, step)
+            return
         kept = [x.clone() for x in (*inner, *targets)]
         self._apply(skip, grads, inner, targets, step)
         for now, old in zip((*inner, *targets), kept, strict=True):
@@ -230,9 +245,10 @@ class Update:
 
     def global_norm(self, values: PyTree) -> Tensor:
         """The norm over whole leaves of a tree that is like the trained shards."""
-        leaves = tree.leaves(values)
-        by_name = {leaf.name: leaf for leaf in self.layout}  # a masked tree has some of them
-        layout = [by_name[name] for name in tree.names(values)]
+        leaves = [local_tensor(x) for x in tree.leaves(values)]
+        # a masked tree has some of them
+        by_path = dict(zip(self.whole.by_path, self.layout, strict=True))
+        layout = [by_path[path] for path in tree.paths(values)]
         split = self.cfg.stage > 0
         parts = [
             x for x, leaf in zip(leaves, layout, strict=True) if split and leaf.dim is not None
