@@ -20,6 +20,10 @@ class TraceError(FzeroError):
     """A model function that cannot be staged out into a Program."""
 
 
+class TransformOverError(TraceError):
+    """What a transform of `torch.func` gave to a call is read after the transform is over."""
+
+
 class RankMismatchError(FzeroError):
     """Ranks disagree on something that must be the same everywhere."""
 

@@ -81,13 +81,40 @@ def autograd(loss_fn: LossFn) -> GradFn:
         inputs = tuple(x.detach().requires_grad_() for x in trained)
         with torch.enable_grad():
             loss, aux = loss_fn(inputs, *args)
-        if loss.requires_grad:
-            grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-        else:
-            grads = tuple(map(torch.zeros_like, inputs))
-        return grads, (loss.detach(), pytree.tree_map(torch.Tensor.detach, aux))
+        found = differentiated(loss, inputs)
+        grads = [
+            torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)
+        ]
+        return tuple(grads), (loss.detach(), pytree.tree_map(torch.Tensor.detach, aux))
 
     return fn
+
+
+def differentiated(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients that `loss.backward()` accumulates in these leaves; None where it does not.
+
+    >>> x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    >>> differentiated((3 * x).sum(), [x, y])
+    [tensor([3.]), None]
+    """
+    if not loss.requires_grad or not inputs:
+        return [None] * len(inputs)
+    found = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return [added(grad, accumulated(x)) for grad, x in zip(found, inputs, strict=True)]
+
+
+def accumulated(leaf: Tensor) -> Tensor | None:
+    """Take what a backward inside of backward left in a leaf of ours, past `torch.autograd.grad`.
+
+    The backward of Megatron's and DeepSpeed's `CheckpointFunction` calls `torch.autograd.backward`.
+    """
+    grad, leaf.grad = leaf.grad, None
+    return grad
+
+
+def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of what is there."""
+    return a if b is None else b if a is None else a + b
 
 
 def zero3(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:

@@ -9,9 +9,11 @@ import fzero
 
 LAYERS = {
     "errors": 0,
+    "patch": 0,
     "protocols": 0,
     "tree": 0,
     "agree": 1,
+    "callbacks": 1,
     "collectives": 1,
     "dtensor": 1,
     "layout": 1,
@@ -20,6 +22,8 @@ LAYERS = {
     "owners": 1,
     "remat": 1,
     "takeover": 1,
+    "tasks": 1,
+    "transforms": 1,
     "config": 2,
     "config_deepspeed": 2,
     "functional": 2,

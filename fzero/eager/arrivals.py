@@ -7,6 +7,9 @@ from torch import Tensor
 
 from fzero.distributed.buckets import plan_buckets
 from fzero.layout import LeafLayout
+from fzero.step.eager import _came_late
+from fzero.tasks import current_task
+from fzero.zero import accumulated, added
 
 Reduce = Callable[[Sequence[Tensor], Sequence[LeafLayout]], list[Tensor]]
 
@@ -38,22 +41,44 @@ class Arrivals:
         self.reduced: dict[int, Tensor] = {}
         last_first = range(len(tensors))[::-1]
         self.waiting = plan_buckets([x.nbytes for x in tensors], last_first, limit)
+        self.task = -1  # of autograd's, in which they arrive
         self.hooks = [x.register_hook(self._taker(i, done)) for i, x in enumerate(tensors)]
 
+    def differentiate(self, loss: Tensor, others: Sequence[Tensor] = ()) -> list[Tensor | None]:
+        """Run backward; the gradients of `others`, which nothing is done to."""
+        if not loss.requires_grad or not (self.tensors or others):
+            return [None] * len(others)
+        self.hooks.append(loss.register_hook(self._begin))
+        inputs = [*self.tensors, *others]
+        return list(torch.autograd.grad(loss, inputs, allow_unused=True))[len(self.tensors) :]
+
     def finish(self) -> list[Tensor]:
-        """What `reduce` made of each gradient; those that have not come are zeros."""
+        """What `reduce` made of each gradient; those that have not come are zeros.
+
+        Raises:
+            FzeroError: a part of one came after it was reduced.
+        """
         while self.waiting:
             for i in self.waiting[0]:
-                if i not in self.arrived:
-                    x = self.tensors[i]
+                x = self.tensors[i]
+                if i not in self.arrived and x.grad is None:
                     self.arrived[i] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
             self._flush()
+        for x, leaf in zip(self.tensors, self.leaves, strict=True):
+            if accumulated(x) is not None:
+                raise _came_late(leaf.name)
         for hook in self.hooks:  # they hold what holds them
             hook.remove()
         return [self.reduced.pop(i) for i in range(len(self.leaves))]
 
+    def _begin(self, grad: Tensor) -> None:
+        if self.task == -1:
+            self.task = current_task()
+
     def _taker(self, i: int, done: Callable[[int], None]) -> Callable[[Tensor], Tensor | None]:
         def take(grad: Tensor) -> Tensor | None:
+            if current_task() != self.task:
+                return None  # of a backward inside of backward, whose caller hands it on
             self.arrived[i] = dense(grad)
             done(i)
             while self.waiting and all(j in self.arrived for j in self.waiting[0]):
@@ -66,7 +91,10 @@ class Arrivals:
 
     def _flush(self) -> None:
         indices = self.waiting.pop(0)
-        grads = [self.arrived.pop(i) for i in indices]
+        # what `torch.autograd.backward` left there, called by a backward that runs its forward again
+        parts = [(self.arrived.pop(i, None), accumulated(self.tensors[i])) for i in indices]
+        grads = [dense(both) for a, b in parts if (both := added(a, b)) is not None]
+        assert len(grads) == len(indices)
         results = self.reduce(grads, [self.leaves[i] for i in indices])
         for i, result in zip(indices, results, strict=True):
             self.reduced[i] = result

@@ -11,14 +11,6 @@ Applied = tuple[Callable[[Tensor], None], ...]
 """Told of the factor that the gradients of the running task carry from here on."""
 
 
-def current_task() -> int:
-    """The number of the graph task that is running, -1 outside of backward.
-
-    Private in torch; there is no public alternative.
-    """
-    return torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def current_node() -> Any:
     """The node of autograd's graph whose hooks run now. Private in torch, without alternative."""
     return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]

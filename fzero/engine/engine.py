@@ -26,7 +26,7 @@ from fzero.engine.attach import (
     owned_hook,
     parameters_of,
 )
-from fzero.engine.autograd import Scale, accumulates, current_task, own, watch
+from fzero.engine.autograd import Scale, accumulates, own, watch
 from fzero.engine.buffers import Buffers
 from fzero.engine.forward import Forward, no_loss
 from fzero.engine.grouping import plan_grouping, plan_order, units_ahead
@@ -40,6 +40,7 @@ from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
 from fzero.state.init import start
 from fzero.state.opt_state import OptState
+from fzero.tasks import current_task
 from fzero.tree import PyTree
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fzero.engine import events
-from fzero.engine.autograd import current_node, current_task
+from fzero.engine.autograd import current_node
+from fzero.tasks import current_task
 
 if TYPE_CHECKING:
     from fzero.engine.engine import Engine

@@ -27,6 +27,7 @@ from fzero.functional.slots import (
 )
 from fzero.functional.torch_checkpoint import recomputing
 from fzero.numerics.casts import as_output, output_in
+from fzero.transforms import Over, is_over
 
 
 @overload
@@ -157,6 +158,11 @@ def _swapped(
         _restore(saved)
 
 
+def _there(name: str, value: Tensor) -> Tensor:
+    """`value` for a computation in backward, or what raises when it is read."""
+    return Over(value, repr(name)) if is_over(value) else value
+
+
 class _Call(NamedTuple):
     """What one call of `apply` put into the slots, and the buffers it was given."""
 
@@ -167,10 +173,11 @@ class _Call(NamedTuple):
     given: Mapping[str, Tensor]
 
     def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, a part of this call, as it will be computed again in backward.
+        """`fn`, a part of this call, as it will be called back in backward.
 
         By then the slots hold the module's own tensors again, so it swaps for itself. The buffers
-        are those of now; what a recomputation changes in them is lost, as it was done before.
+        are those of now; what a recomputation changes in them is lost, as it was done before. See
+        [Note: called back] in `fzero.callbacks`.
         """
         held = {
             name: self.given[name]
@@ -180,8 +187,12 @@ class _Call(NamedTuple):
         }
 
         def swapped(*args: Any, **kwargs: Any) -> Any:
-            clones = {name: _clone(value) for name, value in held.items()}
-            with _swapped(self.plan, self.params, clones, held):
+            params, buffers = (
+                {name: _there(name, value) for name, value in tensors.items()}
+                for tensors in (self.params, held)
+            )
+            clones = {name: x if isinstance(x, Over) else _clone(x) for name, x in buffers.items()}
+            with _swapped(self.plan, params, clones, buffers):
                 return fn(*args, **kwargs)
 
         return swapped

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch import fx
-from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import map_arg
@@ -24,6 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from fzero.errors import ConfigError
+from fzero.transforms import in_transform
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,11 +94,6 @@ def remat(fn: Callable[P, R], policy: Policy | None = None) -> Callable[P, R]:
 def is_recording() -> bool:
     """Whether operators of this thread are being recorded into a graph."""
     return get_proxy_mode() is not None
-
-
-def in_transform() -> bool:
-    """Whether a `torch.func` transform is active, which refuses `torch.utils.checkpoint`."""
-    return peek_interpreter_stack() is not None
 
 
 # ---------------------------------------------------------------------------------- regions

@@ -3,62 +3,110 @@
 Models call it from their own code, and its recomputation would go wrong in two places: while a
 function is staged out (masks drawn anew, or refused by `torch.func`), and after a functionalised
 module was called (its slots hold its own weights again). There is no public hook for its callers;
-the public alternative is `fzero.remat` in place of `torch.utils.checkpoint.checkpoint`. So the two
+the public alternative is `fzero.remat` in place of `torch.utils.checkpoint.checkpoint`. So the
 names that `checkpoint` looks up in its module at each call are replaced for as long as somebody
-needs it. A torch without these names fails tests/test_remat.py; what runs there is torch's own
-checkpoint, and a Program that would draw a second mask is refused by `number_sites`.
+needs it. No name is trusted: `check_takeover` records a checkpoint of two lines once per process
+and looks at what came of it, since a torch may keep a name that it no longer calls (2.14 does).
+
+In a functionalised call more is needed than this module gives, or less: `fzero.callbacks` lets
+whatever is called back in backward run with the tensors of its call, by public names. Here is what
+makes that cheap for checkpoints, and what a recording needs.
 """
 
 import contextlib
-import threading
+import functools
+import inspect
 from collections.abc import Callable, Generator, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
+from fzero.callbacks import Wrap, already_wrapped, is_wrapping, wrapped, wrapping
 from fzero.errors import TraceError
-from fzero.functional.remat import Saves, in_transform, is_recording, region, verdict
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+from fzero.functional.remat import Saves, is_recording, region, regions_of, verdict
+from fzero.patch import Patch
+from fzero.transforms import in_transform
 
 REENTRANT = "CheckpointFunction"
-NON_REENTRANT = "_checkpoint_without_reentrant_generator"
+# of torch 2.11 to 2.13, and of 2.14 on, which keeps the first as a stub that it does not call
+NON_REENTRANT = (
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",
+)
 
 
 @contextlib.contextmanager
 def checkpoints_taken_over() -> Iterator[None]:
-    """While a function is recorded: `torch.utils.checkpoint` marks a region, as `remat` does."""
-    _PATCH.install()
-    try:
+    """While a function is recorded: `torch.utils.checkpoint` marks a region, as `remat` does.
+
+    Raises:
+        TraceError: this torch's checkpoint goes another way.
+    """
+    check_takeover("traced")
+    with _PATCH:
         yield
-    finally:
-        _PATCH.uninstall()
 
 
 @contextlib.contextmanager
 def recomputing(wrap: Wrap) -> Iterator[None]:
-    """Let checkpoints that are made meanwhile recompute `wrap(function)`.
+    """Let checkpoints that are made meanwhile recompute `wrap(function)`; see `callbacks.wrapping`.
 
     Under a `torch.func` transform, where torch's checkpoint raises, the function runs as it is.
     """
-    token = _WRAPS.set((wrap, *_WRAPS.get()))
-    try:
-        with checkpoints_taken_over():
-            yield
-    finally:
-        _WRAPS.reset(token)
+    with wrapping(wrap), _PATCH:
+        yield
 
 
-_WRAPS: ContextVar[tuple[Wrap, ...]] = ContextVar("fzero_checkpoint_wraps", default=())
+@functools.cache
+def check_takeover(executor: str) -> None:
+    """Raise unless a checkpoint of one line is seen to go our way, in both of its forms.
+
+    Args:
+        executor: "traced": it must become a region of the graph that is recorded. "eager": it must
+            recompute what it was told to, and leave no gradient out that `torch.autograd.grad`
+            asks for.
+
+    Raises:
+        TraceError: it does not.
+    """
+    for reentrant in (False, True):
+        with _disable_current_modes(), torch.enable_grad():
+            try:
+                fits = (_is_recorded if executor == "traced" else _recomputes)(reentrant)
+            except Exception:  # whatever a torch of another make raises
+                fits = False
+        if not fits:
+            raise TraceError(
+                f"torch {torch.__version__} runs torch.utils.checkpoint.checkpoint(use_reentrant="
+                f"{reentrant}) in a way that Config(executor={executor!r}) does not know: gradients "
+                "could be wrong without an error. Use a torch that fzero's README names."
+            )
 
 
-def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    if torch.is_grad_enabled():  # or nothing will be computed again
-        for wrap in _WRAPS.get():
-            function = wrap(function)
-    return function
+def _is_recorded(reentrant: bool) -> bool:
+    def function(x: Tensor) -> Any:
+        return torch_checkpoint.checkpoint(torch.sin, x, use_reentrant=reentrant)
+
+    with _PATCH:
+        nodes = make_fx(function)(torch.ones(1)).graph.nodes
+    return [bool(regions_of(node)) for node in nodes if node.op == "call_function"] == [True]
+
+
+def _recomputes(reentrant: bool) -> bool:
+    calls: list[str] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: calls.append("again") or function(*args)
+
+    x, w = (torch.ones(1, requires_grad=True) for _ in range(2))
+    with recomputing(noting):
+        y: Any = torch_checkpoint.checkpoint(lambda x: (x * w).sin(), x, use_reentrant=reentrant)
+    (grad,) = torch.autograd.grad(y, w, allow_unused=True)
+    return calls == ["again"] and grad is not None
 
 
 class _Reentrant:
@@ -74,7 +122,7 @@ class _Reentrant:
         if is_recording():
             with region():
                 return function(*args)
-        if _WRAPS.get():  # its backward refuses torch.autograd.grad; the other form has no limits
+        if is_wrapping():  # its backward refuses torch.autograd.grad; the other form has no limits
             return torch_checkpoint.checkpoint(
                 function, *args, use_reentrant=False, preserve_rng_state=preserve
             )
@@ -83,23 +131,34 @@ class _Reentrant:
 
 def _non_reentrant(original: Callable[..., Any]) -> Callable[..., Any]:
     """In place of the generator around whose one `yield` `checkpoint` calls the function."""
+    signature = inspect.signature(original)
 
-    def generator(
-        function: Callable[..., Any],
-        preserve: bool = True,
-        context_fn: Callable[[], Any] = torch_checkpoint.noop_context_fn,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Generator[None, None, None]:
+    def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        given = signature.bind(*args, **kwargs).arguments
         if is_recording():
-            with region(_selected(context_fn)):
+            with region(_selected(given.get("context_fn", torch_checkpoint.noop_context_fn))):
                 yield
-        elif _WRAPS.get() and in_transform():
+        elif is_wrapping() and in_transform():
             yield
+        elif is_wrapping() and torch.is_grad_enabled():  # or nothing will be computed again
+            yield from _around(original(wrapped(args[0]), *args[1:], **kwargs))
         else:
-            yield from original(_wrapped(function), preserve, context_fn, *rest, **kwargs)
+            yield from original(*args, **kwargs)
 
     return generator
+
+
+def _around(torchs: Generator[None, None, None]) -> Generator[None, None, None]:
+    """The same generator, whose hooks on saved tensors call back what is wrapped already."""
+    with already_wrapped():
+        next(torchs)
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(StopIteration):
+            torchs.throw(error)
+    else:
+        yield from torchs
 
 
 def _selected(context_fn: Callable[[], Any]) -> Saves | None:
@@ -126,35 +185,7 @@ def _selected(context_fn: Callable[[], Any]) -> Saves | None:
     return saves
 
 
-class _Patch:
-    """The replaced names of torch's module, counted: several threads may need them at once.
-
-    What stands in the module is the process's, so the count is too. Threads that record nothing
-    and called no functionalised module meet torch's own behaviour.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.originals: dict[str, Any] = {}
-
-    def install(self) -> None:
-        with self.lock:
-            self.users += 1
-            if self.users == 1:
-                for name, replace in ((REENTRANT, _Reentrant), (NON_REENTRANT, _non_reentrant)):
-                    original = getattr(torch_checkpoint, name, None)
-                    if original is not None:
-                        self.originals[name] = original
-                        setattr(torch_checkpoint, name, replace(original))
-
-    def uninstall(self) -> None:
-        with self.lock:
-            self.users -= 1
-            if self.users == 0:
-                for name, original in self.originals.items():
-                    setattr(torch_checkpoint, name, original)
-                self.originals.clear()
-
-
-_PATCH = _Patch()
+_PATCH = Patch(
+    (torch_checkpoint, REENTRANT, _Reentrant),
+    *((torch_checkpoint, name, _non_reentrant) for name in NON_REENTRANT),
+)

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
-from fzero.errors import FzeroError, TraceError
+from fzero.errors import FzeroError, TraceError, TransformOverError
 from fzero.functional.torch_checkpoint import checkpoints_taken_over
 from fzero.program.graph import output_node, placeholders
 from fzero.program.interop import transformers_is_tracing
@@ -61,9 +61,10 @@ def stage_out(
         try:
             with guard():
                 graph_module = _record(fn, inputs)
-        except FzeroError:
-            raise
         except Exception as error:
+            # what torch.func can't give back in backward, plain autograd may
+            if isinstance(error, FzeroError) and not isinstance(error, TransformOverError):
+                raise
             refusals.append((label, error))
             continue
         log = [f"{front}: refused: {_first_line(error)}" for front, error in refusals]

@@ -26,6 +26,7 @@ from fzero.eager.arrivals import Arrivals, dense
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import changed_in_place
 from fzero.errors import FzeroError, TraceError
+from fzero.functional.torch_checkpoint import check_takeover, recomputing
 from fzero.layout import LeafLayout
 from fzero.numerics.casts import widened
 from fzero.numerics.rng import generator_of, mix, preserved
@@ -43,7 +44,7 @@ from fzero.step.gradients import (
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram
 from fzero.tree import PyTree
-from fzero.zero import scaled
+from fzero.zero import accumulated, added, differentiated, scaled
 
 
 class Eager:
@@ -57,6 +58,7 @@ class Eager:
     collectives = "those of the eager executor"
 
     def __init__(self, model_fn: ModelFn, plan: Plan, held: LocalState) -> None:
+        check_takeover("eager")
         self.model_fn = model_fn
         self.plan = plan
         self.limit = int(plan.cfg.bucket_mb * 2**20)
@@ -142,7 +144,9 @@ class Eager:
         )
 
         def run(given: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, tuple[Tensor, ...]]]:
-            with torch.enable_grad():
+            # who checkpoints a closure must get its gradient: the re-entrant form gives it to the
+            # arguments only, unless `.backward()` runs it
+            with torch.enable_grad(), recomputing(lambda function: function):
                 return loss_fn(tuple(given), tuple(x.clone() for x in state), tuple(inputs))
 
         differentiate = self._sharded if cfg.stage == 3 else self._whole
@@ -166,11 +170,11 @@ class Eager:
         scaled_loss, (loss, aux) = run(low)
         inputs = [x for x in given if x.requires_grad]
         if reduces_once(self.plan.cfg):
-            grads = _gradients(scaled_loss, inputs)
+            grads = differentiated(scaled_loss, inputs)
             pairs = zip(grads, inputs, strict=True)
             return [torch.zeros_like(x) if g is None else dense(g) for g, x in pairs], loss, aux
         arrivals = Arrivals(inputs, self.plan.trained, self._reduce, self.limit)
-        _gradients(scaled_loss, inputs)
+        arrivals.differentiate(scaled_loss)
         return arrivals.finish(), loss, aux
 
     def _sharded(
@@ -204,7 +208,9 @@ class Eager:
             self.limit,
             done=lambda i: source.drop(used[i].leaf_index),
         )
-        found = _gradients(scaled_loss, [*used, *(x.shard for x in trained)])[len(used) :]
+        shards = [x.shard for x in trained]
+        found = arrivals.differentiate(scaled_loss, shards)
+        found = [added(g, accumulated(x)) for g, x in zip(found, shards, strict=True)]
         arrived = dict(zip((x.leaf_index for x in used), arrivals.finish(), strict=True))
         source.close()
         grads: list[Tensor] = []
@@ -261,10 +267,13 @@ def _silent(bucket: Bucket) -> None:
     pass
 
 
-def _gradients(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    if not loss.requires_grad or not inputs:
-        return [None] * len(inputs)
-    return list(torch.autograd.grad(loss, inputs, allow_unused=True))
+def _came_late(name: str) -> FzeroError:
+    return FzeroError(
+        f"a part of the gradient of {name!r} came after the rest of it was reduced: backward of an "
+        "autograd.Function called torch.autograd.backward, and what it checkpoints shares this "
+        "parameter with other parts of the model. Use torch.utils.checkpoint or fzero.remat for "
+        "it, return the gradient from the Function's backward, or use Config(executor='traced')."
+    )
 
 
 @contextlib.contextmanager
