@@ -1,7 +1,7 @@
 """What autograd calls back in backward, in the surroundings of the forward that gave it.
 
-[Note: called back] The backward of a user's `autograd.Function`, a tensor's hook and the unpack hook
-of a saved tensor are Python that runs long after the call of a functionalised module that made
+[Note: called back] The backward of a user's `autograd.Function`, a tensor's hook and the unpack
+hook of a saved tensor are Python that runs long after the call of a functionalised module that made
 them. By then the module's slots hold its own tensors again. Megatron's and DeepSpeed's
 `CheckpointFunction`, reversible layers and adjoint methods run parts of the module there: silently
 on the wrong weights. So whoever changes something for the time of a call gives a `Wrap`, and all

@@ -1,4 +1,4 @@
-"""What `torch.func` does not tell in public: whether a transform is active, and what is left of one.
+"""What `torch.func` does not tell in public: whether a transform is active, what is left of one.
 
 The public alternative is none: `torch._C._functorch` is what `torch.func` is made of. What is asked
 of it is seen in tests/test_transforms.py.
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import (
-    is_dead_tensor_wrapper,
+    is_dead_tensor_wrapper,  # pyright: ignore[reportAttributeAccessIssue]
     maybe_current_level,
     maybe_get_level,
     peek_interpreter_stack,

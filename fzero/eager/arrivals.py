@@ -50,7 +50,7 @@ class Arrivals:
             return [None] * len(others)
         self.hooks.append(loss.register_hook(self._begin))
         inputs = [*self.tensors, *others]
-        return list(torch.autograd.grad(loss, inputs, allow_unused=True))[len(self.tensors) :]
+        return [*torch.autograd.grad(loss, inputs, allow_unused=True)][len(self.tensors) :]
 
     def finish(self) -> list[Tensor]:
         """What `reduce` made of each gradient; those that have not come are zeros.
@@ -91,7 +91,7 @@ class Arrivals:
 
     def _flush(self) -> None:
         indices = self.waiting.pop(0)
-        # what `torch.autograd.backward` left there, called by a backward that runs its forward again
+        # a backward inside of backward (of a user's checkpoint) left its part in `.grad`
         parts = [(self.arrived.pop(i, None), accumulated(self.tensors[i])) for i in indices]
         grads = [dense(both) for a, b in parts if (both := added(a, b)) is not None]
         assert len(grads) == len(indices)

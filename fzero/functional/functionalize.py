@@ -1,7 +1,7 @@
 """A module as a function of its parameters. See [Note: slots] in slots.py."""
 
 import contextlib
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, overload
@@ -152,7 +152,9 @@ def _swapped(
                 except (LookupError, TypeError):
                     raise _rebuilt(plan, index, f"its attribute {attr!r}") from None
         versions = {name: buffer._version for name, buffer in buffers.items()}
-        with recomputing(_Call(plan, params, buffers, versions, given).again):
+        call = _Call(plan, params, buffers, versions, given)
+        _wrap_hooks(plan, call.again)
+        with recomputing(call.again):
             yield
     finally:
         _restore(saved)
@@ -196,6 +198,15 @@ class _Call(NamedTuple):
                 return fn(*args, **kwargs)
 
         return swapped
+
+
+def _wrap_hooks(plan: SlotTable, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let hooks on the modules' backward see the tensors of this call, too."""
+    for module in plan.modules:
+        attrs = module.__dict__
+        for table in ("_backward_hooks", "_backward_pre_hooks"):
+            if hooks := attrs.get(table):
+                attrs[table] = OrderedDict((key, wrap(hook)) for key, hook in hooks.items())
 
 
 _Saved = list[tuple[Any, Any]]

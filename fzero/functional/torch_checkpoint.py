@@ -82,8 +82,8 @@ def check_takeover(executor: str) -> None:
         if not fits:
             raise TraceError(
                 f"torch {torch.__version__} runs torch.utils.checkpoint.checkpoint(use_reentrant="
-                f"{reentrant}) in a way that Config(executor={executor!r}) does not know: gradients "
-                "could be wrong without an error. Use a torch that fzero's README names."
+                f"{reentrant}) in a way that executor={executor!r} does not know: gradients could "
+                "be wrong without an error. Use a torch that fzero's README names."
             )
 
 

@@ -1,7 +1,7 @@
 """Checkpointing outside of a Program: the same gradients, computed in less memory; no leaks."""
 
+import contextlib
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import fzero
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, TraceError
 from fzero.functional import torch_checkpoint as takeover
+from fzero.patch import Patch
+
+NOTHING = contextlib.nullcontext()
 
 WAYS: dict[str, Callable[..., Any]] = {
     "remat": lambda fn, *args: fzero.remat(fn)(*args),
@@ -54,9 +57,9 @@ def layer(w: Tensor, x: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _torch_is_left_alone() -> Iterator[None]:
-    before = dict(vars(torch_checkpoint))
+    before = {name: x for name, x in vars(torch_checkpoint).items() if callable(x)}
     yield
-    assert dict(vars(torch_checkpoint)) == before
+    assert {name: x for name, x in vars(torch_checkpoint).items() if callable(x)} == before
 
 
 # --------------------------------------------------------------------------- plain autograd
@@ -194,19 +197,38 @@ def test_a_recomputation_sees_the_buffers_of_its_time() -> None:
 
 
 # ------------------------------------------------------------------------------ torch's module
-def test_torch_still_has_the_names_that_are_replaced() -> None:
-    """If this fails, torch renamed what `torch.utils.checkpoint.checkpoint` looks up: see
-    fzero/functional/torch_checkpoint.py, find the new names there, and what they are called with."""
-    for name in (takeover.REENTRANT, takeover.NON_REENTRANT):
-        assert hasattr(torch_checkpoint, name), f"torch {torch.__version__} has no {name}"
-        source = inspect.getsource(inspect.unwrap(checkpoint))
-        assert f"{name}(" in source or f"{name}.apply(" in source
-    parameters = list(
-        inspect.signature(getattr(torch_checkpoint, takeover.NON_REENTRANT)).parameters
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("forgotten", [takeover.REENTRANT, *takeover.NON_REENTRANT])
+def test_a_torch_that_goes_another_way_is_refused(
+    executor: str, forgotten: str, monkeypatch: Any
+) -> None:
+    """As torch 2.14 did, which kept a name and stopped calling it."""
+    if not hasattr(torch_checkpoint, forgotten):
+        return  # of another torch
+    monkeypatch.setattr(
+        takeover,
+        "_PATCH",
+        Patch(*(part for part in takeover._PATCH.parts if part[1] != forgotten)),
     )
-    assert parameters[:3] == ["fn", "preserve_rng_state", "context_fn"]
-    forward = inspect.signature(torch_checkpoint.CheckpointFunction.forward)
-    assert list(forward.parameters)[1:3] == ["run_function", "preserve_rng_state"]
+    called = forgotten == takeover.REENTRANT or forgotten == _called_by_checkpoint()
+    check = takeover.check_takeover.__wrapped__  # not what an earlier one found
+    with pytest.raises(TraceError, match=r"runs torch\.utils\.checkpoint") if called else NOTHING:
+        check(executor)
+
+
+def _called_by_checkpoint() -> str:
+    """Which of the names this torch calls."""
+    called = []
+
+    def noting(name: str) -> Callable[[Any], Any]:
+        return lambda original: lambda *a, **k: called.append(name) or original(*a, **k)
+
+    with Patch(*((torch_checkpoint, name, noting(name)) for name in takeover.NON_REENTRANT)):
+        checkpoint(torch.sin, torch.ones(1), use_reentrant=False)
+    return called[0]
+
+
+def test_policies_are_where_they_are_looked_for() -> None:
     contexts = torch_checkpoint.create_selective_checkpoint_contexts(lambda *_: True)
     assert callable(getattr(contexts[0], "policy_fn", None))
 
