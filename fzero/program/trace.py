@@ -29,6 +29,7 @@ from torch.fx.graph import CodeGen
 
 from fzero.errors import FzeroError, TraceError, TransformOverError
 from fzero.functional.torch_checkpoint import checkpoints_taken_over
+from fzero.program.devices import devices_kept
 from fzero.program.graph import output_node, placeholders
 from fzero.program.interop import transformers_is_tracing
 from fzero.program.program import Program
@@ -60,7 +61,7 @@ def stage_out(
     for label, fn in front_ends:
         try:
             with guard():
-                graph_module = _record(fn, inputs)
+                graph_module = _recorded(fn, inputs)
         except Exception as error:
             # what torch.func can't give back in backward, plain autograd may
             if isinstance(error, FzeroError) and not isinstance(error, TransformOverError):
@@ -71,6 +72,15 @@ def stage_out(
         log.append(f"staged out through {label}: {len(graph_module.graph.nodes)} nodes")
         return _program(name, graph_module, names, tuple(log))
     raise _trace_error(refusals)
+
+
+def _recorded(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    try:
+        return _record(fn, inputs)
+    except Exception as error:
+        if "meta" not in str(error):
+            raise
+        return _record(devices_kept(fn), inputs)
 
 
 def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
