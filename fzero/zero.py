@@ -29,6 +29,7 @@ from fzero.distributed.collectives import (
     replicate,
 )
 from fzero.distributed.mesh import Axes
+from fzero.errors import FzeroError
 from fzero.layout import Layout
 
 Leaves = tuple[Tensor, ...]
@@ -71,36 +72,45 @@ def vjp(loss_fn: LossFn) -> GradFn:
     return fn
 
 
-def autograd(loss_fn: LossFn) -> GradFn:
+def autograd(loss_fn: LossFn, *, must_depend: bool = False) -> GradFn:
     """The same operator through `torch.autograd.grad`, for functions that `torch.func` refuses.
 
-    It stages out more, and does not compose: its results have no derivative.
+    It stages out more, and does not compose: its results have no derivative. With `must_depend` it
+    raises an FzeroError for a loss that depends on none of the leaves, whose gradients are zero.
     """
 
     def fn(trained: Leaves, *args: Any) -> tuple[Leaves, tuple[Tensor, Any]]:
         inputs = tuple(x.detach().requires_grad_() for x in trained)
         with torch.enable_grad():
             loss, aux = loss_fn(inputs, *args)
-        found = differentiated(loss, inputs)
-        grads = [
-            torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)
-        ]
-        return tuple(grads), (loss.detach(), pytree.tree_map(torch.Tensor.detach, aux))
+        found = differentiated(loss, inputs, must_depend=must_depend)
+        pairs = zip(found, inputs, strict=True)
+        grads = tuple(torch.zeros_like(x) if g is None else g for g, x in pairs)
+        return grads, (loss.detach(), pytree.tree_map(torch.Tensor.detach, aux))
 
     return fn
 
 
-def differentiated(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+def differentiated(
+    loss: Tensor, inputs: Sequence[Tensor], *, must_depend: bool = True
+) -> list[Tensor | None]:
     """The gradients that `loss.backward()` accumulates in these leaves; None where it does not.
 
-    >>> x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-    >>> differentiated((3 * x).sum(), [x, y])
-    [tensor([3.]), None]
+    Raises:
+        FzeroError: the loss depends on none of them, and must.
+
+    Examples:
+        >>> x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        >>> differentiated((3 * x).sum(), [x, y])
+        [tensor([3.]), None]
     """
-    if not loss.requires_grad or not inputs:
-        return [None] * len(inputs)
-    found = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return [added(grad, accumulated(x)) for grad, x in zip(found, inputs, strict=True)]
+    found: list[Tensor | None] = [None] * len(inputs)
+    if loss.requires_grad and inputs:
+        found = list(torch.autograd.grad(loss, inputs, allow_unused=True))
+        found = [added(grad, accumulated(x)) for grad, x in zip(found, inputs, strict=True)]
+    if must_depend and inputs and all(grad is None for grad in found):
+        raise no_gradient()
+    return found
 
 
 def accumulated(leaf: Tensor) -> Tensor | None:
@@ -115,6 +125,16 @@ def accumulated(leaf: Tensor) -> Tensor | None:
 def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     """The sum of what is there."""
     return a if b is None else b if a is None else a + b
+
+
+def no_gradient() -> FzeroError:
+    """What to say of a loss that depends on no trained parameter, as `loss.backward()` would."""
+    return FzeroError(
+        "the loss depends on no trained parameter, so there is nothing to train. Compute it from "
+        "the params that the model function is given: apply(params, x), not module(x), which has "
+        "parameters of its own; without .detach(), and outside of torch.no_grad(). What is not to "
+        "be trained is named in Config(frozen=...)."
+    )
 
 
 def zero3(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:

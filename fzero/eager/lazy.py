@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fzero.eager.units import _outside_inference
+from fzero.engine.owned import grad_of_owned, refuse_accumulate_hook
 from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
 
@@ -126,6 +128,10 @@ class LazyParameter(Tensor):
     units: ParameterSource
     geometry: Geometry | None
 
+    fzero_plain = True
+    grad = grad_of_owned  # pyright: ignore[reportAssignmentType]
+    register_post_accumulate_grad_hook = refuse_accumulate_hook  # pyright: ignore
+
     # results are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
@@ -220,8 +226,9 @@ def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwa
             )
         return LazyParameter(x.units, x.leaf_index, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
 
-    view = func(_whole(x), *rest, **(kwargs or {}))
-    return lazy(view) if type(view) is Tensor else pytree.tree_map_only(Tensor, lazy, view)
+    with _outside_inference():  # autograd gives every view a count of versions
+        view = func(_whole(x), *rest, **(kwargs or {}))
+        return lazy(view) if type(view) is Tensor else pytree.tree_map_only(Tensor, lazy, view)
 
 
 def _refuse_lost_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

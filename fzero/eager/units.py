@@ -1,6 +1,8 @@
 """Parameters of a module that are there only while something reads them."""
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +48,8 @@ class Units:
         """The full parameter, gathered unless it is there."""
         full = self.here.get(index)
         if full is None:
-            self._bring(self.unit_of[index])
+            with _outside_inference():  # what is gathered may be read by a backward, too
+                self._bring(self.unit_of[index])
             full = self.here[index]
         return full
 
@@ -109,3 +112,9 @@ class Units:
 
 def _is_around(outer: str, inner: str) -> bool:
     return outer == "" or inner == outer or inner.startswith(outer + ".")
+
+
+def _outside_inference() -> contextlib.AbstractContextManager[Any]:
+    """Tensors made in it are ordinary ones, also under `torch.inference_mode()`."""
+    inside = torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inside else contextlib.nullcontext()

@@ -12,10 +12,19 @@ from fzero.config import Config
 from fzero.eager.lazy import LazyParameter
 from fzero.eager.units import Units
 from fzero.engine.outputs import tensors_in
+from fzero.engine.owned import (
+    OwnedParameter,
+    Owner,
+    become_former,
+    keep_hooks,
+    own,
+    set_raw_grad,
+)
 from fzero.errors import ConfigError, ShardError
 from fzero.functional.slots import ParameterSlots
 from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
+from fzero.plain import check_plain, foreign_accumulate_hooks
 
 WITHOUT = Optimizer(
     init=lambda params: (),
@@ -40,6 +49,7 @@ def install(
     held: Sequence[Tensor],
     units: Units | None,
     taker: Callable[[int], Callable[[Tensor], None]],
+    engine: "weakref.ref[Any]",
 ) -> dict[int, Tensor]:
     """Make the module's parameters an engine's, in place.
 
@@ -50,6 +60,7 @@ def install(
         held: the tensors that are trained, by index.
         units: what gathers them; None if they are always there.
         taker: makes what is called with a parameter that has got a gradient, from its index.
+        engine: whose they become.
 
     Returns:
         The parameters by index.
@@ -59,16 +70,23 @@ def install(
     for name, param in params.items():
         index = indices[name]
         trainable = leaves[index].trainable
-        param.grad = None
+        set_raw_grad(param, None)
+        if (hooks := getattr(param, "_post_accumulate_grad_hooks", None)) is not None:
+            hooks.clear()  # of engines that are gone; others are refused
         if units is not None:
-            new[name] = LazyParameter(units, index, None, trainable)
-            param.data = param.data.new_empty(0)  # whoever else holds it holds no memory
+            new[name] = now = LazyParameter(units, index, None, trainable)
+            keep_hooks(param, now)
+            become_former(param, now)
         else:
-            new[name] = param
+            new[name] = now = param
             param.data = held[index]
             param.requires_grad_(trainable)
+            if type(param) is nn.Parameter:
+                param.__class__ = OwnedParameter
+        own(now, Owner(engine, index, name))
+        own(param, Owner(engine, index, name))
         if trainable:
-            new[name].register_post_accumulate_grad_hook(taker(index))
+            Tensor.register_post_accumulate_grad_hook(now, taker(index))
     slots.install(new)
     return {indices[name]: x for name, x in new.items()}
 
@@ -78,7 +96,8 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
 
     Raises:
         ConfigError: it is no module.
-        ShardError: a parameter has no values, or has an engine.
+        ShardError: a parameter has no values, or has an engine; it is no plain tensor; it has a
+            hook that would find no gradient.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -96,6 +115,14 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
             raise ShardError(
                 f"the parameter {name!r} belongs to another engine already. A parameter has one "
                 "engine; make it of the module that holds all of them."
+            )
+        check_plain(name, param)
+        if foreign_accumulate_hooks(param):
+            raise ShardError(
+                f"the parameter {name!r} has a hook of register_post_accumulate_grad_hook. An "
+                "engine takes gradients over as they come, so the hook would find none in "
+                "param.grad. Remove it before the engine is made; to change gradients use "
+                "parameter.register_hook, to clip Config(clip_norm=...)."
             )
         if param.device.type == "meta":
             raise ShardError(

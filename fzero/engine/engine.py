@@ -28,14 +28,15 @@ from fzero.engine.attach import (
 )
 from fzero.engine.autograd import Scale, accumulates, own, watch
 from fzero.engine.buffers import Buffers
-from fzero.engine.forward import Forward, no_loss
+from fzero.engine.forward import Door, Forward, no_loss
 from fzero.engine.grouping import plan_grouping, plan_order, units_ahead
+from fzero.engine.owned import raw_grad, set_raw_grad
 from fzero.engine.phases import BackwardState, Rules, transition
 from fzero.engine.reducer import Reducer
 from fzero.engine.stepper import Stepper
 from fzero.engine.writes import Writes
-from fzero.errors import BackwardError, ShardError
-from fzero.functional.functionalize import functionalize
+from fzero.errors import BackwardError, FzeroError, ShardError
+from fzero.functional.functionalize import parameters
 from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
 from fzero.state.init import start
@@ -102,7 +103,7 @@ class Engine:
         self.cfg = cfg = frozen_too(cfg or Config(), params)
         self._has_opt = opt is not None
         optimizer = WITHOUT if opt is None else as_optimizer(opt)
-        plan, tree_of, opt_state = start(cfg, optimizer, functionalize(model)[1])
+        plan, tree_of, opt_state = start(cfg, optimizer, parameters(model))
         leaves, world = plan.sharding.layout.leaves, plan.axes.world
         self._names = {leaf.name: index for index, leaf in enumerate(leaves)}
         self._other_names = slots.other_names()
@@ -162,11 +163,13 @@ class Engine:
             gone=self._units.drop if self._units is not None else _ignore,
         )
         self._forwards = itertools.count()
+        self._calling = False  # inside the engine's own call
         self._losses: list[Tensor] = []  # given to backward()
         # outputs that look like losses, by forward: of the running task, and of those before
         self._pending: dict[int, Tensor] = {}
         self._scalars: dict[int, Tensor] = {}
         self._divided = True
+        self._came = False  # whether a backward has come to something of this engine
         # leaves of an unsynced task that have their gradients; None: each arrival is an event
         self._late: list[int] | None = None
         # of the running task: on every gradient; the loss scale that it carries; whether other
@@ -176,8 +179,15 @@ class Engine:
         self._entered = False
         self._node: Any = None
         self._by_index = install(
-            slots, params, leaves, self._stepper.locals, self._units, self._taker
+            slots,
+            params,
+            leaves,
+            self._stepper.locals,
+            self._units,
+            self._taker,
+            weakref.ref(self),
         )
+        model.register_forward_hook(Door(weakref.ref(self)))
         self._writes = Writes(self._by_index, leaves, self._stepper, lazy=lazy)
 
     # --- forward and backward ---
@@ -198,6 +208,7 @@ class Engine:
         self._on(events.ForwardStarted(forward.number))
         dtypes = self.cfg.dtypes
         args, kwargs = outputs.cast((args, kwargs), dtypes.param)
+        calling, self._calling = self._calling, True
         try:
             with in_force(dtypes, self._reducer.device.type):
                 out = outputs.cast(self.module(*args, **kwargs), dtypes.output)
@@ -206,6 +217,22 @@ class Engine:
             if self._state.task is None:
                 self._journal.raised(sent=False)
             raise
+        finally:
+            self._calling = calling
+        self._returned(forward, out)
+        return out
+
+    def _called_directly(self, out: Any) -> None:
+        """The module has run without the engine's call: a forward like any other."""
+        if self._calling:
+            return
+        self._recover()
+        forward = Forward(self, next(self._forwards))
+        self._on(events.ForwardStarted(forward.number))
+        self._returned(forward, out)
+
+    def _returned(self, forward: Forward, out: Any) -> None:
+        """A forward has ended: backward is to tell when it reaches what it gave."""
         self._on(events.ForwardEnded(forward.number, torch.is_grad_enabled()))
         if torch.is_grad_enabled():
             forward.loss = outputs.loss_in(out)
@@ -215,7 +242,6 @@ class Engine:
                         y.register_hook(forward.reached)
         elif self._units is not None and self._state.task is None:
             self._units.reshard()
-        return out
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -232,15 +258,23 @@ class Engine:
             The loss, divided by `accum_steps` if `scale_wrt_gas`; without a graph.
 
         Raises:
-            BackwardError: `loss` is no scalar tensor with a graph.
+            BackwardError: `loss` is no scalar tensor with a graph, or depends on nothing of this
+                engine's.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.requires_grad is False:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
             raise BackwardError(no_loss(loss))
-        self._divided = scale_wrt_gas
+        outermost = current_task() == -1 and not self._state.running
+        self._divided, self._came = scale_wrt_gas, not outermost
         try:
             self.scale(loss).backward(retain_graph=retain_graph)
         finally:
             self._divided = True
+        if not self._came:
+            raise BackwardError(
+                "engine.backward(loss) ran, and came to no parameter and no output of this engine: "
+                "the loss depends on none. Compute it from what engine(...) returned, without "
+                ".detach() and outside of torch.no_grad(). The engine's gradients are as before."
+            )
         shown = loss.detach().clone()
         self._losses.append(shown.clone().reshape(()))
         return shown / self.cfg.accum_steps if scale_wrt_gas else shown
@@ -257,7 +291,7 @@ class Engine:
         Raises:
             BackwardError: it has no graph.
         """
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or loss.grad_fn is None:
             raise BackwardError(no_loss(loss).replace("backward(loss)", "scale(loss)"))
         if not self._rules.scaled:
             return loss
@@ -315,6 +349,12 @@ class Engine:
         on with the first forward or `step()` after a backward.
         """
         return phases.is_boundary(self._rules, self._state)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise FzeroError(_NO_COPY.format("copied"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FzeroError(_NO_COPY.format("copied or pickled"))
 
     # --- looking at it ---
 
@@ -392,6 +432,22 @@ class Engine:
             total = total / self._loss_scale.scale.to(total.dtype)
         return total
 
+    # --- what its parameters ask ([Note: owned parameters]) ---
+
+    def _holds(self, index: int) -> bool:
+        """Whether there is a gradient of this leaf."""
+        return self._reducer.has(index)
+
+    def _drop(self, index: int) -> None:
+        """Drop the gradients of one leaf; with the last one accumulation starts again."""
+        self._recover()
+        if not self._holds(index):
+            return
+        phases.refuse_inside(self._state, "zero_grad(), or p.grad = None,")
+        self._reducer.drop(index)
+        if not any(map(self._holds, self._by_index)):
+            self.zero_grad()
+
     # --- events and actions ---
 
     def _on(self, event: events.Event) -> None:
@@ -434,7 +490,7 @@ class Engine:
                 self._take_all()
             case events.Discard():
                 for index in self._late or ():
-                    self._by_index[index].grad = None
+                    set_raw_grad(self._by_index[index], None)
                 self._late, self._pending = None, {}
                 gradients.discard()
             case events.Flush():
@@ -464,12 +520,13 @@ class Engine:
             if late is not None:  # nothing waits for it: it stays where it is till the task ends
                 late.append(index)
                 return
-            grad = param.grad
+            grad = raw_grad(param)
             if grad is None:  # a function took the parameter and returned None for it
+                self._came = True
                 self._on(events.LeafReached(current_task()))
                 return
-            param.grad = None
-            grad = own(grad)
+            set_raw_grad(param, None)
+            grad, self._came = own(grad), True
             event = events.GradientReady(index, current_task())
             self._state, actions = transition(self._rules, self._state, event)
             for action in actions:
@@ -501,10 +558,10 @@ class Engine:
         writes = self._reducer.accumulates or self._correction is not None
         for index in self._late or ():
             param = params[index]
-            grad = param.grad
+            grad = raw_grad(param)
             if grad is None:  # it came twice, or a function returned None for it
                 continue
-            param.grad = None
+            set_raw_grad(param, None)
             if writes or grad.requires_grad or grad.layout is not dense:
                 grad = own(grad)
             grads[index] = grad
@@ -620,6 +677,13 @@ class Engine:
             f"full_grad({name!r}): the module has no parameter of that name.{hint} Names are those "
             "of model.named_parameters()."
         )
+
+
+_NO_COPY = (
+    "the engine was to be {}, and a copy would share its parameters, process groups and hooks. "
+    "Make a second engine of a second module and assign engine.state, save engine.state with "
+    "fzero.checkpoint.save, or take copies of the values: engine.full_params()."
+)
 
 
 def _ignore(indices: Sequence[int]) -> None:

@@ -123,6 +123,7 @@ class BackwardState(NamedTuple):
         moved: whether a backward has brought gradients since the last call of step.
         fresh: whether a forward or a step came after the last backward.
         paused: how many `no_sync` blocks are open.
+        counted: whether one of these backwards has reached a forward.
         latest: the last forward that no backward has reached since the last update, or nothing.
     """
 
@@ -135,6 +136,7 @@ class BackwardState(NamedTuple):
     moved: bool = False
     fresh: bool = True
     paused: int = 0
+    counted: bool = False
     latest: tuple[int, ...] = ()
 
 
@@ -322,7 +324,10 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
     state = state._replace(task=None)
     # a loss that was left on the module, or a penalty on gradients, reaches no output
     mine = task.reached or frozenset(state.latest)
-    state = state._replace(reached=state.reached | mine, latest=(), moved=True, fresh=False)
+    counted = state.counted or bool(mine)
+    state = state._replace(
+        reached=state.reached | mine, latest=(), moved=True, fresh=False, counted=counted
+    )
     if not task.synced:
         return state._replace(kept=state.kept or bool(task.seen)), (Commit(), Reshard())
     rest = tuple(Launch(i) for i in range(task.launched, len(rules.buckets)))
@@ -355,7 +360,7 @@ def _sync_resumed(rules: Rules, state: BackwardState, event: SyncResumed) -> Res
 
 
 def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Result:
-    _refuse_inside(state, "step()")
+    refuse_inside(state, "step()")
     if state.paused:
         raise BackwardError(
             "engine.step() was called inside engine.no_sync(), where gradients are not reduced. "
@@ -366,7 +371,14 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
             "engine.step() was called, and no backward has brought a gradient since the last "
             "step(). Call loss.backward() first, on a loss that depends on the engine's parameters."
         )
-    state = state._replace(moved=False, fresh=True)
+    if rules.accum_steps > 1 and not state.counted:
+        raise BackwardError(
+            "engine.step() was called, and no backward since the last step() has reached an output "
+            f"of this engine: with accum_steps={rules.accum_steps} there is no micro-batch to "
+            "count. Compute the loss from engine(...) or the whole module, not from a part of it, "
+            "or use accum_steps=1, where step() is the boundary."
+        )
+    state = state._replace(moved=False, fresh=True, counted=False)
     if rules.accum_steps > 1 and len(state.reached) < rules.accum_steps:
         return state, ()
     flush = (Flush(),) if rules.reduces and (state.kept or rules.counts) else ()
@@ -375,12 +387,18 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
 
 
 def _gradients_zeroed(rules: Rules, state: BackwardState, event: GradientsZeroed) -> Result:
-    _refuse_inside(state, "zero_grad()")
+    refuse_inside(state, "zero_grad()")
     state = state._replace(reached=frozenset(), kept=False, moved=False, fresh=True, latest=())
-    return state, (Clear(),)
+    return state._replace(counted=False), (Clear(),)
 
 
-def _refuse_inside(state: BackwardState, what: str) -> None:
+def refuse_inside(state: BackwardState, what: str) -> None:
+    """Raise if a forward or a backward runs.
+
+    Args:
+        state: of the engine.
+        what: was called.
+    """
     if state.task is not None or state.running:
         where = "a backward" if state.task is not None else "a forward"
         raise BackwardError(

@@ -148,6 +148,17 @@ class Reducer:
         self.reduced.clear()
         self.present.clear()
 
+    def has(self, index: int) -> bool:
+        """Whether a leaf has a gradient anywhere; see [Note: where a gradient is]."""
+        held = (self.task, self.borrowed, self.kept, self.landed, self.reduced, self.present)
+        return any(index in there for there in (*held, *self.aside.values()))
+
+    def drop(self, index: int) -> None:
+        """No gradient of this leaf."""
+        self.kept.pop(index, None)
+        self.reduced.pop(index, None)
+        self.present.discard(index)
+
     def zeros(self, index: int, *, full: bool) -> Tensor:
         """The sum of a leaf without a gradient."""
         leaf = self.leaves[index]

@@ -27,6 +27,7 @@ from fzero.functional.slots import (
 )
 from fzero.functional.torch_checkpoint import recomputing
 from fzero.numerics.casts import as_output, output_in
+from fzero.plain import check_plain, hook_on
 from fzero.transforms import Over, is_over
 
 
@@ -68,9 +69,11 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         (`state_dict` leaves them out) are included.
 
     Raises:
-        ShardError: a parameter has no shape yet (lazy modules); at a call: names or shapes that
-            don't fit, or a module whose structure changed.
-        TraceError: a `torch.jit` module; at a call: a buffer changed and `buffers` was False.
+        ShardError: a parameter has no shape yet (lazy modules), or is no plain tensor (a DTensor,
+            another subclass); at a call: names or shapes that don't fit, or a module whose
+            structure changed.
+        TraceError: a `torch.jit` module; a parameter with a hook, which would never run; at a call:
+            a hook that came since, or a buffer that changed while `buffers` was False.
 
     Examples:
         >>> apply, params = functionalize(nn.Linear(3, 2))
@@ -87,9 +90,11 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         (0, 1)
     """
     plan = plan_slots(module)
-    params = {s.name: noted(s.tensor(plan).detach(), owners_of_slots(plan, s)) for s in plan.params}
+    _check_params(plan)
+    params = _detached(plan)
 
     def apply(params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        _check_params(plan)
         own = {s.name: _clone(s.tensor(plan)) for s in plan.buffers}
         _check_device(plan, params, own)
         before = {name: buffer._version for name, buffer in own.items()}
@@ -109,6 +114,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     def apply_with_buffers(
         params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Buffers]:
+        _check_params(plan)
         _check_fit(plan, buffers, plan.buffers, "buffers")
         cloned = {s.name: _clone(buffers[s.name]) for s in plan.buffers}
         with _swapped(plan, params, cloned, buffers), output_in(None):
@@ -119,6 +125,15 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     if not buffers:
         return apply, params
     return apply_with_buffers, params, {s.name: s.tensor(plan).detach() for s in plan.buffers}
+
+
+def parameters(module: nn.Module) -> Params:
+    """What `functionalize` gives as `params`, whatever hooks the parameters have."""
+    return _detached(plan_slots(module))
+
+
+def _detached(plan: SlotTable) -> Params:
+    return {s.name: noted(s.tensor(plan).detach(), owners_of_slots(plan, s)) for s in plan.params}
 
 
 # --- one call ------------------------------------------------------------------------------------
@@ -322,6 +337,22 @@ def _misfit(
         + f"\nRule: apply takes exactly the {len(slots)} names that functionalize returned, as "
         "full tensors of the same shapes. For shards, call fzero.unshard first."
     )
+
+
+def _check_params(plan: SlotTable) -> None:
+    """Raise for a parameter whose class or hooks a function of plain tensors would lose."""
+    for slots in plan.params:
+        param = slots.tensor(plan)
+        check_plain(slots.name, param)
+        if (how := hook_on(param)) is not None:
+            raise TraceError(
+                f"The parameter {slots.name!r} has a hook ({how}), and a function of parameters "
+                "differentiates the tensors that it is given: the hook would never run. Remove it "
+                "from the module and put what it does into the model function (w * mask, or "
+                "h.register_hook on what is computed in forward) or into the optimizer "
+                "(Config(frozen=...), fzero.optim.masked); or train with fzero.Engine, which runs "
+                "hooks of register_hook."
+            )
 
 
 def _check_structure(plan: SlotTable) -> None:

@@ -267,15 +267,6 @@ def _silent(bucket: Bucket) -> None:
     pass
 
 
-def _came_late(name: str) -> FzeroError:
-    return FzeroError(
-        f"a part of the gradient of {name!r} came after the rest of it was reduced: backward of an "
-        "autograd.Function called torch.autograd.backward, and what it checkpoints shares this "
-        "parameter with other parts of the model. Use torch.utils.checkpoint or fzero.remat for "
-        "it, return the gradient from the Function's backward, or use Config(executor='traced')."
-    )
-
-
 @contextlib.contextmanager
 def _seeded(key: int, leaves: Sequence[Tensor]) -> Iterator[None]:
     """The generators of the leaves' devices, and the host's, start from `key`; as before after."""

@@ -4,6 +4,7 @@ A flat calling convention joins the halves. In: trained leaves, frozen leaves, m
 micro-batch, the loss scale if there is one. Out: gradients, loss, new model state, aux.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -156,9 +157,10 @@ def stage_gradients(
     Raises:
         TraceError: it can't be staged out.
     """
+    autograd = functools.partial(zero.autograd, must_depend=True)
     front_ends = [
         ("torch.func.vjp", gradient_fn(model_fn, cfg, signature, axes, zero.vjp)),
-        ("torch.autograd.grad", gradient_fn(model_fn, cfg, signature, axes, zero.autograd)),
+        ("torch.autograd.grad", gradient_fn(model_fn, cfg, signature, axes, autograd)),
     ]
     program = replace(
         stage_out("gradients", front_ends, inputs, names),
@@ -192,6 +194,8 @@ def flat_loss_fn(model_fn: ModelFn, cfg: Config, signature: Signature) -> LossFn
             returned = model_fn(*args)
         loss, new_state, aux = _taken_apart(returned, cfg, signature.state is not None)
         check_loss(loss)
+        if not loss.requires_grad and any(x.requires_grad for x in leaves):
+            raise zero.no_gradient()
         loss, aux = cast((loss, aux), cfg.dtypes.output)
         state_leaves: list[Any] = []
         aux_leaves: list[Any] = []

@@ -1,0 +1,216 @@
+"""What a parameter that has an engine says to those who look for its gradient.
+
+[Note: owned parameters] An engine takes each gradient over as it comes, so it is not in
+`param.grad`. Whoever looks there (`module.zero_grad()`, `clip_grad_norm_`, `torch.optim`, a logger)
+would find nothing and do nothing. So while an engine holds a gradient, `param.grad` is a `HeldGradient`:
+not None, without memory. What reads or changes it is refused, with what to use instead; to set it
+to None drops the gradient, which is all that `zero_grad` does. While the engine holds none,
+`param.grad` is None as in plain PyTorch.
+
+Engines themselves go past all that, to what autograd sees: `raw_grad`, `set_raw_grad`.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fzero.errors import BackwardError
+
+_GRAD: Any = torch.Tensor.grad
+raw_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+set_raw_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
+
+
+class Owner(NamedTuple):
+    """Whose a parameter is.
+
+    Args:
+        engine: has `_holds(index)` and `_drop(index)`.
+        index: of the parameter among the engine's.
+        name: of the parameter.
+    """
+
+    engine: "weakref.ref[Any]"
+    index: int
+    name: str
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise, and say where the gradient is and what to use."""
+        raise BackwardError(
+            f"{what}, and the gradient of {self.name!r} is the engine's: it may be sharded, or not "
+            f"reduced yet. Read it with engine.full_grad({self.name!r}), clip with "
+            "Config(clip_norm=...), update with engine.step() and the optimizer that the engine "
+            "was given (not torch.optim), drop it with engine.zero_grad(), and change it on its "
+            "way with a hook: parameter.register_hook(...)."
+        )
+
+
+def own(param: Tensor, owner: Owner) -> None:
+    """Note whose a parameter is."""
+    param.fzero_owner = owner  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _owner(param: Tensor) -> tuple[Owner, Any] | None:
+    """The owner of a parameter and its engine, if that is still there."""
+    owner: Owner | None = param.__dict__.get("fzero_owner")
+    engine = None if owner is None else owner.engine()
+    return None if owner is None or engine is None else (owner, engine)
+
+
+def _read(param: Tensor) -> Tensor | None:
+    """The gradient that autograd has left here; else what stands for the engine's, or None."""
+    grad = raw_grad(param)
+    if grad is not None or (found := _owner(param)) is None:
+        return grad
+    owner, engine = found
+    return HeldGradient(param, owner) if engine._holds(owner.leaf_index) else None
+
+
+def _write(param: Tensor, grad: Tensor | None) -> None:
+    found = _owner(param)
+    if found is None:
+        return set_raw_grad(param, grad)
+    owner, engine = found
+    if grad is None:
+        set_raw_grad(param, None)
+        return engine._drop(owner.leaf_index)
+    if isinstance(grad, HeldGradient) and grad.owner == owner:
+        return None
+    return owner.refuse("p.grad was assigned a tensor")
+
+
+def _delete(param: Tensor) -> None:
+    _write(param, None)
+
+
+def _register(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """`register_post_accumulate_grad_hook`, refused: it would find no gradient in `param.grad`."""
+    if (found := _owner(param)) is not None:
+        found[0].refuse("register_post_accumulate_grad_hook was called")
+    return Tensor.register_post_accumulate_grad_hook(param, hook)
+
+
+grad_of_owned = property(_read, _write, _delete, "See [Note: owned parameters].")
+refuse_accumulate_hook = _register
+
+
+class HeldGradient(Tensor):
+    """Stands for a gradient that an engine holds; see [Note: owned parameters]."""
+
+    owner: Owner
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @staticmethod
+    def __new__(cls, param: Tensor, owner: Owner) -> "HeldGradient":
+        self: HeldGradient = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
+            cls, param.shape, dtype=param.dtype, device=param.device
+        )
+        self.owner = owner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        held = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HeldGradient)]
+        if func in _ZEROS:  # zero_grad(set_to_none=False)
+            for x in held:
+                if (engine := x.owner.engine()) is not None:
+                    engine._drop(x.owner.leaf_index)
+            return args[0] if func is torch.ops.aten.zero_.default else None
+        return held[0].owner.refuse(f"{func} was to run on p.grad")
+
+    def __repr__(self, **_: Any) -> str:  # pyright: ignore
+        return f"HeldGradient({self.owner.name!r}: see engine.full_grad)"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.owner.refuse("p.grad was to be copied")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.owner.refuse("p.grad was to be saved")
+
+
+_ZEROS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+
+
+class OwnedParameter(nn.Parameter):
+    """A parameter that is always there, with an engine. Copies and saved ones are plain."""
+
+    fzero_plain = True
+
+    grad = grad_of_owned  # pyright: ignore[reportAssignmentType]
+    register_post_accumulate_grad_hook = refuse_accumulate_hook  # pyright: ignore
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            values = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = nn.Parameter(values, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class FormerParameter(nn.Parameter):
+    """What was the module's parameter before a lazy one took its index.
+
+    Whoever still holds it (a variable, an optimizer made earlier) means the parameter of now: every
+    operator, attribute and hook goes to that one.
+
+    Attributes:
+        now: the lazy parameter.
+    """
+
+    fzero_plain = True
+    now: Tensor
+
+    grad = grad_of_owned  # pyright: ignore[reportAssignmentType]
+    register_post_accumulate_grad_hook = refuse_accumulate_hook  # pyright: ignore
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(FormerParameter, _now, (args, kwargs or {}))
+        attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+        if attribute is not None and args and isinstance(args[0], Tensor):
+            if func.__name__ == "__set__":  # past what its class makes of it, otherwise
+                return setattr(args[0], attribute, args[1])
+            if func.__name__ == "__get__":
+                return getattr(args[0], attribute)
+        return func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.now.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.now.__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # pyright: ignore
+        return f"FormerParameter({self.now!r})"
+
+
+def _now(x: FormerParameter) -> Tensor:
+    return x.__dict__["now"]
+
+
+def become_former(param: nn.Parameter, now: Tensor) -> None:
+    """Let `param` stand for `now` from here on, and hold no memory."""
+    param.data = param.data.new_empty(0)
+    param.__class__ = FormerParameter
+    param.__dict__["now"] = now
+
+
+def keep_hooks(old: Tensor, new: Tensor) -> None:
+    """Hooks and notes of one tensor on another, which takes its index.
+
+    The dict of hooks is one for both, so that handles that were given out remove what they should.
+    """
+    new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in new.__dict__})
+    if old._backward_hooks and new.requires_grad:
+        new._backward_hooks = old._backward_hooks
