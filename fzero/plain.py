@@ -78,8 +78,8 @@ def hook_on(x: Tensor) -> str | None:
 
 def foreign_accumulate_hooks(x: Tensor) -> list[Any]:
     """The hooks of `register_post_accumulate_grad_hook` that are no engine's."""
-    hooks = getattr(x, "_post_accumulate_grad_hooks", None) or {}
-    return [hook for hook in hooks.values() if not hasattr(hook, "engine")]
+    hooks = x._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    return [hook for hook in hooks.values() if not hasattr(hook, "engine")] if hooks else []
 
 
 def _axes(x: DTensor) -> str:

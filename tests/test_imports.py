@@ -20,6 +20,7 @@ LAYERS = {
     "mesh": 1,
     "presence": 1,
     "owners": 1,
+    "plain": 1,
     "remat": 1,
     "takeover": 1,
     "tasks": 1,

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fzero.distributed.buckets import plan_buckets
 from fzero.layout import LeafLayout
-from fzero.step.eager import _came_late
+from fzero.errors import FzeroError
 from fzero.tasks import current_task
-from fzero.zero import accumulated, added
+from fzero.zero import accumulated, added, no_gradient
 
 Reduce = Callable[[Sequence[Tensor], Sequence[LeafLayout]], list[Tensor]]
 
@@ -45,12 +45,21 @@ class Arrivals:
         self.hooks = [x.register_hook(self._taker(i, done)) for i, x in enumerate(tensors)]
 
     def differentiate(self, loss: Tensor, others: Sequence[Tensor] = ()) -> list[Tensor | None]:
-        """Run backward; the gradients of `others`, which nothing is done to."""
-        if not loss.requires_grad or not (self.tensors or others):
-            return [None] * len(others)
-        self.hooks.append(loss.register_hook(self._begin))
+        """Run backward; the gradients of `others`, which nothing is done to.
+
+        Raises:
+            FzeroError: the loss depends on none of them.
+        """
         inputs = [*self.tensors, *others]
-        return [*torch.autograd.grad(loss, inputs, allow_unused=True)][len(self.tensors) :]
+        if not inputs:
+            return []
+        if not loss.requires_grad:
+            raise no_gradient()
+        self.hooks.append(loss.register_hook(self._begin))
+        found = torch.autograd.grad(loss, inputs, allow_unused=True)
+        if all(grad is None and x.grad is None for grad, x in zip(found, inputs, strict=True)):
+            raise no_gradient()
+        return [*found][len(self.tensors) :]
 
     def finish(self) -> list[Tensor]:
         """What `reduce` made of each gradient; those that have not come are zeros.
@@ -102,3 +111,12 @@ class Arrivals:
 
 def dense(grad: Tensor) -> Tensor:
     return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def _came_late(name: str) -> FzeroError:
+    return FzeroError(
+        f"a part of the gradient of {name!r} came after the rest of it was reduced: backward of an "
+        "autograd.Function called torch.autograd.backward, and what it checkpoints shares this "
+        "parameter with other parts of the model. Use torch.utils.checkpoint or fzero.remat for "
+        "it, return the gradient from the Function's backward, or use Config(executor='traced')."
+    )

@@ -2,10 +2,10 @@
 
 [Note: owned parameters] An engine takes each gradient over as it comes, so it is not in
 `param.grad`. Whoever looks there (`module.zero_grad()`, `clip_grad_norm_`, `torch.optim`, a logger)
-would find nothing and do nothing. So while an engine holds a gradient, `param.grad` is a `HeldGradient`:
-not None, without memory. What reads or changes it is refused, with what to use instead; to set it
-to None drops the gradient, which is all that `zero_grad` does. While the engine holds none,
-`param.grad` is None as in plain PyTorch.
+would find nothing and do nothing. So while an engine holds a gradient, `param.grad` is a
+`HeldGradient`: not None, without memory. What reads or changes it is refused, with what to use
+instead; setting it to None drops the gradient, which is all that `zero_grad` does. While the engine
+holds none, `param.grad` is None as in plain PyTorch.
 
 Engines themselves go past all that, to what autograd sees: `raw_grad`, `set_raw_grad`.
 """
@@ -203,7 +203,7 @@ def become_former(param: nn.Parameter, now: Tensor) -> None:
     """Let `param` stand for `now` from here on, and hold no memory."""
     param.data = param.data.new_empty(0)
     param.__class__ = FormerParameter
-    param.__dict__["now"] = now
+    param.now = now  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def keep_hooks(old: Tensor, new: Tensor) -> None:
@@ -211,6 +211,8 @@ def keep_hooks(old: Tensor, new: Tensor) -> None:
 
     The dict of hooks is one for both, so that handles that were given out remove what they should.
     """
-    new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in new.__dict__})
+    for name, value in vars(old).items():
+        if name not in vars(new):
+            setattr(new, name, value)
     if old._backward_hooks and new.requires_grad:
         new._backward_hooks = old._backward_hooks

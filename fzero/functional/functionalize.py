@@ -2,7 +2,8 @@
 
 import contextlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, overload
 
@@ -341,18 +342,49 @@ def _misfit(
 
 def _check_params(plan: SlotTable) -> None:
     """Raise for a parameter whose class or hooks a function of plain tensors would lose."""
-    for slots in plan.params:
-        param = slots.tensor(plan)
-        check_plain(slots.name, param)
+    named = [(slots.name, slots.tensor(plan)) for slots in plan.params]
+    for name, param in named:
+        check_plain(name, param)
+    refuse_hooks(named)
+    if (called := _CALLED.get()) is not None:
+        called.extend(named)
+
+
+def refuse_hooks(params: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise a TraceError that names the first of these parameters that has a hook.
+
+    Args:
+        params: of modules that were functionalised, with their names.
+    """
+    for name, param in params:
+        if not (param._backward_hooks or param._post_accumulate_grad_hooks):  # pyright: ignore
+            continue
         if (how := hook_on(param)) is not None:
             raise TraceError(
-                f"The parameter {slots.name!r} has a hook ({how}), and a function of parameters "
+                f"The parameter {name!r} has a hook ({how}), and a function of parameters "
                 "differentiates the tensors that it is given: the hook would never run. Remove it "
                 "from the module and put what it does into the model function (w * mask, or "
                 "h.register_hook on what is computed in forward) or into the optimizer "
                 "(Config(frozen=...), fzero.optim.masked); or train with fzero.Engine, which runs "
                 "hooks of register_hook."
             )
+
+
+@contextlib.contextmanager
+def calls_noted() -> Iterator[list[tuple[str, Tensor]]]:
+    """The parameters of modules that are called meanwhile through `apply`, as they come.
+
+    Who records such calls keeps them, and asks `refuse_hooks` before it runs what it recorded.
+    """
+    called: list[tuple[str, Tensor]] = []
+    token = _CALLED.set(called)
+    try:
+        yield called
+    finally:
+        _CALLED.reset(token)
+
+
+_CALLED: ContextVar[list[tuple[str, Tensor]] | None] = ContextVar("fzero_calls", default=None)
 
 
 def _check_structure(plan: SlotTable) -> None:

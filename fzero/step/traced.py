@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.distributed.mesh import Mesh
+from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
 from fzero.program import Program
@@ -57,9 +58,11 @@ class Traced:
                 _sum_bytes(x, leaf, plan) for x, leaf in zip(trained, plan.trained, strict=True)
             )
         settled = bucket_bytes or (None, None)
-        gradients = stage_gradients(
-            model_fn, cfg, self.signature, plan.axes, inputs, names, beside, settled[0]
-        )
+        with calls_noted() as called:
+            gradients = stage_gradients(
+                model_fn, cfg, self.signature, plan.axes, inputs, names, beside, settled[0]
+            )
+        self.module_params = list({id(x): (name, x) for name, x in called}.values())
         self.seeded = "key" in gradients.inputs
         self.run_gradients = compile_program(gradients)
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
@@ -93,6 +96,7 @@ class Traced:
         step: Tensor,
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
         """Gradients and loss summed over the micro-batches, the last model state, all aux."""
+        refuse_hooks(self.module_params)  # that came after the recording
         plan, state = self.plan, held.state
         total: list[Tensor] = []
         losses, auxes = [], []

@@ -166,6 +166,7 @@ class Walk:
         self.micro: set[int] = set()  # micro-batches
         self.latest: set[int] = set()  # what a backward that reaches no output counts as
         self.moved, self.fresh = False, True
+        self.counted = False  # whether one of the backwards since the last step has a micro-batch
 
     def run(self) -> None:
         while self.tape.left:
@@ -342,8 +343,10 @@ class Walk:
             return self.refused(events.StepCalled(), "no_sync")
         if not self.moved:
             return self.refused(events.StepCalled(), "no backward")
+        if self.rules.accum_steps > 1 and not self.counted:
+            return self.refused(events.StepCalled(), "no micro-batch")
         actions = self.send(events.StepCalled())
-        self.moved, self.fresh = False, True
+        self.moved, self.fresh, self.counted = False, True, False
         if self.rules.accum_steps > 1 and len(self.micro) < self.rules.accum_steps:
             assert not actions
             return None
@@ -362,7 +365,7 @@ class Walk:
         if not self.frames:
             assert self.send(events.GradientsZeroed()) == [("Clear",)]
             self.alive, self.micro, self.moved, self.fresh = Counter(), set(), False, True
-            self.latest = set()
+            self.latest, self.counted = set(), False
         return None
 
     @property
@@ -394,6 +397,7 @@ class Walk:
         every = list(range(len(self.rules.buckets))) if self.synced else []
         assert early + rest == every, "not every bucket was launched once"
         self.micro |= self.reached or self.latest
+        self.counted |= bool(self.reached or self.latest)
         self.moved, self.fresh, self.latest = True, False, set()
         self.alive += self.pending
         self.close()

@@ -140,10 +140,6 @@ def _penalty(params: Any, x: Tensor) -> Tensor:
     return slope.square().mean()
 
 
-def _unused(params: Any, x: Tensor) -> Tensor:
-    return x.mean()
-
-
 class _OldMatmul(torch.autograd.Function):
     """Without `setup_context`: `torch.func` refuses it."""
 
@@ -160,7 +156,7 @@ class _OldMatmul(torch.autograd.Function):
 
 @pytest.mark.parametrize(
     "model_fn",
-    [_branches, _through_numpy, _loops, _old_function, _derivative_inside, _penalty, _unused],
+    [_branches, _through_numpy, _loops, _old_function, _derivative_inside, _penalty],
 )
 @pytest.mark.parametrize("stage", [1, 3])
 def test_any_python_runs(model_fn: Callable[..., Any], stage: int) -> None:
