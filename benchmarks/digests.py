@@ -1,10 +1,10 @@
-"""Digests of losses and parameters of 20 steps: did a change that should change no number change one?
+"""Digests of losses and parameters of 20 steps: did a change of structure change a number?
 
     python -m benchmarks.digests save before.json          # world 1
     torchrun --nproc-per-node 2 -m benchmarks.digests compare before.json
 
-Stages 0 to 3, the traced and the eager executor and the Engine, with accumulation, clipping, dropout
-and bf16. `save` adds this world's digests to the file; `compare` names every row that differs and
+Stages 0 to 3, the traced and the eager executor and the Engine, with accumulation, clipping,
+dropout and bf16. `save` adds this world's digests to the file; `compare` names every row that differs and
 ends with exit code 1. Digests are of one machine and one torch: rounding is theirs.
 """
 

@@ -2,9 +2,9 @@
 
 [Note: canonical values] A parameter is stored once, under its own name, in the highest precision
 that there is: at stages 1 and 2 with a low `Precision.param` that is the master, and the parameters
-that the model computes with are its rounded copy, or what somebody wrote there since, which counts (see
-[Note: masters follow]). So a checkpoint looks the same whichever stage
-wrote it, and every stage reads it back without loss.
+that the model computes with are its rounded copy, or what somebody wrote there since, which counts
+(see [Note: masters follow]). So a checkpoint looks the same whichever stage wrote it, and every
+stage reads it back without loss.
 """
 
 import collections

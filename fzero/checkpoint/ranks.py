@@ -68,8 +68,8 @@ class Ranks:
         except RuntimeError as error:
             blame = self.processes.blame(error) or f"no answer within {self.timeout:g} s"
             raise CheckpointError(
-                f"rank {self.rank} waited for {what} of ranks {list(self.members)}: {blame}. Look at "
-                "the output of that rank; earlier checkpoints are as they were. The collective "
+                f"rank {self.rank} waited for {what} of ranks {list(self.members)}: {blame}. Look "
+                "at the output of that rank; earlier checkpoints are as they were. The collective "
                 f"said: {error}"
             ) from error
         return [json.loads(bytes(text[:n].tolist())) for text, n in zip(told, lengths, strict=True)]

@@ -81,7 +81,8 @@ def save(
     """Write a checkpoint; every rank must call it. It appears only once it is whole.
 
     Each leaf is stored once, in its highest precision (the master's, where there is one, as far as
-    its parameter is still what the last step made of it), and each rank writes its share. With HSDP the replicas share the work as well.
+    its parameter is still what the last step made of it), and each rank writes its share. With HSDP
+    the replicas share the work as well.
 
     Args:
         path: folder of the run's checkpoints, the same for all ranks; made if it isn't there.

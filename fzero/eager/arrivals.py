@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fzero.distributed.buckets import plan_buckets
-from fzero.layout import LeafLayout
 from fzero.errors import FzeroError
+from fzero.layout import LeafLayout
 from fzero.tasks import current_task
 from fzero.zero import accumulated, added, no_gradient
 
@@ -59,7 +59,7 @@ class Arrivals:
         found = torch.autograd.grad(loss, inputs, allow_unused=True)
         if all(grad is None and x.grad is None for grad, x in zip(found, inputs, strict=True)):
             raise no_gradient()
-        return [*found][len(self.tensors) :]
+        return list(found[len(self.tensors) :])
 
     def finish(self) -> list[Tensor]:
         """What `reduce` made of each gradient; those that have not come are zeros.

@@ -30,12 +30,12 @@ class Owner(NamedTuple):
 
     Args:
         engine: has `_holds(index)` and `_drop(index)`.
-        index: of the parameter among the engine's.
+        leaf_index: of the parameter among the engine's.
         name: of the parameter.
     """
 
     engine: "weakref.ref[Any]"
-    index: int
+    leaf_index: int
     name: str
 
     def refuse(self, what: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Whoever writes a parameter finds the value in the next step, in the state, in the next checkpoint.
+"""What is written counts: any history of writes and steps goes as written, in plain torch."""
 
 Random programs of writes, steps and checkpoints, against a few lines that say what must come out:
 one master a parameter, in float32, of which the parameter is the cast. Gradients, learning rate and
