@@ -1,20 +1,29 @@
-"""Running a Program: its graph as one straight-line Python function that frees what is used up."""
+"""Running a Program: its graph as one straight-line Python function that frees what is used up.
+
+What was recorded of a value's memory layout is true when it runs: see [Note: strides are part of a
+value]. Inputs that lie otherwise are copied. An operator's fake kernel may be wrong about strides
+(native_batch_norm of a transpose), so the first run looks at what each operator returns, and those
+that were recorded wrongly are followed by a copy from then on.
+"""
 
 import contextlib
 import itertools
 import linecache
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fzero.errors import TraceError
 from fzero.numerics.rng import generator_of
-from fzero.program.graph import is_op
+from fzero.program.graph import is_op, placeholders, tensors_of
 from fzero.program.memory import reads
 from fzero.program.passes.seed import SITE
-from fzero.program.program import Program
+from fzero.program.program import Program, written_inputs
+from fzero.program.strides import agree, restored
 
 Executable = Callable[..., list[Any]]
 
@@ -23,25 +32,117 @@ def compile_program(program: Program) -> Executable:
     """A function from the Program's inputs, in order, to the list of its outputs.
 
     Every local is dropped after its last use. Random numbers leave the generators as they were.
+
+    Raises:
+        TraceError: at the first run: an operator returned another shape or dtype than its fake
+            kernel said.
     """
-    source, scope = generate(program)
-    filename = f"<fzero program {program.name} {next(_NUMBERS)}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    exec(compile(source, filename, "exec"), scope)
-    function = scope["program"]
     devices = _random_devices(program)
+    layouts = _Inputs(program)
+    found: set[fx.Node] = set()
+    function = _function(program, partial(_looked_at, found))
+    looked = False
 
     def run(*inputs: Any) -> list[Any]:
+        nonlocal function, looked
+        given, inputs = inputs, layouts.restore(inputs)
         with torch.no_grad(), _kept_generators(devices):
-            return function(*inputs)
+            results = function(*inputs)
+        if not looked:
+            # the next call can come from inside of another thread's first: both find the same
+            function, looked = _function(program, partial(_restored_after, frozenset(found))), True
+        if inputs is not given:
+            layouts.write_back(inputs, given)
+        return results
 
     return run
 
 
 _NUMBERS = itertools.count()
+Then = Callable[[fx.Node], Callable[[Any], Any] | None]
+"""What is called on the result of a node, if anything."""
 
 
-def generate(program: Program) -> tuple[str, dict[str, Any]]:
+def _function(program: Program, then: Then) -> Executable:
+    source, scope = generate(program, then)
+    filename = f"<fzero program {program.name} {next(_NUMBERS)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    exec(compile(source, filename, "exec"), scope)
+    return scope["program"]
+
+
+class _Inputs:
+    """How the inputs of a Program lie in memory, and those that it writes."""
+
+    def __init__(self, program: Program) -> None:
+        values = [tensors_of(node) for node in placeholders(program.graph)]
+        written = written_inputs(program.graph)
+        self.places = [i for i, value in enumerate(values) if value]
+        self.strides = [values[i][0].stride() for i in self.places]
+        # nearly all inputs are dense, which is asked in a third of the time
+        self.dense = [i for i in self.places if values[i][0].is_contiguous()]
+        self.all_dense = len(self.dense) == len(self.places)
+        self.written = [i for i, n in enumerate(placeholders(program.graph)) if n in written]
+
+    def restore(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs as they lay while recording: those that lie otherwise are copied."""
+        if self.all_dense and all(given[i].is_contiguous() for i in self.dense):
+            return given
+        laid_out = list(given)
+        for i, strides in zip(self.places, self.strides, strict=True):
+            laid_out[i] = restored(given[i], strides)
+        same = all(x is y for x, y in zip(laid_out, given, strict=True))
+        return given if same else tuple(laid_out)
+
+    def write_back(self, copies: Sequence[Any], given: Sequence[Any]) -> None:
+        """What the Program wrote into copies belongs into what was given."""
+        for i in self.written:
+            if copies[i] is not given[i]:
+                given[i].copy_(copies[i])
+
+
+def _compared(node: fx.Node, found: set[fx.Node], value: Any) -> Any:
+    """What a node returned, laid out as it was recorded; notes in `found` if it was not."""
+    pairs = zip(_flat(value), _flat(node.meta["val"]), strict=True)
+    for x, said in pairs:
+        if not isinstance(said, Tensor) or said.layout is not torch.strided:
+            continue
+        if (x.shape, x.dtype) != (said.shape, said.dtype):
+            raise TraceError(
+                f"{node.target} returned {x.dtype} {tuple(x.shape)}, and its fake kernel said "
+                f"{said.dtype} {tuple(said.shape)} while the step was staged out: what was "
+                "recorded after it is wrong. Correct the operator's fake kernel "
+                "(torch.library.register_fake), or use Config(executor='eager')."
+            )
+        if not agree(x.shape, x.stride(), said.stride()):
+            found.add(node)
+    return _laid_out(_strides(node), value) if node in found else value
+
+
+def _looked_at(found: set[fx.Node], node: fx.Node) -> Callable[[Any], Any] | None:
+    """Wherever a kernel runs that may differ from its fake one."""
+    computes = isinstance(node.target, torch._ops.OpOverload) and bool(tensors_of(node))
+    computes = computes and not is_op(node, *_IN_GRAD_MODE)  # its workspace is known to nobody else
+    return partial(_compared, node, found) if computes else None
+
+
+def _restored_after(found: Collection[fx.Node], node: fx.Node) -> Callable[[Any], Any] | None:
+    return partial(_laid_out, _strides(node)) if node in found else None
+
+
+def _strides(node: fx.Node) -> list[tuple[int, ...] | None]:
+    values = _flat(node.meta["val"])
+    return [x.stride() if isinstance(x, Tensor) else None for x in values]
+
+
+def _laid_out(strides: Sequence[tuple[int, ...] | None], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return restored(value, strides[0])  # pyright: ignore
+    pairs = zip(value, strides, strict=True)
+    return [x if wanted is None else restored(x, wanted) for x, wanted in pairs]
+
+
+def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dict[str, Any]]:
     """The Python source of a Program, and the names that it uses."""
     scope: dict[str, Any] = {}
     bound: dict[Any, str] = {}
@@ -83,14 +184,16 @@ def generate(program: Program) -> tuple[str, dict[str, Any]]:
         elif node.op == "output":
             lines.append(f"return {show(list(node.args[0]))}")
         else:
-            lines.append(_statement(node, show, bind))
+            lines.append(_statement(node, show, bind, then))
         if dead := last_use.get(node):
             lines[-1] += "; " + " = ".join(dead) + " = None"
     body = "\n    ".join(lines)
     return f"def program({', '.join(parameters)}):\n    {body}\n", scope
 
 
-def _statement(node: fx.Node, show: Callable[[Any], str], bind: Callable[[Any, str], str]) -> str:
+def _statement(
+    node: fx.Node, show: Callable[[Any], str], bind: Callable[[Any, str], str], then: Then
+) -> str:
     target: Any = node.target
     if target is operator.getitem:
         return f"{node.name} = {show(node.args[0])}[{node.args[1]}]"
@@ -102,7 +205,11 @@ def _statement(node: fx.Node, show: Callable[[Any], str], bind: Callable[[Any, s
     arguments = [show(x) for x in node.args]
     arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
     call = f"{name}({', '.join(arguments)})"
-    return f"{node.name} = {call}" if node.users else call
+    if not node.users:
+        return call
+    if (after := then(node)) is not None:
+        call = f"{bind(after, 'laid_out')}({call})"
+    return f"{node.name} = {call}"
 
 
 # Without grad mode, which Programs run outside of, it does not keep what its backward reads.

@@ -12,7 +12,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     output = new.graph_copy(graph, mapping)
-    new.output(output)
+    new.output(output).meta = dict(output_node(graph).meta)
     return new
 
 

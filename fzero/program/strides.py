@@ -32,6 +32,12 @@ def alike(a: Tensor, b: Tensor) -> bool:
     return a.layout != torch.strided or agree(a.shape, a.stride(), b.stride())
 
 
+def shown(x: Tensor) -> str:
+    """Shape, dtype and strides, for messages."""
+    text = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    return f"{text} with strides {x.stride()}" if x.layout == torch.strided else text
+
+
 def restored(x: Tensor, strides: Sequence[int]) -> Tensor:
     """`x` with these strides: itself if it has them, or a copy.
 
@@ -40,4 +46,27 @@ def restored(x: Tensor, strides: Sequence[int]) -> Tensor:
     """
     if agree(x.shape, x.stride(), strides):
         return x
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return _copied(x, strides)
+
+
+def _copied(x: Tensor, strides: Sequence[int]) -> Tensor:
+    # where elements share memory, which nobody may write to all at once, there is one of them
+    once = x[tuple(slice(None) if stride else slice(0, 1) for stride in strides)]
+    copy = torch.empty_strided(once.shape, strides, dtype=x.dtype, device=x.device)
+    return copy.copy_(once).expand(x.shape)
+
+
+def _like(x: Tensor, strides: Sequence[int]) -> Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+
+
+def _define() -> torch.library.Library:
+    """`fzero::restored`: a copy with these strides, as an operator that a graph can hold."""
+    lib = torch.library.Library("fzero", "FRAGMENT")
+    lib.define("restored(Tensor x, int[] strides) -> Tensor")
+    lib.impl("restored", _copied, "CompositeExplicitAutograd")
+    torch.library.register_fake("fzero::restored", _like, lib=lib)
+    return lib
+
+
+_LIBRARY = _define()  # operators live as long as this object

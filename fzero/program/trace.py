@@ -32,7 +32,7 @@ from fzero.functional.torch_checkpoint import checkpoints_taken_over
 from fzero.program.devices import devices_kept
 from fzero.program.graph import output_node, placeholders
 from fzero.program.interop import transformers_is_tracing
-from fzero.program.program import Program
+from fzero.program.program import Program, note_reads
 
 FrontEnd = tuple[str, Callable[..., Any]]
 
@@ -116,6 +116,7 @@ def _program(
         if node.op == "get_attr"
     }
     assert len(placeholders(graph)) == len(names)
+    note_reads(graph)
     outputs = tuple(f"out{i}" for i, _ in enumerate(output_node(graph).args[0]))  # pyright: ignore
     return Program(name, graph, tuple(names), outputs, constants, log)
 

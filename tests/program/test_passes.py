@@ -16,16 +16,7 @@ from torch import Tensor, fx
 from fzero.distributed.buckets import GATHER, REDUCE_SCATTER
 from fzero.program import Program
 from fzero.program.codegen import compile_program
-from fzero.program.graph import (
-    BACKWARD,
-    FORWARD,
-    copy_graph,
-    is_op,
-    order_of,
-    output_node,
-    phases,
-    tensors_of,
-)
+from fzero.program.graph import BACKWARD, FORWARD, copy_graph, is_op, order_of, output_node, phases
 from fzero.program.passes.bucket import bucket, bucket_at
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
@@ -34,7 +25,6 @@ from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction, legalise
 from fzero.program.passes.seed import insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
-from fzero.program.strides import alike
 from tests.program.programs import Recorded
 from tests.ranks import fake_ranks, run_ranks
 
@@ -100,21 +90,12 @@ def test_order_is_legal_and_inputs_stay(widths: list[int], world: int) -> None:
             assert programs[-1].log[: len(before[1])] == before[1]
 
 
-def layouts_at_each_pass(widths: list[int]) -> None:
-    recorded = Recorded(widths)
-    first, *others = prefixes(recorded.program)
-    wanted = [x for node in output_node(first.graph).all_input_nodes for x in tensors_of(node)]
-    for place, program in enumerate(others):
-        outputs = output_node(program.graph).all_input_nodes
-        found = [x for node in outputs for x in tensors_of(node)]
-        assert all(map(alike, found, wanted)), f"after pass {place}"
-
-
 @few
 @given(WIDTHS, st.integers(1, 4))
-def test_results_keep_the_layout_they_were_recorded_with(widths: list[int], world: int) -> None:
+def test_every_pass_keeps_what_was_recorded(widths: list[int], world: int) -> None:
     with fake_ranks(world, rank=world - 1):
-        layouts_at_each_pass(widths)
+        for program in prefixes(Recorded(widths).program):
+            program.verify()
 
 
 def optimised(widths: list[int], upto: int) -> Program:

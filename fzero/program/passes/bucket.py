@@ -33,7 +33,7 @@ from fzero.program.passes.rewrite import (
     substitute,
 )
 from fzero.program.passes.schedule import schedule
-from fzero.program.program import Program
+from fzero.program.program import READS, Program, operands
 
 _PACK = {GATHER: pack_shards, REDUCE_SCATTER: pack_full, ALL_REDUCE: pack_flat}
 _UNPACK = {GATHER: unpack_full, REDUCE_SCATTER: unpack_shards, ALL_REDUCE: unpack_flat}
@@ -213,6 +213,7 @@ def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:
         found.append(targets.pop(place))
         sources.pop(place)
         copy.args = (targets, sources)
+        copy.meta[READS] = [tensors_of(x) for x in operands(copy)]
         if not sources:
             copy.graph.erase_node(copy)
     return found

@@ -1,10 +1,9 @@
 """Drop what costs a call and computes nothing."""
 
-import torch
 from torch import fx
 
 from fzero.program.graph import copy_graph, is_op, tensors_of
-from fzero.program.program import Program
+from fzero.program.program import Program, is_wanted
 
 _IDENTITIES = ("aten::detach", "aten::alias", "aten::lift_fresh")
 _RESHAPES = ("aten::view", "aten::_unsafe_view")
@@ -24,7 +23,7 @@ def clean(program: Program) -> Program:
         if same is not None:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
-    graph.eliminate_dead_code(is_impure_node=_keeps)
+    graph.eliminate_dead_code(is_impure_node=is_wanted)
     return program.logged(graph, f"clean: {before} -> {len(graph.nodes)} nodes")
 
 
@@ -54,11 +53,3 @@ def _seen_before(node: fx.Node, seen: dict[object, fx.Node]) -> fx.Node | None:
 
 def _contiguous(node: fx.Node) -> bool:
     return all(x.is_contiguous() for x in tensors_of(node))
-
-
-def _keeps(node: fx.Node) -> bool:
-    """What must stay though nobody reads it: inputs, the output, and changes in place."""
-    if node.op in ("placeholder", "output"):
-        return True
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

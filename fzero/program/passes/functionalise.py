@@ -7,16 +7,23 @@ functionalisation leaves `native_batch_norm`'s hidden mutation of its running st
 from typing import Any
 
 import torch
-from torch import fx
-from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch import Tensor, fx
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    PythonFunctionalizeAPI,
+    disable_functional_mode,
+    dispatch_functionalize,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._pytree import tree_iter
 
-from fzero.errors import TraceError
-from fzero.program.graph import placeholders
-from fzero.program.passes.rewrite import is_cheap
-from fzero.program.program import Program
+from fzero.errors import FzeroError, TraceError
+from fzero.program.graph import output_node, placeholders, tensors_of
+from fzero.program.passes.rewrite import call, is_cheap
+from fzero.program.program import Program, has_effect, note_reads, operands, written_operands
+from fzero.program.strides import alike
 
 
 def functionalise(program: Program) -> Program:
@@ -26,19 +33,31 @@ def functionalise(program: Program) -> Program:
         TraceError: the function changes a tensor in place that it closed over; the change would be
             lost.
     """
-    changed = [node for node in program.graph.nodes if _mutated(node)]
+    changed = [node for node in program.graph.nodes if written_operands(node)]
     for node in changed:
-        for operand in _mutated(node):
+        for operand in written_operands(node):
             _refuse_constant(operand, node)
     if not changed:
         return program.logged(program.graph, "functionalise: nothing in place")
     module = fx.GraphModule(dict(program.constants), program.graph)
     fakes = [node.meta["val"] for node in placeholders(program.graph)]
-    functional = dispatch_functionalize(fx.Interpreter(module).run)
-    with torch.no_grad(), preserve_node_meta():
-        traced = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    functional = dispatch_functionalize(_Again(module).run)
+    try:
+        with torch.no_grad(), preserve_node_meta():
+            traced = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+    except FzeroError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"the model function's in-place operators ({changed[0].target} is the first) can't be "
+            f"taken out of its Program: {type(error).__name__}: {error}. "
+            "Write them out of place (x = x + y instead of x += y, torch.where instead of an "
+            "assignment to a part), or use Config(executor='eager'), which runs any Python."
+        ) from error
     graph = traced.graph
     graph.set_codegen(CodeGen())
+    _restore_outputs(graph, operands(output_node(program.graph)))
+    note_reads(graph)
     constants = {
         str(node.target): getattr(traced, str(node.target))
         for node in graph.nodes
@@ -49,22 +68,52 @@ def functionalise(program: Program) -> Program:
     return Program(**{**vars(done), "constants": constants})
 
 
-def _mutated(node: fx.Node) -> list[fx.Node]:
-    """The operands that a node changes in place."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return []
-    schema = target._schema
-    if schema.name in ("aten::native_batch_norm", "aten::cudnn_batch_norm"):
-        statistics: list[Any] = [a for a in node.args[3:5] if isinstance(a, fx.Node)]
-        return statistics if any(node.args[5:6]) else []
-    return [
-        value
-        for argument, value in zip(schema.arguments, node.args, strict=False)
-        if argument.alias_info is not None
-        and argument.alias_info.is_write
-        and isinstance(value, fx.Node)
-    ]
+class _Again(fx.Interpreter):
+    """Runs the graph's operators on functional tensors."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The result of a node. What it wrote into keeps its strides.
+
+        Of `x.cumsum_(0)` is left `y = x.cumsum(0)`, which chooses strides of its own: all that
+        reads `x` from there on would read another layout than was recorded.
+        """
+        result = super().run_node(n)
+        for operand in written_operands(n):
+            for x, said in zip(_tensors(self.env[operand]), tensors_of(operand), strict=True):
+                below = PythonFunctionalizeAPI()
+                (value,) = below.unwrap_tensors((x,))
+                if isinstance(x, FunctionalTensor) and not alike(value, said):
+                    with disable_functional_mode(), below.redispatch_to_next():
+                        value = torch.ops.fzero.restored(value, said.stride())
+                    below.replace(x, value)
+                    below.commit_update(x)
+                    below.sync(x)
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator that is there for its effect alone (an assertion, say) has nothing to make
+        functional, and functional tensors want tokens for it: it runs on what they hold."""
+        if not has_effect(target):
+            return super().call_function(target, args, kwargs)
+        below = PythonFunctionalizeAPI()
+        args, kwargs = below.unwrap_tensors(args), below.unwrap_tensors(kwargs)  # pyright: ignore
+        with disable_functional_mode(), below.redispatch_to_next():
+            return target(*args, **kwargs)
+
+
+def _restore_outputs(graph: fx.Graph, recorded: list[fx.Node]) -> None:
+    """Lay the results out as they were recorded."""
+    output = output_node(graph)
+    for new, old in zip(operands(output), recorded, strict=True):
+        if not all(map(alike, tensors_of(new), tensors_of(old))):
+            (said,) = tensors_of(old)
+            with graph.inserting_before(output):
+                copy = call(graph, torch.ops.fzero.restored.default, new, said.stride())
+            output.replace_input_with(new, copy)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_iter(value) if isinstance(x, Tensor)]
 
 
 def _refuse_constant(operand: fx.Node, node: fx.Node) -> None:

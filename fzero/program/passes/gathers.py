@@ -8,7 +8,7 @@ from torch import fx
 
 from fzero.program.graph import BACKWARD, FORWARD, copy_graph, order_of, phases
 from fzero.program.passes.rewrite import infer, is_cheap, is_gather, is_reduction, refresh
-from fzero.program.program import Program
+from fzero.program.program import Program, is_wanted
 
 
 def regather(program: Program) -> Program:
@@ -36,7 +36,7 @@ def regather(program: Program) -> Program:
                     node.replace_input_with(operand, copy_of(operand, node))
     for new in again.values():
         refresh(new)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(is_impure_node=is_wanted)
     count = sum(is_gather(node) for node in again)
     return program.logged(graph, f"regather: {count} leaves gathered again in backward")
 

@@ -8,7 +8,7 @@ from torch._ops import OpOverload
 from fzero.functional.remat import Path, regions_of
 from fzero.program.graph import BACKWARD, FORWARD, copy_graph, order_of, phases
 from fzero.program.passes.rewrite import infer, refresh
-from fzero.program.program import Program
+from fzero.program.program import Program, is_wanted
 
 
 def rematerialise(program: Program) -> Program:
@@ -30,7 +30,7 @@ def rematerialise(program: Program) -> Program:
     regions = len({path[: i + 1] for path in map(_names, paths.values()) for i in range(len(path))})
     while paths:
         paths = _level(graph, paths, gradients)
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op != "get_attr" and not _is_pure(n))
+    graph.eliminate_dead_code(is_impure_node=is_wanted)
     copies = sum(n.meta.get(_AGAIN, False) for n in graph.nodes)
     line = f"remat: {regions} regions, {copies} nodes computed again in backward"
     return program.logged(graph, line)

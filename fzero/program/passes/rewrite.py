@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter
 
 from fzero.program.graph import is_op, order_of, tensors_of
-from fzero.program.strides import alike, restored
+from fzero.program.strides import alike, shown
 
 # Operators that compute nothing new: views of their first operand, or casts of it. What they make
 # of a gathered leaf is thrown away and made again with it.
@@ -83,7 +83,7 @@ def substitute(node: fx.Node, new: fx.Node) -> None:
     (old,), (value,) = tensors_of(node), tensors_of(new)
     if not alike(old, value):
         with node.graph.inserting_after(new):
-            new = call(node.graph, restored, new, old.stride())
+            new = call(node.graph, torch.ops.fzero.restored.default, new, old.stride())
     assert alike(old, *tensors_of(new)), f"{new} is not what {node} was"
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
@@ -101,12 +101,10 @@ def infer(node: fx.Node) -> fx.Node:
     if recorded:
         found = tensors_of(node)
         same = len(found) == len(recorded) and all(map(alike, found, recorded))
-        assert same, f"{node.format_node()} was {_shown(recorded)} and became {_shown(found)}"
+        assert same, (
+            f"{node.format_node()} was {[*map(shown, recorded)]}, is {[*map(shown, found)]}"
+        )
     return node
-
-
-def _shown(values: Iterable[Any]) -> str:
-    return ", ".join(f"{x.dtype} {tuple(x.shape)} strides {x.stride()}" for x in values)
 
 
 def _infer(node: fx.Node) -> fx.Node:

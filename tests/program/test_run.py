@@ -1,0 +1,122 @@
+"""A Program runs on values that lie in memory as they did when it was recorded."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero.errors import TraceError
+from fzero.program import Program
+from fzero.program.codegen import compile_program
+from fzero.program.strides import restored
+from fzero.program.trace import stage_out
+
+
+@torch.library.custom_op("fzero_tests::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    """Twice `x`, laid out column by column; its fake kernel says row by row."""
+    return (2 * x).t().contiguous().t()
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fzero_tests::longer", mutates_args=())
+def longer(x: Tensor) -> Tensor:
+    """A row more than its fake kernel says."""
+    return torch.cat([x, x[:1]])
+
+
+@longer.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def recorded(fn: Any, *inputs: Tensor) -> Program:
+    names = [f"x{i}" for i, _ in enumerate(inputs)]
+    return stage_out("test", [("make_fx", fn)], inputs, names)
+
+
+def test_an_operator_with_a_wrong_fake_layout_is_followed_by_a_copy() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    run = compile_program(recorded(lambda x: (turned(x).view(-1), turned(x)), x))
+    for _ in range(2):  # the first run finds out, the second knows
+        flat, whole = run(x)
+        assert torch.equal(flat, 2 * x.flatten())
+        assert whole.stride() == (3, 1)
+
+
+def test_an_operator_with_a_wrong_fake_shape_is_refused() -> None:
+    run = compile_program(recorded(lambda x: (longer(x) + 1,), torch.ones(2, 3)))
+    with pytest.raises(TraceError, match=r"longer.*\(3, 3\).*\(2, 3\)"):
+        run(torch.ones(2, 3))
+
+
+def test_inputs_may_lie_otherwise_than_those_it_was_recorded_with() -> None:
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        x.add_(y.contiguous().view(-1).view(2, 3))
+        return (y.as_strided((6,), (1,)) + 0,)
+
+    dense = torch.arange(6.0).view(2, 3)
+    run = compile_program(recorded(fn, torch.zeros(2, 3), dense))
+    for y in (dense, dense.t().contiguous().t(), torch.arange(12.0).view(2, 6)[:, ::2] / 2):
+        for x in (torch.zeros(2, 3), torch.zeros(3, 2).t()):
+            (flat,) = run(x, y)
+            assert torch.equal(x, y)
+            assert torch.equal(flat, y.flatten())
+
+
+@pytest.mark.parametrize(
+    "strides", [(3, 1), (1, 2), (0, 1), (0, 0), (12, 2)], ids=lambda s: "x".join(map(str, s))
+)
+def test_restored_has_the_values_and_the_strides(strides: tuple[int, int]) -> None:
+    x = torch.ones(2, 3).t().contiguous().t()
+    y = restored(x, strides)
+    assert torch.equal(x, y)
+    assert y.stride() == strides
+
+
+NORMS = {
+    "batch": lambda: nn.BatchNorm1d(16),
+    "batch, eval": lambda: nn.BatchNorm1d(16).eval(),
+    "instance": lambda: nn.InstanceNorm1d(16, affine=True),
+    "group": lambda: nn.GroupNorm(4, 16),
+}
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_of_a_transpose_is_what_it_is_in_plain_torch(name: str, accum: int) -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"a": nn.Linear(16, 16), "norm": NORMS[name](), "b": nn.Linear(16, 4)})
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.parts["norm"](self.parts["a"](x).transpose(1, 2)).transpose(1, 2)
+            return self.parts["b"](h).square().mean()
+
+    net = Net().double()
+    x = torch.randn(4, 8, 16, dtype=torch.float64)
+    apply, params, buffers = fzero.functionalize(net, buffers=True)
+    cfg = fzero.Config(accum_steps=accum)
+    step_fn = fzero.make_train_step(lambda p, s, b: apply(p, s, b), fzero.optim.sgd(0.1), cfg)
+    state = step_fn.init(params, buffers)
+    theirs = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        state = step_fn(*state, x)
+        theirs.zero_grad()
+        for part in x.chunk(accum):
+            (net(part) / accum).backward()
+        theirs.step()
+    for key, value in net.named_parameters():
+        assert torch.allclose(state[0][key].full_tensor(), value, rtol=0, atol=1e-12), key
+    for key, value in net.named_buffers():
+        assert torch.allclose(state[1].model_state[key], value, rtol=0, atol=1e-12), key
