@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.digests compare before.json
 
 Stages 0 to 3, the traced and the eager executor and the Engine, with accumulation, clipping,
-dropout and bf16. `save` adds this world's digests to the file; `compare` names every row that differs and
-ends with exit code 1. Digests are of one machine and one torch: rounding is theirs.
+dropout and bf16. `save` adds this world's digests to the file; `compare` names every row that
+differs and ends with exit code 1. Digests are of one machine and one torch: rounding is theirs.
 """
 
 import argparse

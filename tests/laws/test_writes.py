@@ -1,4 +1,4 @@
-"""What is written counts: any history of writes and steps goes as written, in plain torch."""
+"""What is written counts: any history of writes and steps goes as written, in plain torch.
 
 Random programs of writes, steps and checkpoints, against a few lines that say what must come out:
 one master a parameter, in float32, of which the parameter is the cast. Gradients, learning rate and
