@@ -5,25 +5,50 @@ call that started it, and so does which checkpoint a run goes on from. Both belo
 """
 
 import atexit
+import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torch.distributed import ProcessGroup
 
 from fzero.checkpoint.lineage import Heads
 from fzero.checkpoint.ranks import Ranks
+from fzero.errors import CheckpointError
 
 
 class Background:
     """At most one save that is going on, and what became of it."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # of what follows
+        self._turn, self._whose = threading.Lock(), 0
         self._thread: threading.Thread | None = None
         self._what = ""
         self._error: BaseException | None = None
         self._ranks: dict[tuple[int, ...], tuple[ProcessGroup | None, Ranks]] = {}
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """For one thread at a time, with no save going on.
+
+        Raises:
+            CheckpointError: the thread has it already: a signal's handler came in between.
+        """
+        if self._whose == threading.get_ident():
+            raise CheckpointError(
+                "save was called while this thread was in a save: by a signal's handler, it seems. "
+                "Let the handler set a flag, and save after the step: "
+                "fzero.checkpoint.StopOnSignal does that."
+            )
+        with self._turn:
+            self._whose = threading.get_ident()
+            try:
+                self.wait()
+                yield
+            finally:
+                self._whose = 0
 
     def start(self, job: Callable[[], None], what: str) -> None:
         """Run `job` on a thread; the last one has been waited for."""
@@ -42,11 +67,12 @@ class Background:
 
     def wait(self) -> None:
         """Return once nothing is being written; raise what the last save raised."""
-        if self._thread is None:
-            return
-        self._thread.join()
-        error, self._thread, self._error = self._error, None, None
-        atexit.unregister(self._at_exit)
+        with self._lock:  # whoever else waits, waits as long
+            if self._thread is None:
+                return
+            self._thread.join()
+            error, self._thread, self._error = self._error, None, None
+            atexit.unregister(self._at_exit)
         if error is not None:
             raise error
 
@@ -68,6 +94,11 @@ class Background:
 
 _background = Background()
 heads = Heads()
+
+
+def turn() -> contextlib.AbstractContextManager[None]:
+    """One save at a time, whichever threads they are on; raises what the last one raised."""
+    return _background.turn()
 
 
 def start(job: Callable[[], None], what: str) -> None:

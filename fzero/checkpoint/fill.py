@@ -3,6 +3,7 @@
 import hashlib
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from fzero.checkpoint import background
 from fzero.checkpoint.compare import compare, refuse
 from fzero.checkpoint.flatten import Flat, flatten
-from fzero.checkpoint.format import manifest
+from fzero.checkpoint.load import _remember, _unsaved_buffers
 from fzero.checkpoint.progress import progress
 from fzero.checkpoint.ranks import ranks_of, together
 from fzero.checkpoint.sources import Source
@@ -57,14 +58,22 @@ def fill(
         )
     source = opened[0]
     report = compare(flat, source.metadata, source.scalars)
+    unsaved = _unsaved_buffers(source, report)
+    if unsaved and ranks.leads:
+        warnings.warn(
+            f"{source.where} has no buffers: the release of fzero that wrote it kept an engine's "
+            f"only beside a BatchNorm. These stay as they are: {', '.join(unsaved)}. Save again to "
+            "have them in a checkpoint.",
+            stacklevel=3,
+        )
+    report = replace(report, missing=tuple(k for k in report.missing if k not in unsaved))
     refuse(report, source.where, strict=strict, cast=cast)
     if (report.missing or report.extra or report.misshapen) and ranks.leads:
         warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=3)
-    skip = {*report.missing, *report.misshapen}
+    skip = {*report.missing, *report.misshapen, *unsaved}
     together(ranks, "whether they have read it", lambda: _read(flat, source, skip), UNREAD)
     shown.close()
-    if (Path(found) / manifest.NAME).exists():
-        background.heads.loaded(Path(found), state=opt_state_like is not None)
+    _remember(Path(found), state=opt_state_like is not None)
     return flat.rebuild({k: v for k, v in source.scalars.items() if k not in skip})
 
 

@@ -99,18 +99,20 @@ def ranked(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(by_order, key=lambda e: places.get(e.key, len(places)))
 
 
-def following(entries: Sequence[Entry], parent: tuple[int, int] | None) -> Lineage:
-    """The lineage of a checkpoint to be written beside `entries`.
+def following(entries: Sequence[Entry], step: int, parent: int | None) -> Lineage:
+    """The lineage of a checkpoint of `step` to be written beside `entries`.
 
     Args:
-        parent: the key of the one that it comes from; None, or one that is gone, starts a new line.
+        step: its own; one that is there will be replaced.
+        parent: the step of the one that it comes from; None, or one that is gone: a new line.
     """
     order = 1 + max((entry.lineage.order for entry in entries), default=0)
-    there = {entry.key: entry.lineage for entry in entries}
+    there = {entry.step: entry for entry in entries}
     if parent is None or parent not in there:
         return Lineage(order)
-    line = [key for key in there[parent].line if key in there]
-    return Lineage(order, (parent, *line)[:_LONGEST])
+    staying = {entry.key for entry in entries if entry.step != step}
+    line = (there[parent].key, *there[parent].lineage.line)
+    return Lineage(order, tuple(key for key in line if key in staying)[:_LONGEST])
 
 
 class Heads:
@@ -121,33 +123,31 @@ class Heads:
     """
 
     def __init__(self) -> None:
-        self._at: dict[str, str] = {}
-        self._resumed: dict[str, str] = {}
+        self._at: dict[str, int] = {}
+        self._resumed: dict[str, int] = {}
 
-    def loaded(self, folder: Path, *, state: bool) -> None:
+    def loaded(self, path: Path, step: int, *, state: bool) -> None:
         """A checkpoint was read: what is saved next comes from it.
 
         Args:
+            path: the folder of the run.
+            step: the checkpoint's.
             state: whether the optimizer's state was read too. Parameters alone may be a teacher's
                 or an average's, and change nothing for a run that goes on.
         """
-        run = _run(folder)
-        self._resumed[run] = folder.name
+        run = os.path.realpath(path)
+        self._resumed[run] = step
         if state or run not in self._at:
-            self._at[run] = folder.name
+            self._at[run] = step
 
-    def saved(self, folder: Path) -> None:
+    def saved(self, path: Path, step: int) -> None:
         """A checkpoint was published."""
-        self._at[_run(folder)] = folder.name
+        self._at[os.path.realpath(path)] = step
 
-    def parent(self, path: Path) -> str | None:
-        """The name of the checkpoint below `path` that the next one comes from."""
-        return self._at.get(_run(path / "_"))
+    def parent(self, path: Path) -> int | None:
+        """The step of the checkpoint below `path` that the next one comes from."""
+        return self._at.get(os.path.realpath(path))
 
-    def resumed(self, path: Path) -> str | None:
-        """The name of the one that was read last, which `keep` never lets go."""
-        return self._resumed.get(_run(path / "_"))
-
-
-def _run(folder: Path) -> str:
-    return os.path.realpath(folder.parent)
+    def resumed(self, path: Path) -> int | None:
+        """The step of the one that was read last, which `keep` never lets go."""
+        return self._resumed.get(os.path.realpath(path))

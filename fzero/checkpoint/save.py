@@ -2,21 +2,22 @@
 
 all ranks          leading rank
 ─────────          ────────────
-plan               make .step-42.saving/
+plan               lock the folder, make .step-42.<id>.saving/
 copy (asynchronous only)
 write own file, fsync
                    write manifest.json, fsync, fsync folder
-                   rename to step-42, fsync parent
-                   remove what `keep` lets go
+                   rename to step-42 (or swap with what is there), fsync parent
+                   remove what `keep` lets go, and what was swapped
 """
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +37,10 @@ from fzero.checkpoint.flatten import Flat, Scalar, flatten, place
 from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.boxes import Chunk, plan_save
 from fzero.checkpoint.format.folders import (
-    drop,
     entries,
+    hold,
     is_whole,
+    publish,
     retain,
     saving_folder,
     step_folder,
@@ -75,6 +77,7 @@ def save(
     *,
     step: int | None = None,
     keep: int | None = None,
+    overwrite: bool = False,
     asynchronous: bool = False,
     timeout: float = 600.0,
 ) -> Path:
@@ -92,6 +95,9 @@ def save(
         keep: remove all but so many checkpoints once this one is there; at least 1. What stays is
             this one, those that it came from, then others, newest first; and in any case the one
             that this process was resumed from. Damaged ones count for nothing and are left alone.
+        overwrite: replace a checkpoint of this step that is there. It stays, whole, until the new
+            one takes its place at once. Without it that is an error, unless what is there is
+            damaged.
         asynchronous: return once this rank's share is copied to the host, and write it from a
             thread. Training may go on at once. An error is raised by the next `save`, `load` or
             `wait`, or else printed when the program ends.
@@ -102,7 +108,8 @@ def save(
 
     Raises:
         CheckpointError: on every rank: ranks differ, a leaf can't be stored, the step is there
-            already and whole, the disk is full, a rank is gone. Earlier ones are as they were.
+            already and whole, another process keeps saving to this folder, the disk is full, a rank
+            is gone. Earlier ones are as they were.
 
     Examples:
         >>> import tempfile
@@ -110,33 +117,60 @@ def save(
         >>> save(run, {"w": torch.ones(4)}, {"mu": torch.zeros(4), "lr": 0.1}, step=7).name
         'step-00000007'
     """
-    background.wait()
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be None or an int >= 1: how many stay.")
+    if not isinstance(overwrite, bool):
+        raise CheckpointError(f"overwrite={overwrite!r} must be True or False.")
+    with background.turn():
+        options = _Options(step, keep, overwrite, asynchronous, timeout)
+        return _save(Path(path).absolute(), params, opt_state, options)
+
+
+class _Options(NamedTuple):
+    """The arguments of `save` that have a name."""
+
+    step: int | None
+    keep: int | None
+    overwrite: bool
+    asynchronous: bool
+    timeout: float
+
+
+def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> Path:
+    step, keep, overwrite, asynchronous, timeout = options
     flat = flatten(params, opt_state)
     ranks = ranks_of(flat.tensors.values(), timeout)
     step = _step_of(opt_state) if step is None else step
-    where = Path(path).absolute()
-    _agree(flat, ranks, where, step)
+    asked = {"path": str(where), "step": str(step), "keep": str(keep), "overwrite": str(overwrite)}
+    _agree(flat, ranks, asked)
     chunks = plan_save(flat.tensors, ranks.members)
     mine = {i: _held(flat, c) for i, c in enumerate(chunks) if c.rank == ranks.index}
     total = sum(x.nbytes for x in mine.values())
-    lineage = together(
-        ranks, "whether the folder is there", lambda: _prepare(ranks, where, step), _UNWRITTEN
-    )[0]
-    if asynchronous:
-        ranks = background.apart_from(ranks)
-        mine = {i: x.to("cpu", copy=True) for i, x in mine.items()}
-    shown = progress(f"saving step {step}", total, shown=ranks.leads)
-    job = Job(
-        ranks, where, step, keep, _metadata(flat, step, lineage, chunks, ranks), chunks, mine, shown
-    )
-    if asynchronous:
-        # Without a pool: it may go on while the interpreter ends, which starts no threads then.
-        background.start(job, f"the save of step {step} to {where}")
-    else:
-        with ThreadPoolExecutor(1) as pool:
-            job(pool)
+    held = contextlib.ExitStack()  # of the leading rank's lock
+    try:
+        folder, replaces, lineage = together(
+            ranks,
+            "whether the folder is there",
+            lambda: _prepare(ranks, where, step, overwrite, held),
+            _UNWRITTEN,
+        )[0]
+        if asynchronous:
+            ranks = background.apart_from(ranks)
+            mine = {i: x.to("cpu", copy=True) for i, x in mine.items()}
+        shown = progress(f"saving step {step}", total, shown=ranks.leads)
+        metadata = _metadata(flat, step, lineage, chunks, ranks)
+        job = Job(
+            ranks, where, Path(folder), step, keep, replaces, metadata, chunks, mine, shown, held
+        )
+        if asynchronous:
+            # Without a pool: it may go on while the interpreter ends, which starts no threads then.
+            background.start(job, f"the save of step {step} to {where}")
+        else:
+            with ThreadPoolExecutor(1) as pool:
+                job(pool)
+    except BaseException:
+        held.close()
+        raise
     return step_folder(where, step)
 
 
@@ -147,22 +181,28 @@ class Job:
     Args:
         ranks: the ranks that save.
         path: the folder of the run.
+        folder: where it is written.
         step: names the checkpoint.
         keep: see `save`.
+        replaces: whether what has its name goes.
         metadata: of all leaves.
         chunks: the plan, all ranks'.
         mine: by place in `chunks`, what this rank writes.
         progress: told of what is written.
+        held: what is let go in the end.
     """
 
     ranks: Ranks
     path: Path
+    folder: Path
     step: int
     keep: int | None
+    replaces: bool
     metadata: Metadata
     chunks: Sequence[Chunk]
     mine: dict[int, Tensor]
     progress: Progress
+    held: contextlib.ExitStack
 
     def __call__(self, pool: Executor | None = None) -> None:
         """Write this rank's share; on the leading rank publish the whole.
@@ -173,7 +213,11 @@ class Job:
         Raises:
             CheckpointError: on every rank; nothing has become visible then.
         """
-        ranks, folder = self.ranks, saving_folder(self.path, self.step)
+        with self.held:
+            self._run(pool)
+
+    def _run(self, pool: Executor | None) -> None:
+        ranks, folder, there = self.ranks, self.folder, step_folder(self.path, self.step)
         writer = Writer(folder, f"rank-{ranks.index:05d}.safetensors", self.progress, pool)
 
         def write() -> list[Any]:
@@ -181,27 +225,25 @@ class Job:
             results = writer.write_data(planner.create_local_plan(), planner).wait()
             return [result.storage_data for result in results]
 
-        def publish(by_rank: Sequence[Any]) -> None:
+        def finish(by_rank: Sequence[Any]) -> None:
             if ranks.leads:
                 writer.finish(self.metadata, self._results(by_rank))
-                disk.rename(folder, step_folder(self.path, self.step))
-                disk.sync_folder(self.path)
+                publish(folder, there, replaces=self.replaces)
 
         def let_go() -> None:
             if ranks.leads and self.keep is not None:
-                resumed = background.heads.resumed(self.path)
-                retain(self.path, self.keep, {step_folder(self.path, self.step).name, str(resumed)})
+                retain(self.path, self.keep, {self.step, background.heads.resumed(self.path)})
 
         try:
             by_rank = together(ranks, "what they wrote", write, _UNWRITTEN)
             self.progress.close()
-            together(ranks, "whether it is published", lambda: publish(by_rank), _UNWRITTEN)
+            together(ranks, "whether it is published", lambda: finish(by_rank), _UNWRITTEN)
         except CheckpointError:
             if ranks.leads:  # a full disk needs the room back
                 with contextlib.suppress(OSError):
                     disk.remove(folder)
             raise
-        background.heads.saved(step_folder(self.path, self.step))
+        background.heads.saved(self.path, self.step)
         together(ranks, "whether older ones are removed", let_go, _UNREMOVED)
 
     def _results(self, by_rank: Sequence[Sequence[Any]]) -> list[list[WriteResult]]:
@@ -260,10 +302,9 @@ class _Planner(SavePlanner):
         return self.mine[self.tensors[write_item.index]]
 
 
-def _agree(flat: Flat, ranks: Ranks, path: Path, step: int) -> None:
+def _agree(flat: Flat, ranks: Ranks, asked: dict[str, str]) -> None:
     """See that all ranks save the same thing, before any of them writes."""
-    items = {"path": str(path), "step": str(step)}
-    items |= {key: place(x) for key, x in flat.tensors.items()}
+    items = asked | {key: place(x) for key, x in flat.tensors.items()}
     items |= {key: repr(x) for key, x in flat.scalars.items()}
     ranks.same("what they save", items)
     small = {
@@ -271,31 +312,40 @@ def _agree(flat: Flat, ranks: Ranks, path: Path, step: int) -> None:
         for key, x in flat.tensors.items()
         if not isinstance(x, DTensor)
         and key.startswith("opt_state")
-        and x.nbytes <= COMPARED_BYTES
+        # buffers, which ranks do change each in its own way, whatever they take
+        and (x.nbytes <= COMPARED_BYTES or key.startswith("opt_state.model_state"))
         and ranks.group is not None
     }
     ranks.same("the values of leaves that are no DTensors and are stored once", small)
 
 
-def _prepare(ranks: Ranks, path: Path, step: int) -> dict[str, Any] | None:
-    """Make room for it, on the leading rank; the lineage that it will have."""
+def _prepare(
+    ranks: Ranks, path: Path, step: int, overwrite: bool, held: contextlib.ExitStack
+) -> tuple[str, bool, dict[str, Any]] | None:
+    """Make room for it, on the leading rank.
+
+    Returns:
+        The folder to write into, whether it replaces what is there, and its lineage.
+    """
     if not ranks.leads:
         return None
-    there = step_folder(path, step)
-    if is_whole(there):
-        raise CheckpointError(
-            f"{there} is there already, and a checkpoint that is whole is never overwritten. Save "
-            "another step, or remove that folder first."
-        )
-    sweep(path)
-    if there.exists():
-        drop(there)
-    disk.make_folder(saving_folder(path, step))
+    disk.make_folder(path)
     disk.sync_folder(path.parent)
-    found = entries(path)
-    before = background.heads.parent(path)
-    parent = next((entry.key for entry in found if entry.folder.name == before), None)
-    return following(found, parent)._asdict()
+    # half of what the other ranks wait for this one
+    held.callback(hold(path, ranks.timeout / 2))
+    sweep(path)
+    there = step_folder(path, step)
+    if not overwrite and is_whole(there):
+        raise CheckpointError(
+            f"{there} is there already, and a checkpoint that is whole is replaced by choice only. "
+            "Pass overwrite=True (a run that went back to an earlier step comes to later ones "
+            "again), save another step, or remove that folder first."
+        )
+    folder = saving_folder(path, step)
+    disk.make_folder(folder)
+    lineage = following(entries(path), step, background.heads.parent(path))
+    # what is there now is damaged, or not wanted
+    return str(folder), there.exists(), lineage._asdict()
 
 
 def _metadata(
@@ -337,4 +387,8 @@ def _held(flat: Flat, chunk: Chunk) -> Tensor:
 
 
 def _text(tensor: Tensor) -> str:
-    return str(tensor.detach().cpu().flatten().tolist()[:1000])
+    """The first values, and a digest of all of them."""
+    held = tensor.detach().cpu().contiguous()
+    digest = hashlib.blake2b(disk.bytes_of(held), digest_size=8).hexdigest()
+    shown = str(held.flatten()[:1000].tolist())
+    return shown if held.numel() <= 1000 else f"{shown}, digest {digest}"

@@ -12,7 +12,7 @@ from fzero.checkpoint.format import disk
 
 # What can be cut off half-way, with something of it done.
 TORN = ("append", "remove")
-CALLS = ("make_folder", "create", "append", "sync", "sync_folder", "rename", "remove")
+CALLS = ("make_folder", "create", "append", "sync", "sync_folder", "rename", "exchange", "remove")
 
 
 @contextlib.contextmanager

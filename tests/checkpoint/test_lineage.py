@@ -86,11 +86,9 @@ class Run:
     def _forget_read(self, folder: Path) -> None:
         """A look at a checkpoint is no resumption here."""
         run = str(folder.parent.resolve())
-        heads = background.heads
-        old = {v: s for s, v in self.there.items()}
-        heads._resumed.pop(run, None)
+        background.heads._resumed.pop(run, None)
         if self.resumed is not None:
-            heads._resumed[run] = f"step-{old[self.resumed]:08d}"
+            background.heads._resumed[run] = self._step(self.resumed)
 
     def _step(self, value: int) -> int:
         return next(s for s, v in self.there.items() if v == value)

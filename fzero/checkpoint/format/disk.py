@@ -5,6 +5,7 @@ them one at a time to stop a process, or to fill the disk, at every one of them.
 """
 
 import ctypes
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -45,6 +46,45 @@ def sync_folder(path: Path) -> None:
 def rename(old: Path, new: Path) -> None:
     """Give a folder another name, at once or not at all; fails if the new one has files in it."""
     os.rename(old, new)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap the names of two folders at once; False, and nothing done, where the system can't.
+
+    Linux can since 3.15 (`renameat2`), on most file systems but NFS.
+    """
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    here, swap = ctypes.c_int(-100), ctypes.c_uint(2)  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, names[0], here, names[1], swap) == 0
+
+
+def lock(folder: Path) -> int | None:
+    """Take hold of a folder until `unlock`, or until this process ends.
+
+    Returns:
+        What `unlock` takes; None if somebody else has it; -1 where the file system has no locks.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(opened)
+        return None
+    except OSError:
+        os.close(opened)
+        return -1
+    return opened
+
+
+def unlock(held: int) -> None:
+    """Let a folder go."""
+    if held != -1:
+        fcntl.flock(held, fcntl.LOCK_UN)  # closing would leave it to a process that was forked
+        os.close(held)
 
 
 def remove(path: Path) -> None:

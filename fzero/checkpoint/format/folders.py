@@ -1,14 +1,23 @@
 """The folder of a run's checkpoints: `step-00000042/` each, whole or not there.
 
-step-00000042/                manifest.json, rank-00000.safetensors, ...
-.step-00000043.saving/        being written; what a killed save leaves, removed by the next one
-.step-00000041.removing/      on its way out
+step-00000042/                  manifest.json, rank-00000.safetensors, ...
+.step-00000043.<id>.saving/     being written; what a killed save leaves, removed by the next one
+.step-00000041.<id>.removing/   on its way out
+.step-00000042.<id>.replaced/   the old one, while a new one takes its place in two renames; what a
+                                kill leaves counts as step 42, and the next save renames it back
+
+[Note: one at a time] Whoever saves holds a lock on the folder, from looking what is there until
+older ones are removed. It is gone with the process. Where the file system has no locks, the id in a
+name keeps two saves from writing into one folder, and the rename lets one of them win: the other
+one's folder is gone, or its name is taken, and it says so.
 """
 
 import os
 import re
+import secrets
+import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from fzero.checkpoint.format import disk, manifest
@@ -18,7 +27,9 @@ from fzero.checkpoint.lineage import Entry, Lineage, peek, ranked
 from fzero.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")
-_HIDDEN = re.compile(r"\.step-\d{8,}\.(saving|removing)")
+_SAVING = re.compile(r"\.step-\d{8,}(\.[0-9a-f]{8})?\.saving")
+_REMOVING = re.compile(r"\.step-\d{8,}(\.[0-9a-f]{8})?\.removing")
+_REPLACED = re.compile(r"\.step-(\d{8,})\.[0-9a-f]{8}\.replaced")
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
@@ -58,8 +69,20 @@ def steps(path: Path) -> list[Path]:
     """The checkpoints below `path` by step, whole or not."""
     if not path.is_dir():
         return []
-    found = [(match, entry) for entry in path.iterdir() if (match := _STEP.fullmatch(entry.name))]
-    return [entry for _, entry in sorted(found, key=lambda row: int(row[0][1]))]
+    there = list(path.iterdir())
+    found = {int(match[1]): e for e in there if (match := _REPLACED.fullmatch(e.name))}
+    found |= {int(match[1]): e for e in there if (match := _STEP.fullmatch(e.name))}
+    return [found[step] for step in sorted(found)]
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's folder is named for; None if it has another name.
+
+    >>> step_of(Path("run/step-00000042")), step_of(Path("run/best"))
+    (42, None)
+    """
+    match = _STEP.fullmatch(folder.name) or _REPLACED.fullmatch(folder.name)
+    return None if match is None else int(match[1])
 
 
 def entries(path: Path) -> list[Entry]:
@@ -73,7 +96,9 @@ def entries(path: Path) -> list[Entry]:
         lineage = peek(folder / manifest.NAME)
         lineage = Lineage(highest) if lineage is None else lineage
         highest = max(highest, lineage.order)
-        found.append(Entry(folder, int(folder.name.removeprefix("step-")), lineage))
+        step = step_of(folder)
+        assert step is not None
+        found.append(Entry(folder, step, lineage))
     return found
 
 
@@ -87,8 +112,8 @@ def step_folder(path: Path, step: int) -> Path:
 
 
 def saving_folder(path: Path, step: int) -> Path:
-    """Where it is while it is being written."""
-    return path / f".step-{step:08d}.saving"
+    """Where it is while it is being written: another folder each time."""
+    return _hidden(step_folder(path, step), "saving")
 
 
 def whole(folder: Path) -> Manifest:
@@ -112,30 +137,96 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
+def hold(path: Path, seconds: float) -> Callable[[], None]:
+    """Wait for the folder's lock; what lets it go.
+
+    Raises:
+        CheckpointError: another process has had it all the time.
+    """
+    start = time.monotonic()
+    while (held := disk.lock(path)) is None:
+        if time.monotonic() - start > seconds:
+            raise CheckpointError(
+                f"another process has been saving to {path} for {seconds:g} s. One process (or one "
+                "job of several ranks) saves to a folder at a time: wait for it or end it, or save "
+                "to another folder."
+            )
+        time.sleep(0.02)
+    return lambda: disk.unlock(held)
+
+
+def publish(folder: Path, there: Path, *, replaces: bool) -> None:
+    """Give a checkpoint that is written the name that it is found by.
+
+    Args:
+        folder: it is in.
+        there: its name from now on.
+        replaces: what has that name goes; it is never half there.
+
+    Raises:
+        CheckpointError: the name was taken meanwhile, and is not to be replaced.
+    """
+    try:
+        disk.rename(folder, there)
+    except OSError:
+        if not there.exists():
+            raise
+        if not replaces:
+            raise CheckpointError(
+                f"{there} was published by another save in the meantime; that one stays. Let one "
+                "process save a step, or pass overwrite=True."
+            ) from None
+        old = folder
+        if not disk.exchange(folder, there):
+            old = _hidden(there, "replaced")
+            disk.rename(there, old)
+            try:
+                disk.rename(folder, there)
+            except OSError:
+                disk.rename(old, there)
+                raise
+        disk.sync_folder(there.parent)
+        disk.remove(old)
+    else:
+        disk.sync_folder(there.parent)
+
+
 def sweep(path: Path) -> None:
     """Remove what saves and removals that were cut short have left."""
-    if path.is_dir():
-        for entry in list(path.iterdir()):
-            if _HIDDEN.fullmatch(entry.name):
-                disk.remove(entry)
+    if not path.is_dir():
+        return
+    for entry in list(path.iterdir()):
+        match = _REPLACED.fullmatch(entry.name)
+        if match is not None and not step_folder(path, int(match[1])).exists():
+            disk.rename(entry, step_folder(path, int(match[1])))
+        elif match is not None or _REMOVING.fullmatch(entry.name):
+            disk.remove(entry)
+        elif _SAVING.fullmatch(entry.name):
+            # renamed first: whoever writes there after all can't publish what is left of it
+            drop(entry)
 
 
-def retain(path: Path, keep: int, never: Collection[str] = ()) -> None:
+def retain(path: Path, keep: int, never: Collection[int | None] = ()) -> None:
     """Remove all whole checkpoints but the first `keep` in the order of `latest`.
 
     What isn't whole counts for nothing, and is left alone.
 
     Args:
-        never: names of those that stay in any case.
+        never: steps of those that stay in any case.
     """
-    there = [folder for folder, _, _ in ranked(entries(path)) if is_whole(folder)]
-    for folder in reversed(there[keep:]):
-        if folder.name not in never:
-            drop(folder)
+    there = [entry for entry in ranked(entries(path)) if is_whole(entry.folder)]
+    for entry in reversed(there[keep:]):
+        if entry.step not in never:
+            drop(entry.folder)
 
 
 def drop(folder: Path) -> None:
     """Remove a checkpoint: under its own name it is never half there, not even while it goes."""
-    gone = folder.with_name(f".{folder.name}.removing")
+    gone = _hidden(folder, "removing")
     disk.rename(folder, gone)
     disk.remove(gone)
+
+
+def _hidden(folder: Path, why: str) -> Path:
+    name = folder.name.removeprefix(".").split(".")[0]
+    return folder.with_name(f".{name}.{secrets.token_hex(4)}.{why}")
