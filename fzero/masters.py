@@ -75,31 +75,30 @@ def _differ(masters: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
     """Whether any bit of `parts` is not that of the masters' casts; the host waits for it."""
     small: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for master, part in zip(masters, parts, strict=True):
-        mine, theirs = master.reshape(-1), part.reshape(-1)
-        if mine.numel() > _SMALL:
-            if _differs(mine, theirs):
+        if part.numel() > _BLOCK:
+            rows = zip(
+                master.reshape(-1).split(_BLOCK), part.reshape(-1).split(_BLOCK), strict=True
+            )
+            if any(_differs(*row) for row in rows):
+                return True
+        elif part.numel() > _SMALL:
+            if _differs(master, part):
                 return True
         else:
-            rows = small.setdefault(part.dtype, ([], []))
-            rows[0].append(mine)
-            rows[1].append(theirs)
+            mine, theirs = small.setdefault(part.dtype, ([], []))
+            mine.append(master.reshape(-1))
+            theirs.append(part.reshape(-1))
     return any(_differs(torch.cat(mine), torch.cat(theirs)) for mine, theirs in small.values())
 
 
-_SMALL, _BLOCK = 2**12, 2**16  # elements
+# elements: so many are compared while they are in the cache; fewer are put together first
+_BLOCK, _SMALL = 2**18, 2**12
 
 
 def _differs(master: Tensor, part: Tensor) -> bool:
-    """Block by block, in a buffer that stays in the cache."""
-    buffer = torch.empty(min(_BLOCK, part.numel()), dtype=part.dtype, device=part.device)
-    bits = _bits(buffer)
-    for mine, theirs in zip(master.split(_BLOCK), _bits(part).split(_BLOCK), strict=True):
-        rows = len(theirs)
-        buffer[:rows].copy_(mine)
-        low, high = torch.aminmax(bits[:rows].bitwise_xor_(theirs))
-        if low or high:
-            return True
-    return False
+    cast = master.to(part.dtype, copy=True)
+    low, high = torch.aminmax(_bits(cast).bitwise_xor_(_bits(part)))
+    return bool(low) or bool(high)
 
 
 def _bits(x: Tensor) -> Tensor:

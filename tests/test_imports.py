@@ -34,6 +34,7 @@ LAYERS = {
     "placement": 2,
     "precision": 2,
     "rounding": 2,
+    "masters": 2,
     "sharding": 2,
     "state": 2,
     "update": 3,

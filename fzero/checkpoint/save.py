@@ -83,9 +83,9 @@ def save(
 ) -> Path:
     """Write a checkpoint; every rank must call it. It appears only once it is whole.
 
-    Each leaf is stored once, in its highest precision (the master's, where there is one, as far as
-    its parameter is still what the last step made of it), and each rank writes its share. With HSDP
-    the replicas share the work as well.
+    Each leaf is stored once, in its highest precision: the master's, where there is one, or what
+    somebody wrote into its parameter since. Each rank writes its share. With HSDP the replicas
+    share the work as well.
 
     Args:
         path: folder of the run's checkpoints, the same for all ranks; made if it isn't there.

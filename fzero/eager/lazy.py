@@ -83,8 +83,25 @@ class LazyLeaf(Tensor):
         args, kwargs = pytree.tree_map_only(LazyLeaf, _full, (args, kwargs))
         return func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore
+        """The same values outside of autograd's graph; who writes to them is counted."""
+        return self.detach()
+
     def __repr__(self, **_: Any) -> str:  # pyright: ignore
         return f"LazyLeaf({self.leaf.name!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+class GivenLeaf(Tensor):
+    """A full leaf whose `.data` counts writes: torch's own would hide them."""
+
+    # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore
+        """The same values outside of autograd's graph."""
+        return self.detach()
 
 
 def changed_in_place(name: str) -> FzeroError:

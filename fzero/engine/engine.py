@@ -188,7 +188,7 @@ class Engine:
             weakref.ref(self),
         )
         model.register_forward_hook(Door(weakref.ref(self)))
-        self._writes = Writes(self._by_index, leaves, self._stepper, lazy=lazy)
+        self._writes = Writes(model, self._by_index, leaves, self._stepper, lazy=lazy)
 
     # --- forward and backward ---
 
@@ -197,10 +197,15 @@ class Engine:
 
         Raises:
             ConfigError: `Precision(autocast=...)`, under the caller's own `torch.autocast`.
+            FzeroError: the module's parameters are no longer those that the engine was made with;
+                or its forward changed a trained one in place, and there are several ranks.
         """
         self._recover()
+        self._writes.same_module()
         if self.cfg.dtypes.autocast is not None:  # else the caller's own reaches the module
             refuse_outer_autocast()
+        if self._units is not None and self._state.task is None and not self._state.running:
+            self._units.reshard()  # engine.state may have been written since they were gathered
         forward = Forward(self, next(self._forwards))
         self._journal.enter("forward" if torch.is_grad_enabled() else "evaluation")
         if (task := current_task()) != -1:
@@ -211,7 +216,9 @@ class Engine:
         calling, self._calling = self._calling, True
         try:
             with in_force(dtypes, self._reducer.device.type):
+                versions = self._writes.versions()
                 out = outputs.cast(self.module(*args, **kwargs), dtypes.output)
+                self._writes.unwritten_since(versions)
         except BaseException:
             self._on(events.ForwardRaised(forward.number))
             if self._state.task is None:

@@ -1,9 +1,11 @@
 """What callers do to a module between two updates, seen before the second."""
 
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.engine.stepper import Stepper
 from fzero.errors import FzeroError
@@ -11,9 +13,10 @@ from fzero.layout import LeafLayout
 
 
 class Writes:
-    """The state of an engine's parameters, as the engine left them.
+    """What an engine relies on: that its parameters are the module's, as the engine left them.
 
     Args:
+        module: the engine's.
         params: the module's parameters by index.
         leaves: how each is split.
         stepper: what trains them.
@@ -22,21 +25,86 @@ class Writes:
 
     def __init__(
         self,
+        module: nn.Module,
         params: Mapping[int, Tensor],
         leaves: Sequence[LeafLayout],
         stepper: Stepper,
         *,
         lazy: bool,
     ) -> None:
+        self.module = module
         self.params, self.leaves, self.stepper, self.lazy = params, leaves, stepper, lazy
+        several = stepper.plan.axes.world > 1 and not lazy
+        trained = [index for index, leaf in enumerate(leaves) if leaf.trainable and several]
+        self.watched = [(leaves[index].name, params[index]) for index in trained]
+        self._note()
+
+    def same_module(self) -> None:
+        """Every parameter of the module is this engine's, and the other way round.
+
+        Raises:
+            FzeroError: one was replaced or taken away, or came after the engine was made.
+        """
+        now = self._slots()
+        if len(now) == len(self.slots) and all(map(operator.is_, now, self.slots)):
+            return
+        ours = {id(param): index for index, param in self.params.items()}
+        found = dict(self.module.named_parameters())
+        new = [name for name, param in found.items() if id(param) not in ours]
+        gone = ours.keys() - set(map(id, found.values()))
+        lost = [self.leaves[ours[key]].name for key in gone]
+        if new:
+            raise FzeroError(
+                f"the parameter {new[0]!r} has come into the module after its engine was made"
+                f"{f' (and {len(new) - 1} more)' if new[1:] else ''}: a layer was replaced or "
+                f"added, or weights were loaded with assign=True. {_SETTLED}"
+            )
+        if lost:
+            raise FzeroError(
+                f"the parameter {min(lost)!r} is no longer in the module: its layer was taken "
+                f"away, or tied to another one after the engine was made. {_SETTLED}"
+            )
+        self._note()
+
+    def versions(self) -> list[int]:
+        """How often each parameter has been written that is to be the same on several ranks."""
+        return [param._version for _, param in self.watched]
+
+    def unwritten_since(self, versions: list[int]) -> None:
+        """The module has left its trained parameters alone.
+
+        Raises:
+            FzeroError: its forward has changed one, and there are several ranks.
+        """
+        if versions != (now := self.versions()):
+            changed = map(operator.ne, versions, now)
+            name = next(self.watched[i][0] for i, differs in enumerate(changed) if differs)
+            raise FzeroError(
+                f"forward changed the parameter {name!r} in place (as Embedding(max_norm=...) "
+                "does). Each rank would keep what its own batch made of it, and ranks would drift "
+                "apart. Change parameters between steps, alike on every rank, or train on one."
+            )
+
+    def _note(self) -> None:
+        self.modules = list(self.module.modules())
+        self.slots = self._slots()
+
+    def _slots(self) -> list[Any]:
+        return [
+            x
+            for module in self.modules
+            for table in (module._modules, module._parameters)
+            for x in table.values()
+        ]
 
     def see(self) -> None:
         """An update would reach the module's parameters, and those that are to be trained.
 
         Raises:
-            FzeroError: a parameter has been given other memory, or is to be trained or not to be
-                trained from now on.
+            FzeroError: as `same_module`; or a parameter has been given other memory, or is to be
+                trained or not to be trained from now on.
         """
+        self.same_module()
         for index, param in self.params.items():
             leaf, own = self.leaves[index], self.stepper.locals[index]
             if param.requires_grad != leaf.trainable:
@@ -58,3 +126,9 @@ class Writes:
     def ours(self) -> None:
         """The engine has written: autograd is to refuse graphs made with the values of before."""
         torch.autograd.graph.increment_version(list(self.params.values()))
+
+
+_SETTLED = (
+    "What is trained is settled when the engine is made: no update would reach it. Change the "
+    "module before, or make another engine of it; engine.full_params() has what was trained."
+)

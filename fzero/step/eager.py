@@ -24,7 +24,7 @@ from fzero.distributed.buckets import Bucket
 from fzero.distributed.mesh import Mesh, default_store, is_simulated
 from fzero.eager.arrivals import Arrivals, dense
 from fzero.eager.gathered import Gathered
-from fzero.eager.lazy import changed_in_place
+from fzero.eager.lazy import GivenLeaf, changed_in_place
 from fzero.errors import FzeroError, TraceError
 from fzero.functional.torch_checkpoint import check_takeover, recomputing
 from fzero.layout import LeafLayout
@@ -166,8 +166,15 @@ class Eager:
             x.detach().requires_grad_(leaf.trainable)
             for x, leaf in zip(leaves, layout, strict=True)
         ]
-        low = [x.to(leaf.compute or x.dtype) for x, leaf in zip(given, layout, strict=True)]
+        low = [
+            x.to(leaf.compute or x.dtype).as_subclass(GivenLeaf)
+            for x, leaf in zip(given, layout, strict=True)
+        ]
+        versions = [_version(x) for x in low]
         scaled_loss, (loss, aux) = run(low)
+        for x, version, leaf in zip(low, versions, layout, strict=True):
+            if _version(x) != version:  # a cast copy, or the parameter itself
+                raise changed_in_place(leaf.name)
         inputs = [x for x in given if x.requires_grad]
         if reduces_once(self.plan.cfg):
             grads = differentiated(scaled_loss, inputs)

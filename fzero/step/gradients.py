@@ -16,10 +16,12 @@ from torch import Tensor
 from fzero import tree, zero
 from fzero.config import Config
 from fzero.distributed.mesh import Axes
+from fzero.eager.lazy import changed_in_place
 from fzero.errors import FzeroError, ShardError
 from fzero.layout import Layout, LeafLayout
 from fzero.numerics.casts import cast, in_force, widened
 from fzero.program import Program
+from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
 from fzero.program.trace import stage_out
 from fzero.tree import PyTree
@@ -155,6 +157,7 @@ def stage_gradients(
         bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
 
     Raises:
+        FzeroError: the model function changes a parameter in place.
         TraceError: it can't be staged out.
     """
     autograd = functools.partial(zero.autograd, must_depend=True)
@@ -167,6 +170,9 @@ def stage_gradients(
         times=cfg.accum_steps,
         resident=resident,
     )
+    given = {leaf.name: leaf.compute or leaf.dtype for leaf in signature.layout}
+    for name in written_inputs(program, given):
+        raise changed_in_place(name)
     return optimise(
         program,
         reshard_after_forward=cfg.reshard_after_forward,

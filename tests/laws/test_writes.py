@@ -1,4 +1,4 @@
-"""What is written counts: any history of writes and steps goes as written, in plain torch.
+"""What is written into a parameter is in the next step, in the state and in the next checkpoint.
 
 Random programs of writes, steps and checkpoints, against a few lines that say what must come out:
 one master a parameter, in float32, of which the parameter is the cast. Gradients, learning rate and
@@ -6,11 +6,13 @@ written values are such that float32 computes exactly.
 """
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import fzero
 from fzero import Config, tree
 from fzero.masters import follow_, followed
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 SHAPES = {"a": (5, 3), "b": (2, 7), "c": (4,), "d": ()}
 LR = 1 / 1024  # a step that bfloat16 and float16 round off
@@ -161,19 +163,22 @@ def _meet() -> None:
         dist.barrier()
 
 
+def _config(**fields: Any) -> Config:
+    return Config(**fields)
+
+
 def _wrong(programs: list[Program], stage: int, precision: str | None, make: str) -> list[str]:
     """On a rank: what came out otherwise than the reference says."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     name, _, offload = (precision or "").partition("+")
-    scale = {"loss_scale": 128.0} if name == "fp16" else {}
-    cfg = Config(
-        stage=stage,  # pyright: ignore
+    cfg = _config(
+        stage=stage,
         precision=name or None,
-        offload=offload or None,  # pyright: ignore
+        offload=offload or None,
         on_nonfinite="skip",
-        executor="traced" if make == "engine" else make,  # pyright: ignore
-        **scale,
+        executor="traced" if make == "engine" else make,
+        loss_scale=128.0 if name == "fp16" else None,
     )
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
     wrong = []
@@ -212,6 +217,15 @@ def _wrong(programs: list[Program], stage: int, precision: str | None, make: str
             if not all(torch.equal(x, found[k]) for k, x in want.master.items()):
                 wrong.append(f"program {i}: {what}")
     return wrong
+
+
+def test_what_was_gathered_before_a_write_is_gathered_anew() -> None:
+    for keep in (True, False):
+        cfg = Config(stage=3, precision="bf16", reshard_after_forward=not keep)
+        engine = fzero.Engine(nn.Linear(2, 1, bias=False), fzero.optim.sgd(0.1), cfg)
+        engine(torch.ones(1, 2))
+        engine.state[0]["weight"].to_local().data.fill_(5.0)
+        assert engine(torch.ones(1, 2)).item() == 10.0
 
 
 WRITES = ["data", "in place", "swap", "load", "nan"]
@@ -253,6 +267,145 @@ def test_a_master_that_nobody_wrote_beside_keeps_its_digits(
     follow_([master], [part])
     assert torch.equal(master, before)
     assert followed(master, part) is master
+
+
+def _in_place(w: Tensor) -> None:
+    with torch.no_grad():
+        w.mul_(0.5)
+
+
+def _through_a_view(w: Tensor) -> None:
+    with torch.no_grad():
+        w.t()[:2].split(1)[1].zero_()
+
+
+def _together(w: Tensor) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([w, torch.ones(1)], 0.5)  # pyright: ignore[reportPrivateImportUsage]
+
+
+IN_FORWARD = [
+    _in_place,
+    _through_a_view,
+    _together,
+    lambda w: w.data.mul_(0.5),
+    lambda w: torch.mul(w.detach(), 0.5, out=w.detach()),
+    lambda w: F.embedding(torch.tensor([0]), w, max_norm=0.1),
+]
+COPIES = [lambda w: w.clone(), lambda w: w * 1, lambda w: w.double(), lambda w: w.detach().clone()]
+
+
+def _writing(write: Callable[[Tensor], object]) -> Callable[..., Tensor]:
+    def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        write(params["frozen"])
+        return (params["w"] @ params["frozen"].t() @ x.to(params["w"].dtype)).sum()
+
+    return model_fn
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_function_that_writes_a_parameter_is_refused(
+    stage: int, executor: str, precision: str | None
+) -> None:
+    cfg = _config(stage=stage, executor=executor, precision=precision, frozen=["frozen"])
+    full = {"w": torch.ones(3, 4), "frozen": torch.ones(5, 4)}
+    for write in IN_FORWARD:
+        step_fn = fzero.make_train_step(_writing(write), fzero.optim.sgd(0.1), cfg)
+        with pytest.raises(fzero.FzeroError, match="'frozen' in place"):
+            step_fn(*step_fn.init(full), torch.ones(5))
+    for copy in COPIES:
+        step_fn = fzero.make_train_step(
+            _writing(lambda w, copy=copy: copy(w).mul_(2)), fzero.optim.sgd(0.1), cfg
+        )
+        step_fn(*step_fn.init(full), torch.ones(5))
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_it_is_refused_where_leaves_are_gathered(stage: int, precision: str | None) -> None:
+    cfg = _config(stage=stage, precision=precision, frozen=["frozen"])
+    full = {"w": torch.ones(3, 4), "frozen": torch.ones(5, 4)}
+    with fake_ranks(4):
+        for write in IN_FORWARD:
+            step_fn = fzero.make_train_step(_writing(write), fzero.optim.sgd(0.1), cfg)
+            params, state = step_fn.init(full)
+            with pytest.raises(fzero.FzeroError, match="'frozen' in place"):
+                step_fn.lower(params, state, torch.ones(5))
+
+
+def _max_norm(stage: int) -> str:
+    module = nn.Sequential(nn.Embedding(4, 2, max_norm=0.1))
+    engine = fzero.Engine(module, fzero.optim.sgd(0.1), Config(stage=stage))  # pyright: ignore
+    try:
+        engine(torch.tensor([dist.get_rank()])).sum().backward()
+    except fzero.FzeroError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_forward_that_makes_ranks_drift_apart_is_refused(stage: int) -> None:
+    torch.manual_seed(0)
+    for said in run_ranks(2, _max_norm, stage):
+        assert "0.weight" in said
+
+
+def test_on_one_rank_a_forward_may_write() -> None:
+    module = nn.Sequential(nn.Embedding(4, 2, max_norm=0.1))
+    engine = fzero.Engine(module, fzero.optim.sgd(0.0), Config(stage=2, precision="bf16"))
+    engine(torch.tensor([0])).sum().backward()
+    engine.step()
+    assert engine.full_params()["0.weight"][0].float().norm() < 0.11
+
+
+def _head(m: nn.Sequential) -> None:
+    m[1] = nn.Linear(2, 3)
+
+
+def _adapter(m: nn.Sequential) -> None:
+    m[0].register_module("lora", nn.Linear(2, 1))
+
+
+def _tied(m: nn.Sequential) -> None:
+    m[1].weight = m[0].weight
+
+
+def _assigned(m: nn.Sequential) -> None:
+    m.load_state_dict({k: v.detach().clone() for k, v in m.state_dict().items()}, assign=True)
+
+
+def _removed(m: nn.Sequential) -> None:
+    m[1] = nn.Identity()
+
+
+@pytest.mark.parametrize("late", [_head, _adapter, _tied, _assigned, _removed])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("when", ["forward", "step"])
+def test_parameters_that_come_or_go_after_the_engine_are_refused(
+    late: Callable[[nn.Sequential], None], stage: int, when: str
+) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    engine = fzero.Engine(module, fzero.optim.sgd(0.1), Config(stage=stage))  # pyright: ignore
+    if when == "step":
+        engine(torch.ones(1, 2)).sum().backward()
+    late(module)
+    with pytest.raises(fzero.FzeroError, match=r"parameter '.*(weight|bias)'"):
+        (engine.step if when == "step" else lambda: engine(torch.ones(1, 2)))()
+    assert engine.full_params()["1.bias"].shape == (2,)  # what was trained can still be had
+
+
+def test_what_has_no_parameters_may_come_and_go() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    engine = fzero.Engine(module, fzero.optim.sgd(0.1))
+    module[1] = nn.Sequential(nn.Tanh())
+    module[0].tied = nn.ParameterList([module[0].weight])
+    engine(torch.ones(1, 2)).sum().backward()
+    engine.step()
+    module[1].add_module("1", nn.Linear(2, 2))  # below what came late
+    with pytest.raises(fzero.FzeroError, match=r"'1\.1\.weight'"):
+        engine(torch.ones(1, 2))
 
 
 @settings(max_examples=20, deadline=None)

@@ -4,6 +4,8 @@ A second recording, because `torch.func.functionalize` can't wrap autograd, and 
 functionalisation leaves `native_batch_norm`'s hidden mutation of its running statistics.
 """
 
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_iter
 
 from fzero.errors import FzeroError, TraceError
-from fzero.program.graph import output_node, placeholders, tensors_of
-from fzero.program.passes.rewrite import call, is_cheap
+from fzero.program.graph import is_op, output_node, placeholders, tensors_of
+from fzero.program.passes.rewrite import call, is_cheap, is_gather
 from fzero.program.program import Program, has_effect, note_reads, operands, written_operands
 from fzero.program.strides import alike
 
@@ -114,6 +116,50 @@ def _restore_outputs(graph: fx.Graph, recorded: list[fx.Node]) -> None:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [x for x in tree_iter(value) if isinstance(x, Tensor)]
+
+
+def written_inputs(program: Program, cast_to: Mapping[str, torch.dtype]) -> list[str]:
+    """The inputs that the function changes in place, themselves or as it was given them.
+
+    Args:
+        program: as it was recorded.
+        cast_to: names of the first inputs, which are looked for, and the dtype in which the
+            function gets each.
+    """
+    names = dict(zip(placeholders(program.graph)[: len(cast_to)], program.inputs, strict=False))
+    found = []
+    for node in program.graph.nodes:
+        for operand in written_operands(node):
+            dtype = operand.meta["val"].dtype
+            while (source := _same_memory(operand)) is not None:
+                operand = source
+            copy = operand
+            while is_op(operand, "aten::_to_copy"):  # made before the function got it?
+                operand = operand.all_input_nodes[0]
+            name = names.get(operand)
+            if name is not None and (operand is copy or cast_to[name] == dtype):
+                found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def _same_memory(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one is in, or would be if a gather moved nothing; None: its own.
+
+    Views, what they are taken apart into, and what operators in place return.
+    """
+    if node.target is operator.getitem or is_gather(node) or is_op(node, "aten::_unsafe_view"):
+        return node.all_input_nodes[0]
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.returns:
+        return None
+    alias = target._schema.returns[0].alias_info
+    if alias is None:
+        return None
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            return value if isinstance(value, fx.Node) else None
+    return node.all_input_nodes[0]  # of a view in several parts
 
 
 def _refuse_constant(operand: fx.Node, node: fx.Node) -> None:
