@@ -4,6 +4,7 @@ Dict keys are sorted, `None` is an empty subtree, and a leaf's path reads like t
 reaches it (`['head.weight']`, `.mu['w']`, `[0]`).
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -54,10 +55,19 @@ def paths(tree: PyTree) -> list[str]:
 def names(tree: PyTree) -> list[str]:
     """One dotted name per leaf, for globs and listings: `blocks.0.weight`.
 
+    Where two leaves would share a name they have their paths, so that none is taken for the other.
+
     >>> names({"w": [1, 2], "blocks.0.b": 3})
     ['blocks.0.b', 'w.0', 'w.1']
+    >>> names({"a.b": 1, "a": {"b": 2}})
+    ["['a']['b']", "['a.b']"]
     """
-    return [".".join(str(entry) for entry in path) for path in optree.tree_paths(tree)]
+    found = [".".join(str(entry) for entry in path) for path in optree.tree_paths(tree)]
+    if len(set(found)) == len(found):
+        return found
+    many = {name for name, count in Counter(found).items() if count > 1}
+    pairs = zip(found, paths(tree), strict=True)
+    return [path if name in many else name for name, path in pairs]
 
 
 def labels(tree: PyTree) -> list[str]:

@@ -50,7 +50,7 @@ def test_a_batch_that_accumulation_does_not_divide_is_named() -> None:
 
 
 @pytest.mark.parametrize("accum", [1, 4])
-@pytest.mark.parametrize("bad", [3, "text", np.ones(2)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("bad", [np.ones(2), object(), {1}], ids=lambda x: type(x).__name__)
 def test_a_leaf_of_the_batch_that_is_no_tensor_is_named(bad: Any, accum: int) -> None:
     step_fn = _make(lambda p, b: _loss(p, b["x"]), accum_steps=accum)
     state = _state(step_fn)

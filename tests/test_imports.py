@@ -16,6 +16,7 @@ LAYERS = {
     "callbacks": 1,
     "collectives": 1,
     "dtensor": 1,
+    "frames": 1,
     "layout": 1,
     "mesh": 1,
     "presence": 1,

@@ -120,6 +120,19 @@ def place(tensor: Tensor) -> str:
     return f"{dtype} {shape} {tensor.placements} {tuple(mesh.shape)} {mesh.flatten().tolist()}"
 
 
+def has_memory(x: Tensor) -> bool:
+    """Whether there are values behind a tensor: an engine's parameters at stage 3 have none.
+
+    >>> has_memory(torch.ones(2)), has_memory(torch.ones(0))
+    (True, True)
+    """
+    x = local_tensor(x)
+    try:
+        return not x.numel() or x.device.type == "meta" or x.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # of a storage that torch knows to be none
+        return False
+
+
 def _check_types(
     leaves: Mapping[str, Any], tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar]
 ) -> None:
@@ -131,10 +144,12 @@ def _check_types(
     for key, x in tensors.items():
         if x.layout != torch.strided or x.is_quantized or local_tensor(x).device.type == "meta":
             bad.append(f"{key} is a {x.layout} tensor on {local_tensor(x).device}")
+        elif not has_memory(x):
+            bad.append(f"{key} is a {type(x).__name__} without memory of its own")
     if bad:
         more = f" (and {len(bad) - 8} more)" if len(bad) > 8 else ""
         raise CheckpointError(
             f"{'; '.join(bad[:8])}{more}. A checkpoint holds dense tensors with memory and plain "
             "bool, int, float and str; nothing is pickled. Convert these leaves, or keep them out "
-            "of the tree."
+            "of the tree; of an engine save engine.state, or engine.full_params()."
         )

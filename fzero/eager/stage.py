@@ -25,7 +25,7 @@ from fzero.distributed.collectives import all_gather, replicate
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import LazyLeaf, changed_in_place
 from fzero.errors import ConfigError, FzeroError
-from fzero.numerics.casts import output_dtype, output_in
+from fzero.numerics.precision import edges, edges_in
 from fzero.numerics.rng import generator_of, preserved
 
 P = ParamSpec("P")
@@ -314,7 +314,7 @@ def _surroundings(
         )
         for kind in kinds
     ]
-    casts.append(functools.partial(output_in, output_dtype()))
+    casts.append(functools.partial(edges_in, edges()))
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:

@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from fzero.errors import ShardError, TraceError
+from fzero.errors import FzeroError, ShardError, TraceError
 from fzero.functional.owners import noted
 from fzero.functional.slots import (
     Buffers,
@@ -27,7 +28,8 @@ from fzero.functional.slots import (
     structure_of,
 )
 from fzero.functional.torch_checkpoint import recomputing
-from fzero.numerics.casts import as_output, output_in
+from fzero.numerics.casts import as_output
+from fzero.numerics.precision import Edges, as_input, edges_in
 from fzero.plain import check_plain, hook_on
 from fzero.transforms import Over, is_over
 
@@ -99,7 +101,8 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         own = {s.name: _clone(s.tensor(plan)) for s in plan.buffers}
         _check_device(plan, params, own)
         before = {name: buffer._version for name, buffer in own.items()}
-        with _swapped(plan, params, own, own), output_in(None):
+        args, kwargs = as_input((args, kwargs))
+        with _no_mix(params), _swapped(plan, params, own, own), edges_in(Edges()):
             out = module(*args, **kwargs)
             new = _read_buffers(plan, own)
         for name, version in before.items():
@@ -118,7 +121,8 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         _check_params(plan)
         _check_fit(plan, buffers, plan.buffers, "buffers")
         cloned = {s.name: _clone(buffers[s.name]) for s in plan.buffers}
-        with _swapped(plan, params, cloned, buffers), output_in(None):
+        args, kwargs = as_input((args, kwargs))
+        with _no_mix(params), _swapped(plan, params, cloned, buffers), edges_in(Edges()):
             out = module(*args, **kwargs)
             new = _read_buffers(plan, cloned)
         return as_output(out), new
@@ -135,6 +139,22 @@ def parameters(module: nn.Module) -> Params:
 
 def _detached(plan: SlotTable) -> Params:
     return {s.name: noted(s.tensor(plan).detach(), owners_of_slots(plan, s)) for s in plan.params}
+
+
+@contextlib.contextmanager
+def _no_mix(params: Mapping[str, Tensor]) -> Iterator[None]:
+    """Say what to do where shards meet plain tensors."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        sharded = [name for name, x in params.items() if isinstance(x, DTensor)]
+        if not sharded or isinstance(error, FzeroError) or "DTensor" not in str(error):
+            raise
+        raise ShardError(
+            f"params[{sharded[0]!r}] is a DTensor, a parameter that is sharded over ranks, and "
+            "apply was given plain tensors beside it. Pass fzero.unshard(params), which every rank "
+            "must call, or call apply in a step function."
+        ) from error
 
 
 # --- one call ------------------------------------------------------------------------------------

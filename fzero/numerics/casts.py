@@ -2,15 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fzero import tree
 from fzero.errors import ConfigError
-from fzero.numerics.precision import LOW, Precision, is_floating
+from fzero.numerics.precision import _EDGES, LOW, Edges, Precision, _cast_leaves, is_floating
 from fzero.tree import PyTree
 
 
@@ -41,12 +39,9 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in LOW else x
 
 
-_OUTPUT: ContextVar[torch.dtype | None] = ContextVar("fzero_output_dtype", default=None)
-
-
 @contextlib.contextmanager
 def in_force(precision: Precision, device_type: str) -> Iterator[None]:
-    """While the model runs: autocasting, and the dtype of what it returns.
+    """While the model runs: autocasting, and the dtypes of what a module is given and returns.
 
     Only this thread is touched, and only until the end.
 
@@ -55,7 +50,7 @@ def in_force(precision: Precision, device_type: str) -> Iterator[None]:
         ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
         torch.bfloat16
     """
-    token = _OUTPUT.set(precision.output)
+    token = _EDGES.set(Edges(precision.param, precision.output))
     try:
         if precision.autocast is None:
             yield
@@ -64,31 +59,12 @@ def in_force(precision: Precision, device_type: str) -> Iterator[None]:
             with torch.autocast(device_type, precision.autocast, cache_enabled=False):
                 yield
     finally:
-        _OUTPUT.reset(token)
+        _EDGES.reset(token)
 
 
 def as_output(values: PyTree) -> PyTree:
     """What a model returns, in the output dtype that is in force here, if any."""
-    dtype = _OUTPUT.get()
-    if dtype is None:
-        return values
-    # torch's trees: libraries of models register their classes of outputs there
-    return pytree.tree_map(lambda x: x.to(dtype) if is_floating(x) else x, values)
-
-
-@contextlib.contextmanager
-def output_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Meanwhile `as_output` casts to `dtype`; None: to nothing."""
-    token = _OUTPUT.set(dtype)
-    try:
-        yield
-    finally:
-        _OUTPUT.reset(token)
-
-
-def output_dtype() -> torch.dtype | None:
-    """The output dtype that is in force here."""
-    return _OUTPUT.get()
+    return _cast_leaves(values, _EDGES.get().output)
 
 
 def refuse_outer_autocast() -> None:

@@ -34,13 +34,14 @@ def tree_global_norm(values: PyTree) -> Tensor:
         return torch.zeros(())
 
     def norms(group: list[Tensor]) -> tuple[list[Tensor]]:
-        wide = torch.float64 if group[0].dtype == torch.float64 else torch.float32
-        return (list(torch._foreach_norm(group, 2, dtype=wide)),)
+        # squares of float32 have twice its exponents: in float64 none overflows or vanishes
+        return (list(torch._foreach_norm(group, 2, dtype=torch.float64)),)
 
+    leaves = [torch.view_as_real(x) if x.is_complex() else x for x in leaves]
     (found,) = by_group(norms, leaves, outputs=1)
-    dtype = torch.float64 if any(n.dtype == torch.float64 for n in found) else torch.float32
-    same = [norm.to(device=leaves[0].device, dtype=dtype) for norm in found]
-    return torch.linalg.vector_norm(torch.stack(same))
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in leaves) else torch.float32
+    same = [norm.to(leaves[0].device) for norm in found]
+    return torch.linalg.vector_norm(torch.stack(same)).to(dtype)
 
 
 def tree_norm(values: PyTree, p: float) -> Tensor:
@@ -51,7 +52,8 @@ def tree_norm(values: PyTree, p: float) -> Tensor:
         p: Above 0; `math.inf` for the largest magnitude.
 
     Returns:
-        As `tree_global_norm` does; powers neither overflow nor vanish on the way, whatever p.
+        As `tree_global_norm` does; powers neither overflow nor vanish on the way, whatever p, but
+        for squares of float64 beyond 1e154 or below 1e-162.
 
     Examples:
         >>> values = [torch.tensor([3.0, -4.0])]

@@ -32,7 +32,8 @@ def by_group(
     """Call `kernel` once per device and dtype of the first column's leaves.
 
     Kernels are elementwise and see this rank's parts: of DTensors the local tensors, every column
-    brought to the placements of the first, in which the outputs come back.
+    brought to the placements of the first, in which the outputs come back; of complex tensors the
+    pairs of real numbers, as in torch.optim.
 
     Args:
         kernel: Takes one list per column; returns a tuple of `outputs` lists as long as those.
@@ -58,12 +59,19 @@ def by_group(
             for column in others
         ]
         columns = (list(map(local_tensor, like)), *others)
+    pairs_of = {row for row, x in enumerate(columns[0]) if x.is_complex()}
+    if pairs_of:
+        columns = tuple(
+            [torch.view_as_real(x) if row in pairs_of else x for row, x in enumerate(column)]
+            for column in columns
+        )
     results: tuple[list[Any], ...] = tuple([None] * len(columns[0]) for _ in range(outputs))
     for rows in _groups(columns[0], max_bytes):
         returned = kernel(*([column[row] for row in rows] for column in columns))
         if outputs:
             for result, values in zip(results, returned, strict=True):
                 for row, value in zip(rows, values, strict=True):
+                    value = torch.view_as_complex(value) if row in pairs_of else value
                     result[row] = from_local_like(value, like[row]) if apart else value
     return results
 

@@ -1,7 +1,7 @@
 """A Program as text, and its collectives as rows."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -11,8 +11,15 @@ from fzero.program.memory import peak_bytes, timeline
 from fzero.program.program import Program
 
 
-class Collective(NamedTuple):
-    """One collective of a step.
+class _Row(NamedTuple):
+    kind: str
+    leaves: tuple[str, ...]
+    bytes: int
+    phase: str
+
+
+class Collective(_Row):
+    """One collective of a step: a row of (kind, leaves, bytes, phase), the rest as attributes.
 
     Args:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
@@ -23,16 +30,40 @@ class Collective(NamedTuple):
         times: how often a step runs it.
         group: name of the process group it runs over.
         dtype: that it travels in.
+
+    Examples:
+        >>> row = Collective("all_gather", ("w",), 64, "forward", 32, dtype=torch.float32)
+        >>> kind, leaves, nbytes, phase = row
+        >>> kind, leaves, nbytes, phase, row.wire_bytes
+        ('all_gather', ('w',), 64, 'forward', 32)
     """
 
-    kind: str
-    leaves: tuple[str, ...]
-    bytes: int
-    phase: str
     wire_bytes: int
-    times: int = 1
-    group: str = ""
-    dtype: torch.dtype | None = None
+    times: int
+    group: str
+    dtype: torch.dtype | None
+
+    def __new__(
+        cls,
+        kind: str,
+        leaves: tuple[str, ...],
+        bytes: int,
+        phase: str,
+        wire_bytes: int,
+        times: int = 1,
+        group: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> "Collective":
+        row = super().__new__(cls, kind, leaves, bytes, phase)
+        row.wire_bytes, row.times, row.group, row.dtype = wire_bytes, times, group, dtype
+        return row
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # what pickle and copy make it of
+        return (*self, self.wire_bytes, self.times, self.group, self.dtype)
+
+    def __repr__(self) -> str:
+        rest = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{super().__repr__()[:-1]}, {rest})"
 
 
 def collectives(program: Program) -> list[Collective]:

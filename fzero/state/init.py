@@ -1,16 +1,17 @@
 """The first state of a step: what ranks must agree on, shards, masters, optimizer state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.config import Config
 from fzero.distributed.agree import agree
 from fzero.distributed.mesh import Mesh, is_simulated, resolve_mesh
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, ShardError
 from fzero.functional.owners import noted_like
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
@@ -44,6 +45,7 @@ def start(
     shapes = recording.tree() if recording else params
     leaves = tree.leaves(shapes)
     check_tensors("params", leaves, tree.paths(shapes))
+    _refuse_shards(leaves, tree.paths(shapes))
     check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
     device = leaves[0].device if leaves else torch.device("cpu")
     device = recording.device if recording else device
@@ -97,6 +99,15 @@ def start(
         metrics={},
     )
     return plan, tree.unflatten(sharding.spec, sharding.wrap(shards)), opt_state
+
+
+def _refuse_shards(leaves: Sequence[Tensor], paths: Sequence[str]) -> None:
+    for x, path in zip(leaves, paths, strict=True):
+        if isinstance(x, DTensor):
+            raise ShardError(
+                f"params{path} is a DTensor, sharded over ranks already; init takes full "
+                "parameters. Pass fzero.unshard(params), which every rank must call."
+            )
 
 
 def _check_offload(residence: Residence, opt: Optimizer) -> None:

@@ -27,6 +27,7 @@ from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place
 from fzero.errors import FzeroError, TraceError
 from fzero.functional.torch_checkpoint import check_takeover, recomputing
+from fzero.frames import stacked, take_apart
 from fzero.layout import LeafLayout
 from fzero.numerics.casts import widened
 from fzero.numerics.rng import generator_of, mix, preserved
@@ -113,7 +114,7 @@ class Eager:
         if reduces_once(plan.cfg):
             total = self._reduce(total, plan.trained)
         loss = torch.stack(losses).sum() / (plan.axes.world * len(micro))
-        aux = auxes[0] if len(micro) == 1 else tree.map(lambda *x: torch.stack(x), *auxes)
+        aux = stacked(auxes)
         return total, loss, state, aux
 
     def update(
@@ -135,7 +136,7 @@ class Eager:
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
         """One micro-batch, from the leaves as they live between steps."""
         plan, cfg = self.plan, self.plan.cfg
-        inputs, spec = tree.flatten(batch)
+        inputs, spec = take_apart(batch)
         signature = Signature(
             plan.sharding.spec, plan.sharding.layout, held.state_spec, spec, bool(held.scale)
         )
@@ -289,7 +290,7 @@ def _seeded(key: int, leaves: Sequence[Tensor]) -> Iterator[None]:
 def _unchanged(leaves: Sequence[Tensor], batch: PyTree, plan: Plan) -> Iterator[None]:
     """Raise if a parameter or the batch was written to."""
     names = [leaf.name for leaf in plan.sharding.layout]
-    inputs = tree.leaves(batch)
+    inputs = take_apart(batch)[0]
     versions = [_version(x) for x in (*leaves, *inputs)]
     yield
     for name, x, version in zip(names, leaves, versions, strict=False):

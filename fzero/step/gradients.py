@@ -18,6 +18,7 @@ from fzero.config import Config
 from fzero.distributed.mesh import Axes
 from fzero.eager.lazy import changed_in_place
 from fzero.errors import FzeroError, ShardError
+from fzero.frames import Frame, take_apart
 from fzero.layout import Layout, LeafLayout
 from fzero.numerics.casts import cast, in_force, widened
 from fzero.program import Program
@@ -45,10 +46,10 @@ class Signature:
     params: tree.Spec
     layout: Layout
     state: tree.Spec | None
-    batch: tree.Spec
+    batch: Frame
     scaled: bool
     state_out: tree.Spec | None = field(default=None)
-    aux_out: tree.Spec | None = field(default=None)
+    aux_out: Frame | None = field(default=None)
 
     def parts(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
         """The flat inputs as (trained, frozen, state, batch, scale)."""
@@ -64,7 +65,7 @@ class Signature:
         trained = sum(leaf.trainable for leaf in self.layout)
         states = self.state_out.num_leaves if self.state_out else 0
         grads, (loss, *rest) = list(flat[:trained]), flat[trained:]
-        aux = tree.unflatten(self.aux_out, rest[states:]) if self.aux_out else None
+        aux = self.aux_out.unflatten(rest[states:]) if self.aux_out else None
         return grads, loss, rest[:states], aux
 
 
@@ -195,21 +196,23 @@ def flat_loss_fn(model_fn: ModelFn, cfg: Config, signature: Signature) -> LossFn
         args: list[Any] = [tree.unflatten(signature.params, leaves)]
         if signature.state is not None:
             args.append(tree.unflatten(signature.state, state))
-        args.append(tree.unflatten(signature.batch, batch))
+        args.append(signature.batch.unflatten(batch))
         with in_force(cfg.dtypes, leaves[0].device.type if leaves else "cpu"):
             returned = model_fn(*args)
         loss, new_state, aux = _taken_apart(returned, cfg, signature.state is not None)
         check_loss(loss)
         if not loss.requires_grad and any(x.requires_grad for x in leaves):
             raise zero.no_gradient()
-        loss, aux = cast((loss, aux), cfg.dtypes.output)
+        loss = cast(loss, cfg.dtypes.output)
         state_leaves: list[Any] = []
         aux_leaves: list[Any] = []
         if signature.state is not None:
             state_leaves, signature.state_out = tree.flatten(new_state)
             _check_state(signature, state_leaves, state)
         if cfg.has_aux:
-            aux_leaves, signature.aux_out = tree.flatten(aux)
+            # numbers may differ between micro-batches, whose aux is stacked
+            aux_leaves, signature.aux_out = take_apart(aux, "aux", numbers=True)
+            aux_leaves = cast(aux_leaves, cfg.dtypes.output)
         return loss, tuple(map(_as_output, (*state_leaves, *aux_leaves)))
 
     return loss_fn

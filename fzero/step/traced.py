@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero import tree
 from fzero.distributed.mesh import Mesh
 from fzero.functional.functionalize import calls_noted, refuse_hooks
+from fzero.frames import Frame, stacked, take_apart
 from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
 from fzero.program import Program
@@ -35,7 +35,7 @@ class Traced:
         leaves: Sequence[Tensor],
         held: LocalState,
         batch: Sequence[Tensor],
-        batch_spec: tree.Spec,
+        batch_spec: Frame,
         bucket_bytes: tuple[int, int] | None = None,
     ) -> None:
         self.plan = plan
@@ -46,9 +46,7 @@ class Traced:
         trained, frozen = layout.divide(leaves)
         names = [name for group in plan.names for name in group]
         names += [f"model_state.{i}" for i in range(len(held.state))]
-        names += [
-            f"batch.{name}".rstrip(".") for name in tree.names(tree.unflatten(batch_spec, batch))
-        ]
+        names += [f"batch.{name}".rstrip(".") for name in batch_spec.names]
         names += ["loss_scale"] * bool(held.scale)
         inputs = [*trained, *frozen, *held.state, *batch, *held.scale[:1]]
         fed = sum(x.nbytes for x in batch)
@@ -101,7 +99,7 @@ class Traced:
         total: list[Tensor] = []
         losses, auxes = [], []
         for i, batch in enumerate(micro):
-            flat = [*trained, *frozen, *state, *tree.leaves(batch), *held.scale[:1]]
+            flat = [*trained, *frozen, *state, *take_apart(batch)[0], *held.scale[:1]]
             if self.seeded:
                 flat.append(mix(plan.cfg.seed, int(step), i, plan.mesh.rank))  # pyright: ignore
             results = self.run_gradients(*flat)
@@ -119,7 +117,7 @@ class Traced:
             auxes.append(aux)
         loss = losses[0] if len(micro) == 1 else torch.stack(losses).sum()
         count = plan.axes.world * len(micro)
-        aux = auxes[0] if len(micro) == 1 else tree.map(lambda *x: torch.stack(x), *auxes)
+        aux = stacked(auxes)
         return total, loss / count if count > 1 else loss, state, aux
 
     def update(

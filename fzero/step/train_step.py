@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.config import Config
@@ -14,6 +15,7 @@ from fzero.distributed.agree import agree, check_meeting, rendezvous, smallest
 from fzero.distributed.mesh import Mesh, default_store, is_simulated, resolve_mesh
 from fzero.distributed.processes import Processes, meet, who_is_gone
 from fzero.errors import ConfigError, RankMismatchError, ShardError
+from fzero.frames import take_apart
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim import as_optimizer
@@ -138,6 +140,8 @@ class TrainStep:
                 state; one that is there (an engine's, of its module's buffers) is carried along.
             batch: pytree of tensors, this rank's part of the global batch. With `accum_steps=k`
                 each leaf's leading dim is cut into k micro-batches; 0-d leaves go to all.
+                Dataclasses and mappings may be among its containers, numbers and strings among
+                its leaves: the step is staged out anew for other ones.
 
         Returns:
             `(params, opt_state)`; `opt_state.metrics` tells loss and gradient norm.
@@ -218,6 +222,7 @@ class TrainStep:
             sharding = plan_sharding(params, self.cfg, mesh, sharded=self.cfg.stage == 3)
             plan = Plan(self.cfg, self.opt, mesh, sharding)
         plan.check(leaves, spec)
+        _check_scale(opt_state, self.cfg)
         carried = opt_state if self._takes_state else opt_state._replace(model_state=None)
         held = LocalState.of(carried, dtensors=self.opt.foreign)
         plan.check_inner(held.inner_spec)
@@ -270,7 +275,7 @@ class TrainStep:
             if held.state_spec not in self._staged:
                 self._staged[held.state_spec] = Eager(self.model_fn, plan, held)
             return self._staged[held.state_spec]
-        batch, spec = tree.flatten(micro)
+        batch, spec = take_apart(micro)
         key = ((held.state_spec, spec), *[(x.shape, x.stride(), x.dtype, x.device) for x in batch])
         staged = self._staged.get(key)
         if staged is None:
@@ -338,11 +343,12 @@ def micro_batches(batch: PyTree, count: int) -> list[PyTree]:
         >>> micro_batches({"x": torch.arange(4)}, 2)
         [{'x': tensor([0, 1])}, {'x': tensor([2, 3])}]
     """
-    leaves, spec = tree.flatten(batch)
-    check_tensors("batch", leaves, tree.paths(batch))
+    leaves, frame = take_apart(batch)
+    for x, path in zip(leaves, frame.paths, strict=True):
+        _check_leaf(x, path)
     if count == 1:
         return [batch]
-    for x, path in zip(leaves, tree.paths(batch), strict=True):
+    for x, path in zip(leaves, frame.paths, strict=True):
         if x.dim() and x.shape[0] % count:
             raise ShardError(
                 f"batch{path} has {x.shape[0]} rows, which Config.accum_steps={count} does not "
@@ -350,7 +356,31 @@ def micro_batches(batch: PyTree, count: int) -> list[PyTree]:
                 "drop the last ones (drop_last=True in a DataLoader)."
             )
     columns = [x.chunk(count) if x.dim() else (x,) * count for x in leaves]
-    return [tree.unflatten(spec, column) for column in zip(*columns, strict=True)]
+    return [frame.unflatten([column[i] for column in columns]) for i in range(count)]
+
+
+def _check_leaf(x: Tensor, path: str) -> None:
+    if isinstance(x, DTensor):
+        raise ShardError(
+            f"batch{path} is a DTensor, a parameter that is sharded over ranks; a batch is made of "
+            "plain tensors. Pass fzero.unshard(...) of it, which every rank must call."
+        )
+    if x.layout != torch.strided:
+        raise ShardError(
+            f"batch{path} is a sparse tensor ({x.layout}), which can't be staged out. Pass its "
+            "indices() and values(), and make the sparse tensor in the model function."
+        )
+
+
+def _check_scale(opt_state: OptState, cfg: Config) -> None:
+    found, wanted = opt_state.loss_scale is not None, cfg.scaling is not None
+    if found != wanted:
+        raise ShardError(
+            f"opt_state.loss_scale is {'there' if found else 'None'}, and this step function's "
+            f"Config.loss_scale={cfg.loss_scale!r} with precision={cfg.precision!r} keeps "
+            f"{'one' if wanted else 'none'}. Start a state with step_fn.init, or say "
+            "opt_state._replace(loss_scale=...) with that of a fresh one."
+        )
 
 
 def _check_available(cfg: Config) -> None:
@@ -373,8 +403,8 @@ def _takes_state(model_fn: ModelFn) -> bool:
 
 
 def _warn_of_signatures(old: list[Any], new: Any) -> None:
-    (_, spec), *leaves = new
-    paths = tree.paths(tree.unflatten(spec, range(len(leaves))))
+    (_, frame), *leaves = new
+    paths = frame.paths
     before, *last = old[-1]
     changed = ["its structure"]
     if before == new[0]:

@@ -207,7 +207,7 @@ def test_output_casts_floating_outputs_while_in_force() -> None:
     out = Output(torch.ones(2), torch.ones(2, dtype=torch.int64))
     with precision.in_force(Precision(output=torch.bfloat16), "cpu"):
         cast = precision.as_output(out)
-        with precision.output_in(None):  # inside a model that is called by a model
+        with precision.edges_in(precision.Edges()):  # inside a model that is called by a model
             assert precision.as_output(out) is out
     assert isinstance(cast, Output)
     assert (cast.logits.dtype, cast.ids.dtype) == (torch.bfloat16, torch.int64)

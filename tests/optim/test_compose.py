@@ -156,3 +156,33 @@ def test_in_place_temporaries_are_bounded(monkeypatch):
     expected = plus(params, updates)
     opt.apply_(grads, state, params)
     assert_close(params, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [1e38, 1e-30])
+def test_the_2_norm_of_float32_neither_overflows_nor_vanishes(value):
+    values = [torch.full((2,), value), torch.full((2,), value)]
+    assert optim.tree_norm(values, 2).item() == pytest.approx(2 * value, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_complex_leaves_have_torchs_numbers(name, in_place):
+    generator = torch.Generator().manual_seed(1)
+
+    def draw():
+        return torch.randn(3, 2, generator=generator, dtype=torch.complex128)
+
+    params = {"w": draw()}
+    plain = torch.nn.Parameter(params["w"].clone())
+    theirs, ours = getattr(torch.optim, name)([plain], 1e-2), getattr(optim, name.lower())(1e-2)
+    state = ours.init(params)
+    for _ in range(4):
+        grads = {"w": draw()}
+        plain.grad = grads["w"].clone()
+        theirs.step()
+        if in_place:
+            state = ours.apply_(grads, state, params)
+        else:
+            updates, state = ours.update(grads, state, params)
+            params = plus(params, updates)
+    torch.testing.assert_close(params["w"], plain.detach(), rtol=1e-12, atol=1e-12)

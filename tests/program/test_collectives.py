@@ -1,6 +1,8 @@
 """Collectives that a Program lists: the same that a step launches, and the closed form's bytes."""
 
+import copy
 import itertools
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -159,3 +161,12 @@ def test_dtensors_are_what_travels_between_steps() -> None:
         step_fn = fzero.make_train_step(lambda p, x: x.sum(), fzero.optim.sgd(0.1))
         params, _ = step_fn.init(dict(zip(names, leaves, strict=True)))
     assert all(isinstance(x, DTensor) for x in params.values())
+
+
+def test_a_row_unpacks_as_four_and_keeps_the_rest_as_attributes() -> None:
+    row = Collective("all_reduce", ("a", "b"), 8, "update", 4, times=2, group="0")
+    kind, leaves, nbytes, phase = row
+    assert (kind, leaves, nbytes, phase) == ("all_reduce", ("a", "b"), 8, "update") == row
+    for same in (copy.copy(row), pickle.loads(pickle.dumps(row))):
+        assert (same, same.wire_bytes, same.times, same.group) == (row, 4, 2, "0")
+    assert "phase='update', wire_bytes=4, times=2" in repr(row)

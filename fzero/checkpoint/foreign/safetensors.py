@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fzero import tree
-from fzero.checkpoint.flatten import keys
+from fzero.checkpoint.flatten import has_memory, keys
 from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.writer import ST_DTYPES, write_file
 from fzero.checkpoint.progress import progress
@@ -182,6 +182,11 @@ def _whole(name: str, x: Any, dtype: torch.dtype | None) -> Whole:
         raise CheckpointError(
             f"params.{name} is a {type(x).__name__}; safetensors hold tensors only. Keep it out of "
             "the tree."
+        )
+    if not has_memory(x):
+        raise CheckpointError(
+            f"params.{name} is a {type(x).__name__} without memory of its own. Of an engine export "
+            "engine.full_params(), or the first of engine.state."
         )
     to = dtype if dtype is not None and x.is_floating_point() else x.dtype
 

@@ -1,0 +1,177 @@
+"""Batches and aux as programs have them: tensors, and all else that they come in.
+
+A batch is taken apart into its tensors, which vary from call to call, and a frame, which is part
+of what a step was staged out for: containers, dataclasses, mappings such as transformers'
+`ModelOutput` and `BatchEncoding`, numbers, strings. The model function gets it put together again.
+"""
+
+import dataclasses
+import enum
+from collections import OrderedDict, UserDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.errors import ShardError
+from fzero.tree import PyTree
+
+# Their equality is all there is to them, so that they can be part of a signature.
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum)
+_PLAIN += (torch.dtype, torch.device, torch.memory_format, torch.layout)
+
+
+@dataclass(frozen=True)
+class Static:
+    """A leaf that is no tensor. Told apart by its type, too: 1, 1.0 and True are equal."""
+
+    kind: type
+    value: Any
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An object that holds leaves: its class, and the frame of what is in it."""
+
+    kind: type
+    frame: "Frame"
+    rest: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A tree without its tensors; hashable.
+
+    Args:
+        spec: the containers.
+        parts: one per leaf of `spec`; None is a tensor's place.
+        paths: of the tensors.
+        names: of the tensors, dotted.
+    """
+
+    spec: tree.Spec
+    parts: tuple[Static | Opened | None, ...]
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
+
+    @property
+    def num_leaves(self) -> int:
+        """How many tensors it has places for."""
+        return len(self.paths)
+
+    def unflatten(self, tensors: Sequence[Any]) -> PyTree:
+        """The tree with these tensors in their places: the inverse of `take_apart`."""
+        rest = iter(tensors)
+        built = []
+        for part in self.parts:
+            if part is None:
+                built.append(next(rest))
+            elif isinstance(part, Static):
+                built.append(part.value)
+            else:
+                inner = part.frame.unflatten([next(rest) for _ in part.frame.paths])
+                built.append(_closed(part, inner))
+        return tree.unflatten(self.spec, built)
+
+
+def take_apart(
+    value: PyTree, what: str = "batch", *, numbers: bool = False
+) -> tuple[list[Tensor], Frame]:
+    """The tensors of `value`, and the frame that they were in; `numbers`: made tensors, too.
+
+    Raises:
+        ShardError: a leaf is neither a tensor nor plain (numbers, strings, enums, dtypes).
+
+    Examples:
+        >>> tensors, frame = take_apart({"x": torch.ones(2), "task": "qa"})
+        >>> tensors, frame.unflatten([torch.zeros(2)])
+        ([tensor([1., 1.])], {'x': tensor([0., 0.]), 'task': 'qa'})
+    """
+    return _apart(value, what, "", (), numbers)
+
+
+def stacked(values: Sequence[PyTree]) -> PyTree:
+    """Trees of one frame as one, their tensors stacked; a single one as it is.
+
+    Examples:
+        >>> stacked([{"n": torch.tensor(1), "task": "qa"}, {"n": torch.tensor(2), "task": "qa"}])
+        {'n': tensor([1, 2]), 'task': 'qa'}
+    """
+    if len(values) == 1 or values[0] is None:
+        return values[0]
+    columns, frames = zip(*(take_apart(value, "aux") for value in values), strict=True)
+    if len({len(column) for column in columns}) > 1:
+        raise ShardError(
+            f"aux has the leaves {frames[0].paths} in one micro-batch and others in another "
+            f"({[frame.paths for frame in frames]}); it must have the same in all of a step."
+        )
+    return frames[0].unflatten([torch.stack(row) for row in zip(*columns, strict=True)])
+
+
+def _apart(
+    value: PyTree, what: str, path: str, above: tuple[int, ...], numbers: bool
+) -> tuple[list[Tensor], Frame]:
+    leaves, spec = tree.flatten(value)
+    tensors: list[Tensor] = []
+    parts: list[Static | Opened | None] = []
+    paths: list[str] = []
+    names: list[str] = []
+    for leaf, below, name in zip(leaves, tree.paths(value), tree.names(value), strict=True):
+        here = path + below
+        if numbers and type(leaf) in (bool, int, float, complex):
+            leaf = torch.as_tensor(leaf)
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            parts.append(None)
+            paths.append(here)
+            names.append(name)
+        elif isinstance(leaf, _PLAIN):
+            parts.append(Static(type(leaf), leaf))
+        elif (found := _opened(leaf)) is not None and id(leaf) not in above:
+            inner, rest = found
+            more, frame = _apart(inner, what, here, (*above, id(leaf)), numbers)
+            tensors += more
+            parts.append(Opened(type(leaf), frame, rest))
+            paths += frame.paths
+            names += [f"{name}.{x}".strip(".") for x in frame.names]
+        else:
+            raise ShardError(
+                f"{what}{here} is a {type(leaf).__name__} ({leaf!r:.60}); every leaf must be a "
+                "torch.Tensor, or a number, string or enum that the step is staged out for. Make "
+                "it a tensor with torch.as_tensor, or keep it out of the tree."
+            )
+    return tensors, Frame(spec, tuple(parts), tuple(paths), tuple(names))
+
+
+def _opened(x: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]] | None:
+    """What is in an object, and what else it says of itself; None if it can't be opened."""
+    if isinstance(x, type):
+        return None
+    if isinstance(x, UserDict | dict):
+        items = dict(x.items())
+        held = {k: v for k, v in getattr(x, "__dict__", {}).items() if k not in items}
+        held.pop("data", None)
+        rest = [(k, v if isinstance(v, _PLAIN) else None) for k, v in held.items()]
+        return items, tuple(rest)
+    if dataclasses.is_dataclass(x):
+        return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}, ()
+    return None
+
+
+def _closed(part: Opened, items: Mapping[str, Any]) -> Any:
+    made_by: Any = OrderedDict if issubclass(part.kind, OrderedDict) else dict
+    new: Any = (made_by if issubclass(part.kind, dict) else object).__new__(part.kind)
+    if isinstance(new, UserDict):
+        vars(new).update(part.rest, data=dict(items))
+    elif isinstance(new, dict):  # a ModelOutput keeps its attributes in step with its keys
+        for key, value in part.rest:
+            object.__setattr__(new, key, value)
+        for key, value in items.items():
+            new[key] = value
+    else:
+        for key, value in items.items():
+            object.__setattr__(new, key, value)  # a frozen one, too
+    return new
