@@ -26,8 +26,8 @@ from fzero.eager.arrivals import Arrivals, dense
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place
 from fzero.errors import FzeroError, TraceError
-from fzero.functional.torch_checkpoint import check_takeover, recomputing
 from fzero.frames import stacked, take_apart
+from fzero.functional.torch_checkpoint import check_takeover, recomputing
 from fzero.layout import LeafLayout
 from fzero.numerics.casts import widened
 from fzero.numerics.rng import generator_of, mix, preserved

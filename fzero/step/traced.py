@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fzero.distributed.mesh import Mesh
-from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.frames import Frame, stacked, take_apart
+from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
 from fzero.program import Program
