@@ -72,9 +72,9 @@ class Stepper:
         trained, _ = plan.sharding.layout.divide(self.locals)
         if self.half is None:
             self.half = UpdateProgram(plan, held, reduced=self.reduced)
-            if not plan.opt.foreign:
-                size = int(cfg.bucket_mb * 2**20)
-                self.half.stage_out(trained, held, grads, loss, [], bucket_bytes=size)
+        if not self.half.hold():
+            size = int(cfg.bucket_mb * 2**20)
+            self.half.stage_out(trained, held, grads, loss, [], bucket_bytes=size)
         updated = self.half(trained, held, grads, loss, [])
         self.buffers.agree()
         skipped = updated.nonfinite & (cfg.nonfinite_policy == "skip")

@@ -46,8 +46,9 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     """A module as a pure function, and the parameters it takes.
 
     A call of `apply` leaves no trace in the module: attributes and containers that `forward`
-    writes (`self.last = h`, `self.log.append(h)`) are put back afterwards, also after an
-    exception. Calls may nest. Two threads must not call into one module at once.
+    writes (`self.last = h`, `self.log.append(h)`) and hooks that it installs are put back
+    afterwards, also after an exception. Calls may nest. Two threads must not call into one
+    module at once.
 
     The returned tensors share memory with the module's and ask for no gradient (as in
     `torch.func`); pass copies to whatever writes to its inputs. Each of `params` knows the classes
@@ -246,7 +247,7 @@ def _wrap_hooks(plan: SlotTable, wrap: Callable[[Callable[..., Any]], Callable[.
 
 
 _Saved = list[tuple[Any, Any]]
-_CONTAINERS = frozenset({list, dict, set, deque, defaultdict})
+_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # hooks are in the last
 
 
 def _snapshot(modules: tuple[nn.Module, ...]) -> _Saved:
@@ -263,13 +264,16 @@ def _snapshot(modules: tuple[nn.Module, ...]) -> _Saved:
         for value in attrs.values():
             if type(value) in _CONTAINERS and id(value) not in seen:
                 seen.add(id(value))
-                saved.append((value, value.copy()))
+                saved.append((value, value.copy() if value else ()))
     return saved
 
 
 def _restore(saved: _Saved) -> None:
     for target, copy in saved:
-        if isinstance(target, dict):
+        if not copy:
+            if target:
+                target.clear()
+        elif isinstance(target, dict):
             target.update(copy)
             if len(target) != len(copy) or list(target) != list(copy):
                 target.clear()

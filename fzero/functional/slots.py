@@ -37,6 +37,8 @@ class Slots(NamedTuple):
 
 
 class SlotTable(NamedTuple):
+    made_by_functionalize = True  # says nothing that the module doesn't: fzero.outside skips it
+
     root: nn.Module
     modules: tuple[nn.Module, ...]
     prefixes: tuple[str, ...]

@@ -238,8 +238,9 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
 
 
 def _random_devices(program: Program) -> list[torch.device]:
-    """The devices whose generators the Program sets."""
-    nodes = [node for node in program.graph.nodes if SITE in node.meta]
+    """The devices whose generators the Program sets: where an operator can't have its own."""
+    sites = [node for node in program.graph.nodes if SITE in node.meta]
+    nodes = [node for node in sites if "generator" not in node.kwargs]
     values: Sequence[Any] = [node.meta.get("val") for node in nodes]
     found = {x.device for value in values for x in _flat(value) if isinstance(x, Tensor)}
     return sorted(found, key=str)

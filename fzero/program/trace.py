@@ -9,10 +9,9 @@ user's line and the ways on.
 
 import contextlib
 import os
-import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,6 @@ def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [_fake(x, mode) for x in inputs]
     with (
-        _same_host_randomness(),
         transformers_is_tracing(),
         checkpoints_taken_over(),
         torch.enable_grad(),
@@ -119,35 +117,6 @@ def _program(
     note_reads(graph)
     outputs = tuple(f"out{i}" for i, _ in enumerate(output_node(graph).args[0]))  # pyright: ignore
     return Program(name, graph, tuple(names), outputs, constants, log)
-
-
-@contextlib.contextmanager
-def _same_host_randomness() -> Iterator[None]:
-    """Refuse functions that draw from `random` or numpy: what they draw would become a constant."""
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), _numpy_state(numpy)
-    yield
-    for library, old, new in zip(
-        ("random", "numpy.random"), before, (random.getstate(), _numpy_state(numpy)), strict=True
-    ):
-        if old != new:
-            if library == "random":
-                random.setstate(before[0])
-            elif numpy is not None:
-                numpy.random.set_state(before[1])
-            raise TraceError(
-                f"the model function drew a number from Python's `{library}` while it was staged "
-                "out; the Program would repeat that one number in every step. Draw with torch "
-                "(torch.rand, dropout, ...), pass the number in the batch, or use "
-                "Config(executor='eager')."
-            )
-
-
-def _numpy_state(numpy: Any) -> Any:
-    if numpy is None:
-        return None
-    kind, keys, *rest = numpy.random.get_state()
-    return (kind, tuple(keys.tolist()), *rest)
 
 
 # ------------------------------------------------------------------------------------ messages

@@ -22,6 +22,7 @@ from fzero.distributed.agree import rendezvous
 from fzero.distributed.batched import scatter_gradients, sum_gradients
 from fzero.distributed.buckets import Bucket
 from fzero.distributed.mesh import Mesh, default_store, is_simulated
+from fzero.draws import Watch
 from fzero.eager.arrivals import Arrivals, dense
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place
@@ -127,7 +128,7 @@ class Eager:
     ) -> Updated:
         """Overwrite `trained` and what `held` has of masters and optimizer state."""
         half = self.update_program
-        if half.program is None and not self.plan.opt.foreign:
+        if not half.hold():
             half.stage_out(trained, held, grads, loss, state, bucket_bytes=self.limit)
         return half(trained, held, grads, loss, state)
 
@@ -147,7 +148,7 @@ class Eager:
         def run(given: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, tuple[Tensor, ...]]]:
             # who checkpoints a closure must get its gradient: the re-entrant form gives it to the
             # arguments only, unless `.backward()` runs it
-            with torch.enable_grad(), recomputing(lambda function: function):
+            with torch.enable_grad(), Watch(), recomputing(lambda function: function):
                 return loss_fn(tuple(given), tuple(x.clone() for x in state), tuple(inputs))
 
         differentiate = self._sharded if cfg.stage == 3 else self._whole

@@ -20,6 +20,7 @@ from fzero.eager.lazy import changed_in_place
 from fzero.errors import FzeroError, ShardError
 from fzero.frames import Frame, take_apart
 from fzero.layout import Layout, LeafLayout
+from fzero.notes import Notes
 from fzero.numerics.casts import cast, in_force, widened
 from fzero.program import Program
 from fzero.program.passes.functionalise import written_inputs
@@ -148,6 +149,7 @@ def stage_gradients(
     names: Sequence[str],
     resident: int,
     bucket_bytes: int | None = None,
+    notes: Notes | None = None,
 ) -> Program:
     """The gradient function as a Program that is fit to run.
 
@@ -156,6 +158,7 @@ def stage_gradients(
         names: one per input.
         resident: bytes that a rank holds beside them while the Program runs.
         bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
+        notes: takes down what the model function reads from outside.
 
     Raises:
         FzeroError: the model function changes a parameter in place.
@@ -166,8 +169,9 @@ def stage_gradients(
         ("torch.func.vjp", gradient_fn(model_fn, cfg, signature, axes, zero.vjp)),
         ("torch.autograd.grad", gradient_fn(model_fn, cfg, signature, axes, autograd)),
     ]
+    notes = notes or Notes({"model_fn": model_fn})
     program = replace(
-        stage_out("gradients", front_ends, inputs, names),
+        notes.record(lambda: stage_out("gradients", front_ends, inputs, names)),
         times=cfg.accum_steps,
         resident=resident,
     )

@@ -9,6 +9,7 @@ from fzero.distributed.mesh import Mesh
 from fzero.frames import Frame, stacked, take_apart
 from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.layout import LeafLayout
+from fzero.notes import Notes
 from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.codegen import compile_program
@@ -24,6 +25,9 @@ from fzero.tree import PyTree
 class Traced:
     """Programs of the gradients of one micro-batch and of the update, ready to run.
 
+    Args:
+        like: one for the same shapes, whose gradients' half can be shared if its notes hold.
+
     Raises:
         TraceError: the model function can't be staged out.
     """
@@ -37,12 +41,19 @@ class Traced:
         batch: Sequence[Tensor],
         batch_spec: Frame,
         bucket_bytes: tuple[int, int] | None = None,
+        like: "Traced | None" = None,
     ) -> None:
         self.plan = plan
         cfg, layout = plan.cfg, plan.sharding.layout
-        self.signature = Signature(
-            plan.sharding.spec, layout, held.state_spec, batch_spec, scaled=bool(held.scale)
+        shared = like if like is not None and like.notes.hold() else None
+        self.signature = (
+            shared.signature
+            if shared
+            else Signature(
+                plan.sharding.spec, layout, held.state_spec, batch_spec, scaled=bool(held.scale)
+            )
         )
+        self.notes = shared.notes if shared else Notes({"model_fn": model_fn})
         trained, frozen = layout.divide(leaves)
         names = [name for group in plan.names for name in group]
         names += [f"model_state.{i}" for i in range(len(held.state))]
@@ -56,13 +67,25 @@ class Traced:
                 _sum_bytes(x, leaf, plan) for x, leaf in zip(trained, plan.trained, strict=True)
             )
         settled = bucket_bytes or (None, None)
-        with calls_noted() as called:
-            gradients = stage_gradients(
-                model_fn, cfg, self.signature, plan.axes, inputs, names, beside, settled[0]
-            )
-        self.module_params = list({id(x): (name, x) for name, x in called}.values())
+        if shared:
+            gradients = self.gradient_program = shared.gradient_program
+            self.run_gradients, self.module_params = shared.run_gradients, shared.module_params
+        else:
+            with calls_noted() as called:
+                gradients = stage_gradients(
+                    model_fn,
+                    cfg,
+                    self.signature,
+                    plan.axes,
+                    inputs,
+                    names,
+                    beside,
+                    settled[0],
+                    self.notes,
+                )
+            self.gradient_program, self.run_gradients = gradients, compile_program(gradients)
+            self.module_params = list({id(x): (name, x) for name, x in called}.values())
         self.seeded = "key" in gradients.inputs
-        self.run_gradients = compile_program(gradients)
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
         self.shared = shared_outputs(gradients)[: len(plan.trained)]
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
@@ -84,6 +107,14 @@ class Traced:
         sizes = [part.bucket_bytes for part in self.program.parts()]
         self.bucket_bytes = (sizes[0], sum(sizes[1:]))
         self.collectives = _collectives(self.program, plan.mesh)
+
+    def hold(self) -> bool:
+        """Whether all that was read from outside while recording is as it was."""
+        return self.notes.hold() and self.update_program.hold()
+
+    def differences(self) -> list[str]:
+        """What is no longer as it was."""
+        return self.notes.differences() or self.update_program.notes.differences()
 
     def gradients(
         self,
@@ -130,6 +161,10 @@ class Traced:
     ) -> Updated:
         """Overwrite `trained` and what `held` has of masters and optimizer state."""
         return self.update_program(trained, held, grads, loss, state)
+
+
+MAX_EARLIER = 8
+_UPDATE = 0x0DD  # tells the update's numbers from those of micro-batch and rank
 
 
 def _collectives(program: Program, mesh: Mesh) -> str:

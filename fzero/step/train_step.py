@@ -16,6 +16,7 @@ from fzero.distributed.mesh import Mesh, default_store, is_simulated, resolve_me
 from fzero.distributed.processes import Processes, meet, who_is_gone
 from fzero.errors import ConfigError, RankMismatchError, ShardError
 from fzero.frames import take_apart
+from fzero.notes import ONE_AT_A_TIME, warn_of_recordings
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim import as_optimizer
@@ -81,9 +82,11 @@ class TrainStep:
         self.cfg = cfg
         self._takes_state = _takes_state(model_fn)
         self._plan: Plan | None = None
-        self._staged: dict[Any, Traced | Eager] = {}
+        self._staged: dict[Any, list[Traced]] = {}  # by shapes; the last used comes first
+        self._eager: dict[Any, Eager] = {}
         self._bucket_bytes: tuple[int, int] | None = None
         self._number, self._calls = 0, 0
+        self._warned = False
         self._last_collectives: str | None = None
         self._processes = Processes()
         self._watch = Watch()
@@ -200,7 +203,8 @@ class TrainStep:
         if old is plan:
             return plan
         if old is None or (old.sharding, old.mesh) != (plan.sharding, plan.mesh):
-            self._staged, self._bucket_bytes, self._last_collectives = {}, None, None
+            self._staged, self._eager = {}, {}
+            self._bucket_bytes, self._last_collectives = None, None
         self._plan = plan
         return plan
 
@@ -272,18 +276,30 @@ class TrainStep:
     ) -> Traced | Eager:
         """What runs a step of these shapes; staged out the first time."""
         if self.cfg.executor == "eager":  # one for all shapes
-            if held.state_spec not in self._staged:
-                self._staged[held.state_spec] = Eager(self.model_fn, plan, held)
-            return self._staged[held.state_spec]
+            if held.state_spec not in self._eager:
+                self._eager[held.state_spec] = Eager(self.model_fn, plan, held)
+            return self._eager[held.state_spec]
         batch, spec = take_apart(micro)
         key = ((held.state_spec, spec), *[(x.shape, x.stride(), x.dtype, x.device) for x in batch])
-        staged = self._staged.get(key)
-        if staged is None:
-            if len(self._staged) == MAX_SIGNATURES:
-                _warn_of_signatures(list(self._staged), key)
+        known = self._staged.get(key, [])
+        for staged in known:
+            if staged.hold():  # see [Note: stale]
+                break
+        else:
+            if sum(map(len, self._staged.values())) >= MAX_SIGNATURES and not self._warned:
+                self._warned = True
+                if known:
+                    count = sum(map(len, self._staged.values())) + 1
+                    warn_of_recordings("this step function", count, known[0].differences())
+                else:
+                    _warn_of_signatures(list(self._staged), key)
+            like = next((one for one in known if one.notes.hold()), None)
             sizes = self._bucket_bytes
-            staged = Traced(self.model_fn, plan, leaves, held, batch, spec, sizes)
-            self._staged[key] = staged
+            with ONE_AT_A_TIME:
+                staged = Traced(self.model_fn, plan, leaves, held, batch, spec, sizes, like)
+        if not known or known[0] is not staged:
+            known = [staged, *(one for one in known if one is not staged)][:MAX_SIGNATURES]
+            self._staged[key] = known
         return staged
 
     def _agreed(
@@ -311,7 +327,9 @@ class TrainStep:
         return staged
 
     def _forget(self, staged: Traced | Eager) -> None:
-        self._staged = {k: v for k, v in self._staged.items() if v is not staged}
+        rest = {k: [one for one in v if one is not staged] for k, v in self._staged.items()}
+        self._staged = {k: v for k, v in rest.items() if v}
+        self._eager = {k: v for k, v in self._eager.items() if v is not staged}
 
     @property
     def _meeting(self) -> str:

@@ -4,6 +4,7 @@ grads ─▶ reduce (if not yet) ─▶ float32 ─▶ unscale ─▶ norm, fini
     optimizer on shards (where the masters live) ─▶ params again
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from fzero.distributed.collectives import all_gather, all_reduce
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Axes
 from fzero.layout import Layout, LeafLayout
+from fzero.noise import WholeLeafNoise
 from fzero.numerics import loss_scale as scales
 from fzero.numerics.casts import widened
 from fzero.numerics.loss_scale import LossScaleState
@@ -198,19 +200,28 @@ class Update:
             wide = [widened(x) for x in targets]
             held = [widened(x) if isinstance(x, Tensor) else x for x in inner]
         state = tree.unflatten(self.inner_spec, held)
-        with whole_leaves(self.whole):
+        with whole_leaves(self.whole), self._noise(grads, wide):
             new = self.opt.apply_(
                 self.treedef(grads), state, self.treedef(wide), global_norm=self.global_norm
             )
-        for place, (old, leaf) in enumerate(zip(inner, tree.leaves(new), strict=True)):
+        for index, (old, leaf) in enumerate(zip(inner, tree.leaves(new), strict=True)):
             if not isinstance(old, Tensor):
-                inner[place] = leaf
+                inner[index] = leaf
             elif leaf is not old:
                 local_tensor(old).copy_(local_tensor(leaf))
         leaves = self.layout.trained
         for old, x, leaf in zip(targets, wide, leaves, strict=True):
             if x is not old:
                 old.copy_(self._rounded(x, old, leaf, step))
+
+    def _noise(
+        self, grads: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """What makes random numbers those of the whole leaf, where leaves are split."""
+        if self.opt.foreign or self.cfg.stage == 0 or self.axes.shard.size == 1:
+            return contextlib.nullcontext()
+        leaves = self.layout.trained
+        return WholeLeafNoise(leaves, (grads, targets), self.axes.shard.rank)
 
     @property
     def _widens(self) -> bool:

@@ -10,14 +10,18 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.masters import follow_
+from fzero.notes import ONE_AT_A_TIME, Notes, warn_of_recordings
 from fzero.numerics.loss_scale import LossScaleState
+from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.codegen import Executable, compile_program
 from fzero.program.graph import output_node, tensors_of
+from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
 from fzero.program.trace import stage_out
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
+from fzero.step.traced import _UPDATE, MAX_EARLIER
 from fzero.step.update import Update, Updated
 
 
@@ -46,6 +50,27 @@ class UpdateProgram:
         )
         self.program: Program | None = None
         self.run: Executable | None = None
+        self.seeded = False
+        self.notes = Notes({})
+        self._earlier: list[tuple[Notes, Program, Executable]] = []  # the last used comes first
+        self._recordings = 0
+
+    def hold(self) -> bool:
+        """Whether there is a Program for what the optimizer reads from outside; it is used now."""
+        if self.plan.opt.foreign:
+            return True
+        if self.run is not None and self.notes.hold():
+            return True
+        for row in self._earlier:
+            if row[0].hold():
+                self._use(row)
+                return True
+        return False
+
+    def _use(self, row: tuple[Notes, Program, Executable]) -> None:
+        self.notes, self.program, self.run = row
+        self.seeded = "key" in self.program.inputs
+        self._earlier = [row, *(r for r in self._earlier if r is not row)][:MAX_EARLIER]
 
     def __call__(
         self,
@@ -65,6 +90,8 @@ class UpdateProgram:
         if self.run is None:
             return self._eagerly(groups)
         flat = [x for group in groups for x in group]
+        if self.seeded:  # the same on all ranks: the noise is that of whole leaves
+            flat.append(mix(self.plan.cfg.seed, int(held.step), _UPDATE))  # pyright: ignore
         del groups
         grads.clear()
         return _updated(self.run(*flat), len(state))
@@ -131,17 +158,27 @@ class UpdateProgram:
             *["step"] * len(groups[-1]),
         ]
         inputs = [x for group in groups for x in group]
-        program = stage_out("update", [("make_fx", flat_fn)], inputs, names)
-        cfg = self.plan.cfg
-        self.program = share_collectives(
-            replace(program, resident=resident),
-            bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
-            prefetch=cfg.prefetch,
-            budget=budget,
-            exact=bucket_bytes is not None,
-        )
-        self.run = compile_program(self.program)
-        return self.program
+        self._recordings += 1
+        if self._recordings > MAX_EARLIER:
+            warn_of_recordings("the update", self._recordings, self.notes.differences())
+        notes = Notes({"the optimizer": self.plan.opt})
+        with ONE_AT_A_TIME:
+            recorded = notes.record(
+                lambda: stage_out("update", [("make_fx", flat_fn)], inputs, names)
+            )
+            if draws(recorded):
+                recorded = number_sites(recorded)
+            cfg = self.plan.cfg
+            program = share_collectives(
+                replace(recorded, resident=resident),
+                bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
+                prefetch=cfg.prefetch,
+                budget=budget,
+                exact=bucket_bytes is not None,
+            )
+            program = insert_seeds(program)
+            self._use((notes, program, compile_program(program)))
+        return program
 
 
 def _updated(results: Sequence[Tensor], states: int) -> Updated:

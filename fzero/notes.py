@@ -1,0 +1,325 @@
+"""Whether a recording still says what its function would do: [Note: stale].
+
+While a function is recorded, what it reads from outside is noted (see `fzero.outside`). Before its
+Program runs again the notes are compared with what is there now, by identity first: some hundred
+comparisons in one loop of C. What differs is looked at by value, and where it really is another,
+the function is recorded anew.
+
+What a function *writes* outside while it is recorded happens once, and not when the Program runs.
+If it also reads that, the Program may depend on it; a second recording tells.
+"""
+
+import math
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import call, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fzero.draws import Source, Watch, global_sources, source, without_draws
+from fzero.errors import TraceError
+from fzero.outside import MISSING, Fact, Place, Reads, Walk, attributes_of, items_of, put
+from fzero.program import Program
+
+# Recording patches classes and modules of the process, and runs the user's modules with other
+# tensors in their slots; torch's tracers are the process's as well. A second thread waits.
+ONE_AT_A_TIME = threading.RLock()
+
+
+class Notes:
+    """What a recording read from outside.
+
+    Args:
+        roots: the functions that are recorded, by what messages call them.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self.roots = dict(roots)
+        self._reads: Reads | None = None
+        self._written: frozenset[str] = frozenset()
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._ambient = _ambient()
+
+    def record(self, run: Callable[[], Program]) -> Program:
+        """`run()`, the recording.
+
+        Raises:
+            TraceError: it draws from a host generator, or reads what it writes.
+        """
+        with ONE_AT_A_TIME:
+            return self._record(run)
+
+    def _record(self, run: Callable[[], Program]) -> Program:
+        self._ambient = _ambient()
+        sources: list[Source] = global_sources()
+        host: list[Any] = []
+
+        def met(value: Any) -> None:
+            known = len(first.generators)
+            first.visit(value, Place(None, type(value).__name__))
+            sources.extend(source(g, f"a generator ({p})") for g, p in first.generators[known:])
+
+        with Reads(met) as reads:
+            first = Walk(self.roots, watch=reads.watch)
+            sources += [source(g, f"the generator `{p}`") for g, p in first.generators]
+            before = _Snapshot(first)
+
+            def watched() -> Program:
+                with Watch(host):
+                    return run()
+
+            program = without_draws(watched, sources)
+        self._reads = reads
+        last = Walk(self.roots, reads)
+        written = before.changed(last, reads)
+        if written:
+            after = _Snapshot(last)
+            again = watched()
+            after.put_back()
+            if not _same_program(program, again):
+                raise _reads_its_writes(written)
+        self._written = frozenset(written)
+        self._take(last)
+        reads.keep(last.seen)
+        if host:
+            found = [x for x in (*host, *program.constants.values()) if isinstance(x, Tensor)]
+            mine = {id(x): x for x in found if not isinstance(x, FakeTensor)}
+            self._values = [(x, x.detach().clone()) for x in mine.values()]
+        return program
+
+    def hold(self) -> bool:
+        """Whether everything is as noted; what was only replaced by its equal is noted anew."""
+        try:
+            return self._hold() or not self.differences()
+        except ValueError:  # a cell that is empty now
+            return False
+
+    def _hold(self) -> bool:
+        return (
+            all(map(is_, map(call, self._getters, self._keys, repeat(MISSING)), self._kept))
+            and not any(map(len, self._empty))
+            and all(_unchanged(live, kept) for live, kept in self._full)
+            and _ambient() == self._ambient
+            and all(_equal_arrays(live, kept) for live, kept in self._arrays)
+            and all(map(_equal_tensors, *zip(*self._values, strict=True)) if self._values else ())
+        )
+
+    def differences(self) -> list[str]:
+        """What is no longer as noted: at which place, from what to what."""
+        for fact in self._facts:
+            now = _look(fact)
+            both = now is not fact.value and _plain(now) and _plain(fact.value)
+            if both and not _equal(now, fact.value):
+                return [f"{fact.place} from {_shown(fact.value)} to {_shown(now)}"]
+        if self._ambient != (now := _ambient()):
+            return [f"torch's defaults from {self._ambient} to {now}"]
+        for live, kept in self._values:
+            if not _equal_tensors(live, kept):
+                return ["the values of a tensor that Python read"]
+        for live, kept in self._arrays:
+            if not _equal_arrays(live, kept):
+                return ["the values of a numpy array"]
+        walk = Walk(self.roots, self._reads)
+        old, new = self._tokens, _tokens(walk, self._written)
+        rows = [(p, old.get(p, MISSING), new.get(p, MISSING)) for p in dict.fromkeys((*old, *new))]
+        rows = [(p[0], a, b) for p, a, b in rows if not _equal(a, b)]
+        if not rows:
+            self._take(walk)
+        return [f"{place} from {_shown(a)} to {_shown(b)}" for place, a, b in rows]
+
+    def _take(self, walk: Walk) -> None:
+        """Note what `walk` found, in the forms that are compared fastest."""
+        facts = [f for f in walk.facts if not _under(f.place, self._written)]
+        self._facts: list[Fact] = facts
+        self._getters = [f.get for f in facts]
+        self._keys = [f.key for f in facts]
+        self._kept = [f.value for f in facts]
+        held = [(c, p) for c, p in walk.containers if not _under(p, self._written)]
+        self._empty = [c for c, _ in held if not len(c)]
+        self._full = [(c, _contents(c)) for c, _ in held if len(c)]
+        self._arrays = [(a, a.copy()) for a, _ in walk.arrays]
+        self._tokens = _tokens(walk, self._written)
+
+
+def warn_of_recordings(what: str, count: int, changed: Sequence[str]) -> None:
+    """Say that recordings come too often, and why."""
+    warnings.warn(
+        f"{what} is recorded for the {count}th time; since the last one changed "
+        f"{', '.join(changed[:3]) or 'nothing'}. Each costs time and memory. What changes at every "
+        "step belongs in the batch (or, for a learning rate, in a schedule of the step).",
+        stacklevel=5,
+    )
+
+
+class _Snapshot:
+    """Facts and containers at one moment."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.facts = {(id(f.holder), f.key): f for f in walk.facts}
+        self.containers = {id(c): (c, _contents(c), p) for c, p in walk.containers}
+
+    def changed(self, later: Walk, reads: Reads) -> list[str]:
+        """Places of what is other than it was, or than at its first reading."""
+        found: dict[str, None] = {}
+        for fact in later.facts:
+            old = self.facts.get((id(fact.holder), fact.key))
+            value = fact.value if old is None else old.value
+            if old is not None and value is not fact.value and not _equal(value, fact.value):
+                found[str(fact.place)] = None
+        names = {id(attributes_of(reads.objects[i])): names for i, names in reads.names.items()}
+        for fact in later.facts:
+            value = names.get(id(fact.holder), {}).get(fact.key, MISSING)
+            if value is MISSING or fact.value is MISSING:  # the class has it
+                continue
+            both = _plain(value) and _plain(fact.value)
+            if both and not _equal(value, fact.value):
+                found[str(fact.place)] = None
+        for container, place in later.containers:
+            live, kept, _ = self.containers.get(id(container), (container, None, place))
+            if kept is not None and not _unchanged(live, kept):
+                found[str(place)] = None
+        return list(found)
+
+    def put_back(self) -> None:
+        """Have everything as it was at that moment."""
+        for fact in self.facts.values():
+            if _look(fact) is not fact.value:
+                put(fact, fact.value)
+        for live, kept, _ in self.containers.values():
+            if not _unchanged(live, kept):
+                live.clear()
+                if isinstance(live, dict):
+                    live.update(zip(*kept, strict=True))
+                elif isinstance(live, set):
+                    live.update(kept)
+                else:
+                    live.extend(kept)
+
+
+def _look(fact: Fact) -> Any:
+    try:
+        return fact.get(fact.key, MISSING)
+    except ValueError:  # a cell that is empty now
+        return MISSING
+
+
+def _contents(container: Any) -> Any:
+    if isinstance(container, dict):
+        return list(dict.keys(container)), list(dict.values(container))
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def _unchanged(live: Any, kept: Any) -> bool:
+    if isinstance(live, dict):
+        keys, values = kept
+        same = len(live) == len(keys) and all(map(is_, dict.values(live), values))
+        return same and list(dict.keys(live)) == keys
+    if isinstance(live, set):
+        return live == kept
+    return len(live) == len(kept) and all(map(is_, live, kept))
+
+
+def _tokens(walk: Walk, written: frozenset[str]) -> dict[tuple[str, int], Any]:
+    """What must stay, by its place; a number tells places of one name apart."""
+    rows = [(f.place, f.value) for f in walk.facts]
+    for container, place in walk.containers:
+        rows.append((place, container))
+        rows += [(Place(place, f"[{key!r}]"), item) for key, item in items_of(container)]
+    found: dict[tuple[str, int], Any] = {}
+    count: dict[str, int] = {}
+    for place, value in rows:
+        if not _under(place, written):
+            name = str(place)
+            found[name, count.setdefault(name, 0)] = value
+            count[name] += 1
+    return found
+
+
+def _under(place: Place, written: frozenset[str]) -> bool:
+    if not written:
+        return False
+    found: Place | None = place
+    while found is not None:
+        if str(found) in written:
+            return True
+        found = found.parent
+    return False
+
+
+def _plain(value: Any) -> bool:
+    return value is MISSING or isinstance(value, (int, float, complex, str, bytes, type(None)))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether one stands for the other: the same object, or plain data of the same value."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (float, complex)):
+        return repr(a) == repr(b)  # nan is nan here, and 0.0 is not -0.0
+    if isinstance(a, (int, str, bytes, torch.Size, torch.dtype, torch.device, range, slice)):
+        return a == b
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(_equal, a.values(), b.values()))
+    if isinstance(a, (set, frozenset)):
+        return a == b
+    return False
+
+
+def _equal_arrays(live: Any, kept: Any) -> bool:
+    same = live.shape == kept.shape and live.dtype == kept.dtype
+    return same and live.tobytes() == kept.tobytes()
+
+
+def _equal_tensors(live: Tensor, kept: Tensor) -> bool:
+    return torch.equal(live.detach(), kept)
+
+
+def _ambient() -> tuple[Any, ...]:
+    """What torch itself is set to, where a recording depends on it."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _same_program(a: Program, b: Program) -> bool:
+    codes = [p.graph.python_code("self").src for p in (a, b)]
+    if codes[0] != codes[1] or a.constants.keys() != b.constants.keys():
+        return False
+    pairs = ((a.constants[name], b.constants[name]) for name in a.constants)
+    return all(x is y or _same_constant(x, y) for x, y in pairs)
+
+
+def _same_constant(x: Any, y: Any) -> bool:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.shape != y.shape:
+        return False
+    return x.dtype == y.dtype and torch.equal(x, y)
+
+
+def _reads_its_writes(places: Sequence[str]) -> TraceError:
+    return TraceError(
+        f"the function changes {', '.join(places[:3])} while it is staged out, and what it "
+        "computes depends on that. The Program would compute with one value for ever, as Python "
+        "does not run when it does. Keep such a value outside and change it between calls (the "
+        "step is then recorded anew), pass it in the batch, or keep it as model state; or use "
+        "Config(executor='eager')."
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, float) and math.isnan(value):
+        return "nan"
+    text = repr(value) if _plain(value) else f"another {type(value).__name__}"
+    return text if len(text) < 60 else text[:57] + "..."

@@ -1,0 +1,475 @@
+"""What a function reads from outside, as plain data: [Note: facts].
+
+A function's arguments are not all that it reads. It has closure cells, globals that its code names,
+defaults; these hold objects, modules and containers, and so on. `Walk` goes through them from a
+few roots and writes down *facts*: this holder has this value under this key. As long as all facts
+hold, the function reads what it read before.
+
+Of an object only those attributes count that were really read: `Reads` watches them while the
+function runs, through a `__getattribute__` that stands in the objects' classes meanwhile. So a
+counter in an object that the function happens to reach is no fact.
+
+What lies in torch, numpy, Python's library and this package is not walked through, but closures of
+their functions are, since they hold functions of the user's.
+"""
+
+import collections
+import enum
+import functools
+import os
+import sys
+import sysconfig
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dis import get_instructions
+from pathlib import Path as File
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
+
+
+class Place(NamedTuple):
+    """Where a value was found, from a root down."""
+
+    parent: "Place | None"
+    label: str
+
+    def __str__(self) -> str:
+        parts, place = [], self
+        while place is not None:
+            parts.append(place.label)
+            place = place.parent
+        return "".join(reversed(parts))
+
+
+class Fact(NamedTuple):
+    """`get(key, MISSING)` was `value`; `holder` is what `get` looks into."""
+
+    get: Callable[[Any, Any], Any]
+    key: Any
+    value: Any
+    place: Place
+    holder: Any
+
+
+class Reads:
+    """The attributes that are read, object by object, while it is entered.
+
+    Args:
+        met: told of every value that is read for the first time, before its reader has it.
+    """
+
+    def __init__(self, met: Callable[[Any], None]) -> None:
+        self.met = met
+        self.names: dict[int, dict[str, Any]] = {}  # by object: attribute and its first value
+        self.objects: dict[int, Any] = {}  # kept, so that their ids stay theirs
+        self._patched: dict[type, Any] = {}
+        self._known: dict[type, bool] = {}
+        self._owner = threading.get_ident()
+        self._busy = False
+
+    def __enter__(self) -> "Reads":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for cls, original in self._patched.items():
+            if original is None:
+                del cls.__getattribute__
+            else:
+                cls.__getattribute__ = original
+        self._patched.clear()
+
+    def watch(self, value: Any) -> bool:
+        """Watch objects of this one's class; False where that can't be."""
+        cls = type(value)
+        if cls not in self._known:
+            self._known[cls] = self._patch(cls)
+        return self._known[cls]
+
+    def _patch(self, cls: type) -> bool:
+        # in the class below `object`: also what a class's own __getattribute__ asks for is seen
+        for base in reversed(cls.__mro__):
+            if base in self._patched:
+                return True
+            if base is object or not base.__flags__ & _HEAP_TYPE or base.__module__ == "typing":
+                continue
+            own = base.__dict__.get("__getattribute__")
+            try:
+                base.__getattribute__ = self._spy(base.__getattribute__)  # pyright: ignore
+            except TypeError:  # of a class that can't be changed
+                continue
+            self._patched[base] = own
+            return True
+        return False
+
+    def _spy(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def __getattribute__(this: Any, name: str) -> Any:
+            if self._busy or threading.get_ident() != self._owner:
+                return original(this, name)
+            if name[:2] == "__":
+                if name == "__dict__" and not is_library(sys._getframe(1).f_code.co_filename):
+                    self._all(this, original(this, name))
+                return original(this, name)
+            names = self.names.get(id(this))
+            if names is None:
+                self.objects[id(this)] = this
+                names = self.names[id(this)] = {}
+            if name in names:
+                return original(this, name)
+            names[name] = MISSING  # also if there is no such attribute
+            value = names[name] = original(this, name)
+            self._meet(value)
+            return value
+
+        return __getattribute__
+
+    def _all(self, this: Any, attributes: Mapping[str, Any]) -> None:
+        self.objects[id(this)] = this
+        for name, value in attributes.items():
+            self.names.setdefault(id(this), {}).setdefault(name, value)
+            self._meet(value)
+
+    def keep(self, objects: Mapping[int, Any]) -> None:
+        """Forget all others, and the values."""
+        self.names = {
+            ident: dict.fromkeys(names, MISSING)
+            for ident, names in self.names.items()
+            if objects.get(ident) is self.objects[ident]
+        }
+        self.objects = {ident: self.objects[ident] for ident in self.names}
+
+    def _meet(self, value: Any) -> None:
+        self._busy = True
+        try:
+            self.met(value)
+        finally:
+            self._busy = False
+
+
+_HEAP_TYPE = 1 << 9
+
+
+class Walk:
+    """All facts that can be reached from `roots`; see [Note: facts].
+
+    Args:
+        roots: by what messages call them.
+        reads: what was read of objects; None while that is not known yet.
+        watch: told of each object, if `reads` is None.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        reads: Reads | None = None,
+        watch: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self.reads, self.watch = reads, watch
+        self.facts: list[Fact] = []
+        self.containers: list[tuple[Any, Place]] = []
+        self.arrays: list[tuple[Any, Place]] = []
+        self.generators: list[tuple[Any, Place]] = []
+        self.seen: dict[int, Any] = {}
+        self._noted: set[tuple[int, Any]] = set()
+        self._todo: list[tuple[Any, Place]] = []
+        self._classes: set[type] = set()
+        for label, root in roots.items():
+            self.visit(root, Place(None, label))
+
+    def visit(self, value: Any, place: Place) -> None:
+        """Note what `value` leads to."""
+        self._todo.append((value, place))
+        while self._todo:
+            value, place = self._todo.pop()
+            if type(value) not in _PLAIN and id(value) not in self.seen:
+                self.seen[id(value)] = value
+                self._visit(value, place)
+
+    def _later(self, value: Any, place: Place) -> None:
+        if type(value) not in _PLAIN:
+            self._todo.append((value, place))
+
+    def _note(self, get: Any, key: Any, place: Place, holder: Any, follow: bool = True) -> None:
+        if (id(holder), key) in self._noted:
+            return
+        self._noted.add((id(holder), key))
+        try:
+            value = get(key, MISSING)
+        except ValueError:  # an empty cell
+            return
+        self.facts.append(Fact(get, key, value, place, holder))
+        if follow:
+            self._later(value, place)
+
+    def _visit(self, value: Any, place: Place) -> None:
+        if isinstance(value, types.FunctionType):
+            self._function(value, place)
+        elif isinstance(value, types.MethodType):
+            self._later(value.__func__, place)
+            self._later(value.__self__, _named(value.__self__, place))
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            self._later(value.__self__, place)
+        elif isinstance(value, functools.partial):
+            for inner in (value.func, value.args, value.keywords):
+                self._later(inner, place)
+        elif isinstance(value, (staticmethod, classmethod, functools._lru_cache_wrapper)):
+            self._later(value.__wrapped__, place)
+        elif isinstance(value, property):
+            self._later(value.fget, place)
+        elif isinstance(value, functools.cached_property):
+            self._later(value.func, place)
+        elif isinstance(value, weakref.ref):
+            self._later(value(), place)
+        elif is_generator(value):
+            self.generators.append((value, place))
+        elif _is_array(value):
+            self.arrays.append((value, place))
+        elif isinstance(value, (type, types.ModuleType, Tensor, enum.Enum)):
+            pass  # classes and modules are visited by the code that names their attributes
+        elif isinstance(value, _CONTAINERS):
+            self._container(value, place)
+            if type(value) not in _CONTAINERS:
+                self._object(value, place)
+        else:
+            self._object(value, place)
+
+    def _container(self, value: Any, place: Place) -> None:
+        if getattr(type(value), "made_by_functionalize", False):
+            return
+        if not isinstance(value, (tuple, frozenset)):
+            self.containers.append((value, place))
+        for key, item in items_of(value):
+            self._later(item, Place(place, f"[{key!r}]"))
+
+    # ------------------------------------------------------------------------------- functions
+    def _function(self, fn: types.FunctionType, place: Place) -> None:
+        code = fn.__code__
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+            get = functools.partial(getattr, cell)
+            self._note(get, "cell_contents", Place(None, name), cell)
+        if is_library(code.co_filename):
+            return
+        get = functools.partial(getattr, fn)
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            self._note(get, name, Place(place, f".{name}"), fn)
+        names = _names(code)
+        for name in names & fn.__dict__.keys():
+            self._note(fn.__dict__.get, name, Place(place, f".{name}"), fn.__dict__)
+        there = names & fn.__globals__.keys()
+        if any(not isinstance(fn.__globals__[name], _DEFINED) for name in there):
+            there &= set(_global_names(code))  # data: names of attributes are no globals
+        for name in sorted(there):
+            self._note(fn.__globals__.get, name, Place(None, name), fn.__globals__)
+            self._namespace(fn.__globals__[name], names, Place(None, name))
+        for inner in code.co_freevars:
+            self._namespace(self._cell(fn, inner), names, Place(None, inner))
+        for name in names & sys.modules.keys():  # imported inside
+            self._namespace(sys.modules[name], names, Place(None, name))
+
+    def _cell(self, fn: types.FunctionType, name: str) -> Any:
+        cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+        try:
+            return cells[name].cell_contents
+        except ValueError:
+            return None
+
+    def _namespace(self, value: Any, names: set[str], place: Place, depth: int = 3) -> None:
+        """What code that has these names may read of a class or a module."""
+        if isinstance(value, type):
+            for name in [*names, *(k for k in value.__dict__ if k[:2] == k[-2:] == "__")]:
+                self._class_attribute(value, name, Place(place, f".{name}"))
+        elif isinstance(value, types.ModuleType) and not _is_library_module(value):
+            space = value.__dict__
+            for name in names & space.keys():
+                inner = Place(place, f".{name}")
+                self._note(space.get, name, inner, space)
+                if depth:
+                    self._namespace(space[name], names, inner, depth - 1)
+
+    def _class_attribute(self, cls: type, name: str, place: Place) -> bool:
+        for base in cls.__mro__:
+            if name in base.__dict__:
+                if base.__flags__ & _HEAP_TYPE and not _is_library_class(base):
+                    if name[:2] != "__":
+                        self._note(base.__dict__.get, name, place, base, follow=False)
+                    self._later(base.__dict__[name], place)
+                return True
+        return False
+
+    # --------------------------------------------------------------------------------- objects
+    def _object(self, value: Any, place: Place) -> None:
+        cls = type(value)
+        if _is_machinery(cls):
+            return
+        if cls not in self._classes:
+            self._classes.add(cls)
+            for name in _dunder_functions(cls):
+                self._class_attribute(cls, name, place)
+            if isinstance(value, nn.Module):  # hooks of all modules; no names, no facts
+                for name in _GLOBAL_HOOKS:
+                    self._later(vars(nn.modules.module).get(name), Place(None, name))
+        attributes = attributes_of(value)
+        if self.reads is None:
+            if not (self.watch and self.watch(value)) and attributes is not None:
+                self._later(attributes, place)
+            return
+        if cls.__flags__ & _HEAP_TYPE == 0:  # can't be watched: all it has
+            if attributes is not None:
+                self._later(attributes, place)
+            return
+        for name in self.reads.names.get(id(value), ()):
+            self._attribute(value, attributes, name, Place(place, f".{name}"))
+
+    def _attribute(self, value: Any, attributes: Any, name: str, place: Place) -> None:
+        if attributes is not None:
+            self._note(attributes.get, name, place, attributes)
+            if name in attributes:
+                return
+        if self._class_attribute(type(value), name, place):
+            if isinstance(_class_value(type(value), name), types.MemberDescriptorType):  # a slot
+                get = functools.partial(object_getattr, value)
+                self._note(get, name, place, value)
+            return
+        if attributes is not None and isinstance(value, nn.Module):
+            for table in _TABLES:
+                entries = attributes.get(table)
+                if entries and name in entries:
+                    self._note(entries.get, name, place, entries)
+
+
+def object_getattr(value: Any, name: str, default: Any) -> Any:
+    """An attribute as `object` finds it."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return default
+
+
+def put(fact: Fact, value: Any) -> None:
+    """Give the holder of a fact another value under its key."""
+    if isinstance(fact.holder, dict):
+        if value is MISSING:
+            fact.holder.pop(fact.key, None)
+        else:
+            fact.holder[fact.key] = value
+    elif value is not MISSING:
+        setattr(fact.holder, fact.key, value)
+
+
+def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """A container's keys and items, whatever its class makes of them."""
+    if isinstance(value, dict):
+        return iter(list(dict.items(value)))
+    return enumerate(list(value))
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it draws random numbers from a state of its own."""
+    import random
+
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (random.Random, torch.Generator)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
+    return isinstance(value, kinds)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Its `__dict__`, if it has one."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _class_value(cls: type, name: str) -> Any:
+    return next((base.__dict__[name] for base in cls.__mro__ if name in base.__dict__), None)
+
+
+def _named(value: Any, place: Place) -> Place:
+    return Place(None, type(value).__name__) if place.parent is None else place
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """All names that a code and those inside it have."""
+    found = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _names(const)
+    return found
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    for instruction in get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _global_names(const)
+
+
+def _dunder_functions(cls: type) -> list[str]:
+    """Special methods, which Python looks up in the class, past `__getattribute__`."""
+    return [
+        name
+        for base in cls.__mro__
+        if base.__flags__ & _HEAP_TYPE and not _is_library_class(base)
+        for name, value in base.__dict__.items()
+        if name[:2] == "__" and isinstance(value, types.FunctionType)
+        if value.__module__ != __name__  # what watches it
+    ]
+
+
+@functools.cache
+def is_library(filename: str) -> bool:
+    """Whether code of this file is torch's, numpy's, Python's or this package's."""
+    ours = [File(str(sys.modules[name].__file__)).parent for name in ("torch", "fzero", "optree")]
+    if filename.startswith(tuple(f"{folder}{os.sep}" for folder in ours)):
+        return True
+    parts = File(filename).parts
+    for packages in ("site-packages", "dist-packages"):
+        if packages in parts:
+            return parts[parts.index(packages) + 1 :][:1] == ("numpy",)
+    return filename.startswith((sysconfig.get_paths()["stdlib"] + os.sep, "<frozen"))
+
+
+def _is_library_module(module: types.ModuleType) -> bool:
+    file = module.__dict__.get("__file__")
+    if isinstance(file, str):
+        return is_library(file)
+    root = str(module.__dict__.get("__name__")).partition(".")[0]
+    return root in ("torch", "numpy") or root in sys.stdlib_module_names
+
+
+def _is_library_class(cls: type) -> bool:
+    module = sys.modules.get(cls.__module__)
+    return module is not None and _is_library_module(module)
+
+
+def _is_machinery(cls: type) -> bool:
+    """Torch's own classes, whose objects hold no settings of users'."""
+    name = cls.__module__
+    inside = name == "torch" or name.startswith("torch.")
+    return inside and not (issubclass(cls, nn.Module) or name.startswith(_OPEN))
+
+
+_OPEN = ("torch.nn.", "torch.distributions.", "torch.optim.")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+_DEFINED = (types.FunctionType, types.ModuleType, type, types.BuiltinFunctionType)
+_PLAIN = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype, torch.device}
+    | {torch.layout, torch.memory_format, torch.Size, range, slice, types.CodeType}
+)

@@ -1,0 +1,589 @@
+"""A recorded step never goes stale: what functions read from outside is compared at each call."""
+
+import collections
+import dataclasses
+import enum
+import functools
+import random
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fzero
+from fzero.errors import FzeroError, TraceError
+from fzero.notes import Notes
+from fzero.program import Program
+from fzero.step.train_step import MAX_SIGNATURES, TrainStep
+
+X = torch.ones(2, 3)
+EXECUTORS = ("traced", "eager")
+
+
+def base(params: Any, batch: Tensor) -> Tensor:
+    return (params["w"] * batch).sum()  # 6 for X
+
+
+def made(model_fn: Any, opt: Any = None, **cfg: Any) -> tuple[TrainStep, list[Any]]:
+    step_fn = fzero.make_train_step(model_fn, opt or fzero.optim.sgd(0.0), fzero.Config(**cfg))
+    return step_fn, list(step_fn.init({"w": torch.ones(3)}))
+
+
+def loss(step_fn: TrainStep, state: list[Any], batch: Tensor = X) -> float:
+    state[:] = step_fn(*state, batch)
+    return state[1].metrics["loss"].item()
+
+
+# ------------------------------------------------------------- where a factor can be read from
+class Kind(enum.Enum):
+    LOW, HIGH = 1.0, 3.0
+
+
+class Settings:
+    factor: Any = 1.0
+
+
+FACTOR: Any = 1.0
+USERS = types.ModuleType("users_settings")
+
+Case = tuple[Callable[..., Tensor], Callable[[float], None]]
+
+
+def closure() -> Case:
+    factor = 1.0
+
+    def write(value: float) -> None:
+        nonlocal factor
+        factor = value
+
+    return lambda p, x: base(p, x) * factor, write
+
+
+def a_global() -> Case:
+    def write(value: float) -> None:
+        global FACTOR
+        FACTOR = value
+
+    return lambda p, x: base(p, x) * FACTOR, write
+
+
+def a_modules_attribute() -> Case:
+    vars(USERS)["factor"] = 1.0
+    return lambda p, x: base(p, x) * USERS.factor, lambda v: setattr(USERS, "factor", v)
+
+
+def a_class() -> Case:
+    return lambda p, x: base(p, x) * Settings.factor, lambda v: setattr(Settings, "factor", v)
+
+
+def through_an_object() -> Case:
+    held = Settings()
+    return lambda p, x: base(p, x) * held.factor, lambda v: setattr(Settings, "factor", v)
+
+
+def shadowing_its_class() -> Case:
+    held = Settings()
+    return lambda p, x: base(p, x) * held.factor, lambda v: setattr(held, "factor", v)
+
+
+def computed_name() -> Case:
+    held = Settings()
+    name = "".join(["fac", "tor"])
+    return lambda p, x: base(p, x) * getattr(held, name), lambda v: setattr(held, "factor", v)
+
+
+def all_attributes() -> Case:
+    held = argparse_like()
+    return lambda p, x: base(p, x) * sum(vars(held).values()), lambda v: setattr(held, "t", v)
+
+
+def argparse_like() -> Any:
+    held = type("Namespace", (), {})()
+    held.t = 1.0
+    return held
+
+
+def nested_namespace() -> Case:
+    held = SimpleNamespace(inner=SimpleNamespace(t=1.0))
+    return lambda p, x: base(p, x) * held.inner.t, lambda v: setattr(held.inner, "t", v)
+
+
+def default() -> Case:
+    def model_fn(p: Any, x: Tensor, t: float = 1.0) -> Tensor:
+        return base(p, x) * t
+
+    return model_fn, lambda v: setattr(model_fn, "__defaults__", (v,))
+
+
+def keyword_default() -> Case:
+    def model_fn(p: Any, x: Tensor, *, t: Any = SimpleNamespace(v=1.0)) -> Tensor:  # noqa: B008
+        return base(p, x) * t.v
+
+    held = SimpleNamespace(v=1.0)
+    model_fn.__kwdefaults__ = {"t": held}
+    return model_fn, lambda v: setattr(held, "v", v)
+
+
+def slots() -> Case:
+    class LocalState:
+        __slots__ = ("t",)
+
+    held = LocalState()
+    held.t = 1.0
+    return lambda p, x: base(p, x) * held.t, lambda v: setattr(held, "t", v)
+
+
+def behind_a_property() -> Case:
+    class LocalState:
+        hidden = 1.0
+
+        @property
+        def t(self) -> float:
+            return self.hidden
+
+    held = LocalState()
+    return lambda p, x: base(p, x) * held.t, lambda v: setattr(held, "hidden", v)
+
+
+def a_dataclass() -> Case:
+    held = dataclasses.make_dataclass("LocalState", [("t", float)])(1.0)
+    return lambda p, x: base(p, x) * held.t, lambda v: setattr(held, "t", v)
+
+
+def an_enum() -> Case:
+    held = {"kind": Kind.LOW}
+    return lambda p, x: base(p, x) * held["kind"].value, lambda v: held.update(kind=Kind(v))
+
+
+def a_method() -> Case:
+    class Trainer:
+        def __init__(self) -> None:
+            self.table, self.step = {"k": [1.0]}, 0
+
+        def helper(self) -> float:
+            return self.table["k"][0]
+
+        def loss(self, p: Any, x: Tensor) -> Tensor:
+            return base(p, x) * self.helper()
+
+    held = Trainer()
+    return held.loss, lambda v: held.table["k"].__setitem__(0, v)
+
+
+def a_callable() -> Case:
+    class Model:
+        t = 1.0
+
+        def __call__(self, p: Any, x: Tensor) -> Tensor:
+            return base(p, x) * self.t
+
+    held = Model()
+    return held, lambda v: setattr(held, "t", v)
+
+
+def a_partial() -> Case:
+    held = {"t": 1.0}
+    return functools.partial(lambda h, p, x: base(p, x) * h["t"], held), lambda v: held.update(t=v)
+
+
+def a_tensor_in_place() -> Case:
+    held = torch.ones(())
+    return lambda p, x: base(p, x) * held, lambda v: held.fill_(v) and None
+
+
+def a_tensor_replaced() -> Case:
+    held = [torch.ones(())]
+    return lambda p, x: base(p, x) * held[0], lambda v: held.__setitem__(0, torch.tensor(v))
+
+
+def a_tensor_by_data() -> Case:
+    held = torch.ones(())
+    return lambda p, x: base(p, x) * held, lambda v: setattr(held, "data", torch.tensor(v))
+
+
+def a_tensor_read_by_python() -> Case:
+    held = torch.ones(())
+    return lambda p, x: base(p, x) * float(held * 1), lambda v: held.fill_(v) and None
+
+
+def an_array() -> Case:
+    held = np.ones(1)
+    return lambda p, x: base(p, x) * float(held[0]), lambda v: held.fill(v)
+
+
+def a_function_replaced() -> Case:
+    class LocalState:
+        f = staticmethod(lambda: 1.0)
+
+    return lambda p, x: base(p, x) * LocalState.f(), lambda v: setattr(
+        LocalState, "f", staticmethod(lambda: v)
+    )
+
+
+def a_deque() -> Case:
+    held = collections.deque([1.0], maxlen=1)
+    return lambda p, x: base(p, x) * held[-1], lambda v: held.append(v)
+
+
+def a_dict_with_attributes() -> Case:
+    class Table(dict[str, float]):
+        def __getattr__(self, name: str) -> float:
+            return self[name]
+
+    held = Table(t=1.0)
+    return lambda p, x: base(p, x) * held.t, lambda v: held.update(t=v)
+
+
+def in_a_staged_part() -> Case:
+    held = {"t": 1.0}
+    part = fzero.stage(lambda p, x: base(p, x) * held["t"])
+    return lambda p, x: part(p, x), lambda v: held.update(t=v)
+
+
+class Scaled(nn.Module):
+    """`weight @ x`, times what the module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.t = nn.Parameter(torch.ones(3)), 1.0
+        self.part = nn.Identity()
+        self.register_buffer("buffer", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.weight * x).sum() * self.t * self.buffer
+
+
+def of_module(write: Callable[[Scaled, float], Any]) -> Callable[[], Case]:
+    def case() -> Case:
+        module = Scaled()
+        apply, _ = fzero.functionalize(module)
+        return lambda p, x: apply({"weight": p["w"]}, x), lambda v: write(module, v) and None
+
+    return case
+
+
+def hooked(module: Scaled, value: float) -> None:
+    module.part._forward_hooks.clear()
+    if value != 1.0:
+        module.part.register_forward_hook(lambda m, i, o: o * value)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    f.__name__: f
+    for f in (
+        *(closure, a_global, a_modules_attribute, a_class, through_an_object, shadowing_its_class),
+        *(computed_name, all_attributes, nested_namespace, default, keyword_default, slots),
+        *(behind_a_property, a_dataclass, an_enum, a_method, a_callable, a_partial),
+        *(a_tensor_in_place, a_tensor_replaced, a_tensor_by_data, a_tensor_read_by_python),
+        *(an_array, a_function_replaced, a_deque, a_dict_with_attributes, in_a_staged_part),
+    )
+} | {
+    "module_attribute": of_module(lambda m, v: setattr(m, "t", v)),
+    "module_buffer_replaced": of_module(lambda m, v: setattr(m, "buffer", torch.tensor(v))),
+    "module_buffer_in_place": of_module(lambda m, v: m.buffer.fill_(v)),
+    "module_hook": of_module(hooked),
+}
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Any:
+    global FACTOR
+    FACTOR = Settings.factor = 1.0
+    yield
+    FACTOR = Settings.factor = 1.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_read_from_outside_counts_at_every_call(name: str) -> None:
+    model_fn, write = CASES[name]()
+    step_fn, state = made(model_fn)
+    seen = [loss(step_fn, state), loss(step_fn, state)]
+    recorded = sum(map(len, step_fn._staged.values()))
+    write(3.0)
+    seen.append(loss(step_fn, state))
+    assert seen == [6.0, 6.0, 18.0]
+    assert recorded == 1
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([1.0, 2.0])), max_size=6))
+def test_a_step_is_plain_python_whatever_changes_between_calls(
+    writes: list[tuple[str, float]],
+) -> None:
+    held = Settings()
+    held.factor = {"a": 1.0, "b": [1.0]}
+    module = nn.Dropout(0.0)
+    module.c = 1.0  # pyright: ignore
+
+    def model_fn(p: Any, x: Tensor) -> Tensor:
+        return base(p, module(x)) * held.factor["a"] * held.factor["b"][0] * module.c
+
+    step_fn, state = made(model_fn)
+    keys = set()
+    for where, value in [("a", 1.0), *writes]:
+        if where == "c":
+            module.c = value  # pyright: ignore
+        else:
+            held.factor[where] = value if where == "a" else [value]
+        keys.add((held.factor["a"], held.factor["b"][0], module.c))
+        assert loss(step_fn, state) == float(model_fn({"w": torch.ones(3)}, X))
+    assert sum(map(len, step_fn._staged.values())) == len(keys)  # earlier ones are used again
+
+
+def test_modes_of_a_module_count() -> None:
+    module = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5), nn.Linear(64, 1))
+    apply, params = fzero.functionalize(module)
+    step_fn = fzero.make_train_step(lambda p, x: apply(p, x).sum(), fzero.optim.sgd(0.0))
+    state = list(step_fn.init(params))
+    losses = []
+    for training in (True, False, True, False):
+        module.train(training)
+        losses.append(loss(step_fn, state))
+    want = apply(params, X).sum().item()
+    assert losses[1] == losses[3] == pytest.approx(want, rel=1e-6)
+    assert want not in losses[::2]
+    assert len(step_fn._staged) == 1
+    assert [len(rows) for rows in step_fn._staged.values()] == [2]
+
+
+def test_what_is_not_read_is_of_no_account() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.step, self.t, self.log = 0, 2.0, [1]
+
+        def loss(self, p: Any, x: Tensor) -> Tensor:
+            return base(p, x) * self.t
+
+    trainer = Trainer()
+    step_fn, state = made(trainer.loss)
+    for _ in range(3):
+        trainer.step += 1
+        trainer.log.append(trainer.step)
+        trainer.t = float("2.0")  # an equal one
+        assert loss(step_fn, state) == 12.0
+    assert sum(map(len, step_fn._staged.values())) == 1
+
+
+def test_many_recordings_are_told_of_by_name() -> None:
+    held = {"temperature": 0.0}
+    step_fn, state = made(lambda p, x: base(p, x) * held["temperature"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(MAX_SIGNATURES + 2):
+            held["temperature"] = float(i)
+            assert loss(step_fn, state) == 6.0 * i
+    (message,) = [str(w.message) for w in caught if "recorded" in str(w.message)]
+    assert f"held['temperature'] from {MAX_SIGNATURES - 1.0} to {float(MAX_SIGNATURES)}" in message
+
+
+# --------------------------------------------------------------------------- learning rates
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("optimizer", [fzero.optim.sgd, fzero.optim.adamw])
+def test_a_rate_from_outside_counts(executor: str, optimizer: Any) -> None:
+    rate = {"now": 0.1}
+    step_fn, state = made(
+        base, optimizer(lambda step: torch.tensor(rate["now"])), executor=executor
+    )
+    moved = []
+    for now in (0.1, 0.0, 0.1):
+        rate["now"] = now
+        before = fzero.unshard(state[0])["w"].clone()
+        loss(step_fn, state)
+        moved.append(not torch.equal(fzero.unshard(state[0])["w"], before))
+    assert moved == [True, False, True]
+
+
+def test_a_rate_from_outside_counts_in_the_engine() -> None:
+    rate = {"now": 0.1}
+    schedule = lambda step: torch.tensor(rate["now"])  # noqa: E731
+    engine = fzero.Engine(nn.Linear(3, 1), fzero.optim.sgd(schedule))
+    moved = []
+    for now in (0.1, 0.0, 0.1):
+        rate["now"] = now
+        before = engine.full_params()["bias"].clone()
+        engine(X).sum().backward()
+        engine.step()
+        moved.append(not torch.equal(engine.full_params()["bias"], before))
+    assert moved == [True, False, True]
+
+
+# ----------------------------------------------------------------------- what a function writes
+def test_a_function_that_counts_its_calls_is_recorded_once() -> None:
+    calls: list[int] = []
+    count = {"n": 0}
+
+    def model_fn(p: Any, x: Tensor) -> Tensor:
+        calls.append(1)
+        count["n"] += 1
+        return base(p, x)
+
+    step_fn, state = made(model_fn)
+    assert [loss(step_fn, state) for _ in range(3)] == [6.0] * 3
+    assert (len(calls), count["n"]) == (1, 1)
+
+
+def test_a_function_that_computes_with_what_it_writes_is_refused() -> None:
+    count = {"n": 0}
+
+    def model_fn(p: Any, x: Tensor) -> Tensor:
+        count["n"] += 1
+        return base(p, x) * count["n"]
+
+    step_fn, state = made(model_fn)
+    with pytest.raises(TraceError, match="changes count"):
+        step_fn(*state, X)
+
+
+# ------------------------------------------------------------------------------ randomness
+SEEDED = random.Random(0)
+RNG = np.random.default_rng(0)
+HOST = {
+    "random": lambda: random.random(),
+    "random.gauss": lambda: random.gauss(0, 1),
+    "random.Random": lambda: SEEDED.random(),
+    "random.Random()": lambda: random.Random().random(),
+    "SystemRandom": lambda: random.SystemRandom().random(),
+    "numpy": lambda: np.random.rand(),
+    "default_rng": lambda: RNG.normal(),
+    "default_rng()": lambda: np.random.default_rng().random(),
+    "RandomState": np.random.RandomState(0).rand,
+}
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_numbers_of_host_generators_are_refused_with_their_line(name: str) -> None:
+    draw = HOST[name]
+    states = random.getstate(), SEEDED.getstate(), repr(RNG.bit_generator.state)
+
+    def model_fn(p: Any, x: Tensor) -> Tensor:
+        return base(p, x) * float(draw())
+
+    step_fn, state = made(model_fn)
+    with pytest.raises(TraceError, match=rf"{__file__}:\d+, in ") as caught:
+        step_fn(*state, X)
+    assert "in every step" in str(caught.value)
+    assert states == (random.getstate(), SEEDED.getstate(), repr(RNG.bit_generator.state))
+
+
+def test_a_generator_seeded_inside_is_a_constant() -> None:
+    step_fn, state = made(lambda p, x: base(p, x) * random.Random(3).random())
+    assert loss(step_fn, state) == loss(step_fn, state)
+
+
+def test_an_optimizer_that_draws_from_the_host_is_refused() -> None:
+    step_fn, state = made(base, fzero.optim.sgd(lambda step: torch.tensor(random.random())))
+    with pytest.raises(TraceError, match="Python's `random`"):
+        step_fn(*state, X)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("draw", [torch.rand, torch.randperm, None])
+def test_a_torch_generator_of_the_users_is_refused(executor: str, draw: Any) -> None:
+    generator = torch.Generator()
+
+    def model_fn(p: Any, x: Tensor) -> Tensor:
+        if draw is None:
+            return base(p, x) * torch.empty(3).normal_(generator=generator).sum()
+        return base(p, x) * draw(3, generator=generator).sum()
+
+    step_fn, state = made(model_fn, executor=executor)
+    with pytest.raises(FzeroError, match=rf"torch.Generator was passed.*{__file__}"):
+        step_fn(*state, X)
+
+
+def test_threads_neither_disturb_a_step_nor_see_repeats() -> None:
+    step_fn, state = made(
+        lambda p, x: (nn.functional.dropout(p["w"] * x) * torch.rand_like(x)).sum(), donate=False
+    )
+    batch = torch.ones(4000, 3)
+    want = step_fn(*state, batch)[1].metrics["loss"].item()
+    drawn: list[tuple[float, ...]] = []
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            drawn.append(tuple(torch.rand(4).tolist()))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    losses = [step_fn(*state, batch)[1].metrics["loss"].item() for _ in range(30)]
+    stop.set()
+    thread.join()
+    assert losses == [want] * 30
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_two_threads_that_record_one_module_take_turns() -> None:
+    module = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+    apply, params = fzero.functionalize(module)
+    found: list[float] = []
+
+    def train() -> None:
+        step_fn = fzero.make_train_step(lambda p, x: apply(p, x).sum(), fzero.optim.sgd(0.1))
+        found.append(loss(step_fn, list(step_fn.init(params))))
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    assert len(set(found)) == 1
+
+
+# ------------------------------------------------------------------- the module as it was
+class Installs(nn.Module):
+    """Registers a hook in its first forward, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.ready = nn.Linear(3, 1), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.lin.register_forward_hook(lambda m, i, o: o * 2)
+            self.ready = True
+        return self.lin(x)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_hooks_that_forward_installs_do_not_pile_up(executor: str) -> None:
+    module = Installs()
+    apply, params = fzero.functionalize(module)
+    step_fn = fzero.make_train_step(
+        lambda p, x: apply(p, x).sum(), fzero.optim.sgd(0.0), fzero.Config(executor=executor)
+    )
+    state = list(step_fn.init(params))
+    losses = [loss(step_fn, state, torch.ones(n, 3)) / n for n in (2, 2, 3)]
+    assert losses == pytest.approx([losses[0]] * 3)
+    assert not module.lin._forward_hooks
+    assert not module.ready
+
+
+def test_nothing_stays_patched() -> None:
+    before = dict(vars(nn.Module)), random.Random.seed
+    step_fn, state = made(of_module(hooked)()[0])
+    loss(step_fn, state)
+    assert before == (dict(vars(nn.Module)), random.Random.seed)
+
+
+def test_looking_costs_microseconds_not_walks() -> None:
+    """The walk through all that is reached is for changes; a call compares a flat list."""
+    module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
+    apply, _ = fzero.functionalize(module)
+    notes = Notes({"model_fn": apply})
+    program = notes.record(lambda: Program("none", torch.fx.Graph(), (), ()))
+    assert program.name == "none"
+    walks: list[int] = []
+    notes.differences = lambda: walks.append(1) or []  # pyright: ignore
+    assert notes.hold()
+    assert not walks
