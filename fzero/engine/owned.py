@@ -125,6 +125,11 @@ class HeldGradient(Tensor):
             return args[0] if func is torch.ops.aten.zero_.default else None
         return held[0].owner.refuse(f"{func} was to run on p.grad")
 
+    @property
+    def is_sparse(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Refused: optimizers ask it first; some decay weights before they read a gradient."""
+        return self.owner.refuse("p.grad was asked for")
+
     def __repr__(self, **_: Any) -> str:  # pyright: ignore
         return f"HeldGradient({self.owner.name!r}: see engine.full_grad)"
 

@@ -1,4 +1,4 @@
-"""Reducer are found, dropped and hooked where PyTorch's users look for them, or that is refused."""
+"""Reducer are found, dropped and hooked where PyTorch's users look for them, or refused."""
 
 import copy
 import io
@@ -384,7 +384,7 @@ class Reads(nn.Module):
         lambda w: torch.stack([w[i] for i in range(4)]),
         lambda w: w.view(16).view(4, 4),
         lambda w: torch.stack(w.unbind()),
-        lambda w: w.detach().T.mT,
+        lambda w: w.T.mT,
         lambda w: w.expand(2, 4, 4)[1],
         lambda w: w.diagonal().diag_embed(),
     ],

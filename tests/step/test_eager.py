@@ -154,6 +154,48 @@ class _OldMatmul(torch.autograd.Function):
         return grad @ w.t(), x.t() @ grad
 
 
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loss_that_depends_on_no_parameter_is_refused(executor: Any, stage: int) -> None:
+    module = nn.Linear(5, 5, dtype=torch.float64)  # the usual slip: module(x) for apply(params, x)
+    losses: list[Callable[..., Any]] = [
+        lambda params, x: x.mean(),
+        lambda params, x: module(x).mean(),
+        lambda params, x: (x @ params["w"].detach()).mean(),
+    ]
+    for model_fn in losses:
+        cfg = fzero.Config(stage=stage, executor=executor, donate=False)
+        step_fn = fzero.make_train_step(model_fn, fzero.optim.adamw(0.1), cfg)
+        params, opt_state = step_fn.init({"w": _values(5, 5)})
+        before = fzero.unshard(params)["w"].clone()
+        with pytest.raises(fzero.FzeroError, match="depends on no trained parameter"):
+            step_fn(params, opt_state, _values(4, 5))
+        assert torch.equal(fzero.unshard(params)["w"], before)
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_hook_on_a_parameter_is_refused_whenever_it_comes(executor: Any) -> None:
+    module, x = nn.Linear(3, 2), torch.ones(4, 3)
+    hooks = (
+        lambda p: p.register_hook(torch.zeros_like),
+        lambda p: p.register_post_accumulate_grad_hook(print),
+    )
+    apply, params = fzero.functionalize(module)
+    cfg = fzero.Config(executor=executor)
+    step_fn = fzero.make_train_step(
+        lambda p, x: apply(p, x).square().mean(), fzero.optim.sgd(0.1), cfg
+    )
+    params, opt_state = step_fn.init(params)
+    for register in hooks:
+        params, opt_state = step_fn(params, opt_state, x)
+        handle = register(module.bias)
+        with pytest.raises(fzero.TraceError, match="'bias' has a hook"):
+            step_fn(params, opt_state, x)
+        with pytest.raises(fzero.TraceError, match="'bias' has a hook"):
+            fzero.functionalize(module)
+        handle.remove()
+
+
 @pytest.mark.parametrize(
     "model_fn",
     [_branches, _through_numpy, _loops, _old_function, _derivative_inside, _penalty],
