@@ -30,7 +30,7 @@ def fill(
     *,
     strict: bool,
     cast: bool,
-    timeout: float,
+    timeout: float | None,
 ) -> tuple[PyTree, PyTree]:
     """`load` from any kind of source.
 

@@ -27,7 +27,7 @@ def load(
     *,
     strict: bool = True,
     cast: bool = False,
-    timeout: float = 600.0,
+    timeout: float | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Fill trees from a checkpoint that any world size, stage and mesh wrote; all ranks call it.
 
@@ -46,7 +46,7 @@ def load(
             warning lists them.
         cast: convert leaves whose dtype differs; without it that is an error. Parameters that are
             rounded copies of masters need no cast: it is the masters that are stored.
-        timeout: seconds that ranks wait for each other.
+        timeout: seconds that ranks wait for each other; None: as long as the process group does.
 
     Returns:
         `(params, opt_state)`.

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fzero.distributed.processes import Processes, meet
-from fzero.errors import CheckpointError
+from fzero import works
+from fzero.errors import CheckpointError, RankMismatchError
+from fzero.whereabouts import Circle, circle_for, circle_of
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,15 @@ class Ranks:
         members: their global ranks.
         index: this rank's among them.
         group: for their messages; None for a rank that is alone.
-        timeout: seconds that the others are waited for.
-        processes: of the ranks, to see who is gone.
+        timeout: seconds that the others are waited for; None: the process group's.
+        circle: the same ranks, to see who is gone or elsewhere.
     """
 
     members: tuple[int, ...]
     index: int
     group: ProcessGroup | None
-    timeout: float
-    processes: Processes = field(default_factory=Processes)
+    timeout: float | None
+    circle: Circle = field(default_factory=lambda: Circle((0,), 0))
 
     @property
     def rank(self) -> int:
@@ -56,21 +57,20 @@ class Ranks:
             value: anything that JSON takes.
 
         Raises:
-            CheckpointError: some rank did not come within the timeout, or is gone.
+            CheckpointError: some rank did not come within the timeout, is gone, or elsewhere.
         """
         if self.group is None:
             return [value]
         data = json.dumps(value).encode()
         try:
-            lengths = [int(n) for n in self._gather(torch.tensor([len(data)]))]
-            padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
-            told = self._gather(padded)
-        except RuntimeError as error:
-            blame = self.processes.blame(error) or f"no answer within {self.timeout:g} s"
+            with self.circle.at(f"a checkpoint's exchange of {what}", self.timeout):
+                lengths = [int(n) for n in self._gather(torch.tensor([len(data)]))]
+                padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
+                told = self._gather(padded)
+        except (RuntimeError, RankMismatchError) as error:
             raise CheckpointError(
-                f"rank {self.rank} waited for {what} of ranks {list(self.members)}: {blame}. Look "
-                "at the output of that rank; earlier checkpoints are as they were. The collective "
-                f"said: {error}"
+                f"rank {self.rank} waited for {what} of ranks {list(self.members)}: {error} Earlier "
+                "checkpoints are as they were."
             ) from error
         return [json.loads(bytes(text[:n].tolist())) for text, n in zip(told, lengths, strict=True)]
 
@@ -100,23 +100,24 @@ class Ranks:
             return self
         group = dist.new_group(
             list(self.members),
-            timeout=timedelta(seconds=self.timeout),
+            timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
             backend="gloo",
             use_local_synchronization=True,
             group_desc="fzero checkpoints",
         )
-        return replace(self, group=group)
+        assert isinstance(group, ProcessGroup)  # this rank is in it
+        circle = Circle(self.members, self.rank, [group], group.group_name)
+        return replace(self, group=group, circle=circle)
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         mine = mine.to(_device(self.group))
         parts = [torch.empty_like(mine) for _ in self.members]
-        work = dist.all_gather(parts, mine, group=self.group, async_op=True)
-        assert work is not None  # this rank is in the group
-        work.wait(timedelta(seconds=self.timeout))
+        assert self.group is not None
+        works.collect(parts, mine, self.group, self.circle)
         return [part.cpu() for part in parts]
 
 
-def ranks_of(tensors: Iterable[Tensor], timeout: float) -> Ranks:
+def ranks_of(tensors: Iterable[Tensor], timeout: float | None = None) -> Ranks:
     """The ranks that the DTensors among `tensors` live on; without any, all ranks.
 
     >>> ranks_of([], 60.0).members
@@ -132,8 +133,13 @@ def ranks_of(tensors: Iterable[Tensor], timeout: float) -> Ranks:
         ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
         # `_flatten` is private; the public way, a group made here, would be a collective of all.
         group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-    group = group if len(ranks) > 1 else None
-    return Ranks(ranks, ranks.index(dist.get_rank()), group, timeout, meet(ranks))
+    place = ranks.index(dist.get_rank())
+    if len(ranks) == 1:
+        return Ranks(ranks, place, None, timeout)
+    whole = mesh is None or mesh.size() == dist.get_world_size()
+    assert isinstance(group, ProcessGroup)  # this rank is in it
+    circle = circle_for(ranks, [group]) if whole or mesh is None else circle_of(mesh)
+    return Ranks(ranks, place, group, timeout, circle)
 
 
 def together(

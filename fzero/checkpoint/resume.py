@@ -6,12 +6,15 @@ position is the step: nothing to save, and any number of ranks shares the same g
 
 import signal
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fzero import works
 from fzero.errors import ConfigError
+from fzero.whereabouts import circle_for
 
 ROUNDS = 6
 
@@ -126,7 +129,10 @@ class StopOnSignal:
         flag = torch.tensor(
             int(self._asked), device=device or torch.accelerator.current_accelerator()
         )
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        world: Any = dist.group.WORLD
+        circle = circle_for(range(dist.get_world_size()), [world])
+        with circle.at("the question whether to stop"):
+            works.settle(works.reduce_in_place(flag, world, circle), flag, circle)
         return bool(flag.item())
 
     def restore(self) -> None:

@@ -79,7 +79,7 @@ def save(
     keep: int | None = None,
     overwrite: bool = False,
     asynchronous: bool = False,
-    timeout: float = 600.0,
+    timeout: float | None = None,
 ) -> Path:
     """Write a checkpoint; every rank must call it. It appears only once it is whole.
 
@@ -101,7 +101,7 @@ def save(
         asynchronous: return once this rank's share is copied to the host, and write it from a
             thread. Training may go on at once. An error is raised by the next `save`, `load` or
             `wait`, or else printed when the program ends.
-        timeout: seconds that ranks wait for each other.
+        timeout: seconds that ranks wait for each other; None: as long as the process group does.
 
     Returns:
         The folder of the checkpoint; with `asynchronous`, where it will be.

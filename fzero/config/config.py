@@ -72,6 +72,9 @@ class Config:
         seed: of all randomness in the step.
         norm_type: p of the norm that `clip_norm` bounds and `metrics["grad_norm"]` tells;
             `math.inf` for the largest magnitude.
+        timeout: seconds that a rank may come later than others to what they do together. None: the
+            process group's. A rank that is late is waited for; one that went another way, or is
+            gone, is told at once.
 
     Raises:
         ConfigError: a value that its field does not take; the message names field, value, rule.
@@ -104,6 +107,7 @@ class Config:
     offload: Literal["cpu"] | None = None
     seed: int = 0
     norm_type: float = 2.0
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         self._check_int("stage", 0, 3, "0 (nothing sharded) to 3 (parameters sharded)")
@@ -115,6 +119,8 @@ class Config:
             self._check_number("clip_norm", "None or a finite number > 0 (a global norm)")
         if self.norm_type != math.inf:
             self._check_number("norm_type", "a number > 0 (p of a p-norm), or math.inf")
+        if self.timeout is not None:
+            self._check_number("timeout", "None or a finite number > 0 (seconds)")
         self._check_number("bucket_mb", "a finite number > 0 (MiB)")
         for field in ("has_aux", "reshard_after_forward", "donate"):
             if not isinstance(getattr(self, field), bool):

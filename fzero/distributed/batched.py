@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import works
 from fzero.distributed.buckets import (
     ALL_REDUCE,
     GATHER,
@@ -60,8 +61,8 @@ def gather_leaves(
         if bucket.exchanged:
             full = _exchange(send, bucket)
         else:
-            full = _c10d().all_gather_into_tensor(send, bucket.world, bucket.group)
-        return unpack_full(_c10d().wait_tensor(full), bucket)
+            full = works.all_gather_into_tensor(send, bucket.world, bucket.group)
+        return unpack_full(works.wait(full), bucket)
 
     return _in_buckets(GATHER, low, leaves, travels, axes.shard, limit, run)
 
@@ -85,11 +86,11 @@ def scatter_gradients(
         announce(bucket)
         send = _real(pack_full(buffers, bucket))
         if bucket.exchanged:
-            parts = _c10d().wait_tensor(_exchange(send, bucket))
+            parts = works.wait(_exchange(send, bucket))
             part = parts.view(bucket.world, -1).sum(0)
         else:
-            part = _c10d().reduce_scatter_tensor(send, "sum", bucket.world, bucket.group)
-            part = _c10d().wait_tensor(part)
+            part = works.reduce_scatter_tensor(send, "sum", bucket.world, bucket.group)
+            part = works.wait(part)
         part = _sum(part, axes.replicate).view(bucket.dtype)
         return unpack_shards(part, replace(bucket, exchanged=False))
 
@@ -181,22 +182,18 @@ def _in_reduce_dtype(grads: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> l
     return [g.to(leaf.reduce or g.dtype) for g, leaf in zip(dense, leaves, strict=True)]
 
 
-def _exchange(send: Tensor, bucket: Bucket) -> Tensor:
+def _exchange(send: Tensor, bucket: Bucket) -> Any:
     parts = [send.numel() // bucket.world] * bucket.world
-    return _c10d().all_to_all_single(send, parts, parts, bucket.group)
+    return works.all_to_all_single(send, parts, parts, bucket.group)
 
 
 def _sum(buffer: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return buffer
-    return _c10d().wait_tensor(_c10d().all_reduce(buffer, "sum", axis.group))
+    return works.wait(works.all_reduce(buffer, "sum", axis.group))
 
 
 def _real(buffer: Tensor) -> Tensor:
     """A flat view that backends can add up: they know no complex numbers."""
     flat = buffer.reshape(-1)
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-
-
-def _c10d() -> Any:
-    return torch.ops._c10d_functional

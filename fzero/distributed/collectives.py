@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from fzero import works
 from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
 
@@ -204,8 +205,7 @@ _WIRE_DTYPES = frozenset(
 def _gather(shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str) -> Tensor:
     rows = -(-shape[dim] // world)
     send = pad_rows(shard.movedim(dim, 0), rows).contiguous()
-    c10d = torch.ops._c10d_functional
-    full = c10d.wait_tensor(c10d.all_gather_into_tensor(as_wire(send), world, group))
+    full = works.wait(works.all_gather_into_tensor(as_wire(send), world, group))
     full = full.view(send.dtype).narrow(0, 0, shape[dim]).movedim(0, dim)
     return full.contiguous()
 
@@ -215,15 +215,13 @@ def _reduce_scatter(
 ) -> Tensor:
     rows = -(-shape[dim] // world)
     send = pad_rows(full.movedim(dim, 0), rows * world).contiguous()
-    c10d = torch.ops._c10d_functional
-    padded = c10d.wait_tensor(c10d.reduce_scatter_tensor(send, "sum", world, group))
+    padded = works.wait(works.reduce_scatter_tensor(send, "sum", world, group))
     start, stop = min(rank * rows, shape[dim]), min((rank + 1) * rows, shape[dim])
     return padded.narrow(0, 0, stop - start).movedim(0, dim).contiguous()
 
 
 def _all_reduce(x: Tensor, world: int, group: str, leaf: str) -> Tensor:
-    c10d = torch.ops._c10d_functional
-    return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), "sum", group))
+    return works.wait(works.all_reduce(x.contiguous(), "sum", group))
 
 
 def _boundary(loss: Tensor) -> Tensor:

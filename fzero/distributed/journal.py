@@ -3,8 +3,7 @@
 [Note: the journal] A collective that all ranks ran at this point the last time needs no word. One
 that is new here is agreed on first, through the store. All ranks share the record of what was
 agreed, so when two ranks are about to run different things, at least one of them departs from it:
-that one asks, and nobody runs anything wrong. Whoever waits in a collective meanwhile looks once a
-second whether somebody gave up.
+that one asks, and nobody runs anything wrong. Each collective is a station; see `whereabouts`.
 
 A pass that raised may have done so on one rank alone, between two collectives, while the others go
 on with the second. So who starts again after one meets all others first, who must have raised too.
@@ -12,8 +11,8 @@ on with the second. So who starts again after one meets all others first, who mu
 
 from fzero.distributed.agree import rendezvous
 from fzero.distributed.buckets import Bucket
-from fzero.distributed.mesh import Mesh, default_store, is_gloo, is_simulated
-from fzero.errors import RankMismatchError
+from fzero.distributed.mesh import Mesh, default_store
+from fzero.whereabouts import circle_of
 
 _GATHER = (
     " At stage 3, modules that only some ranks run must be named in Config(gather_together=[...])."
@@ -24,7 +23,6 @@ _RAISED = (
 )
 _WITHOUT_COLLECTIVES = ("forward", "evaluation")  # unless parameters are gathered
 _LONGEST = 1000  # phases that are remembered of what happens between two updates
-_PATIENCE = 15.0  # seconds to wait for ranks that don't come
 
 
 class Journal:
@@ -33,14 +31,15 @@ class Journal:
     Args:
         mesh: its ranks.
         active: whether collectives may differ between ranks at all.
+        limit: seconds that ranks may come later than others; None: the process group's.
     """
 
-    def __init__(self, mesh: Mesh, *, active: bool) -> None:
-        alone = mesh.world_size == 1 or is_simulated(mesh)
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, *, active: bool, limit: float | None = None) -> None:
+        self.mesh, self.limit = mesh, limit
+        self.circle = circle_of(mesh.device_mesh)
+        alone = self.circle.alone
         self.alone, self.active = alone, active and not alone
         self.broke_off = False
-        self.watches = not alone and is_gloo(mesh.shard_group or mesh.replicate_group)
         # ranks make their engines in the same order: the n-th is the same on all
         self.number = 0 if alone else default_store().add(f"fzero/engine/{mesh.rank}", 1)
         self.phase = "start"
@@ -64,6 +63,9 @@ class Journal:
         self.on_track &= expected == phase
         if expected != phase:
             self._meet(f"after {self.phase}", phase)
+        else:
+            self.circle.limit = self.limit
+            self.circle.announce(f"engine {self.number}, {phase}", self._hint)
         self.next[self.phase] = phase
         if at < _LONGEST:
             self.cycle.append(phase)
@@ -74,7 +76,9 @@ class Journal:
 
     def raised(self, *, sent: bool) -> None:
         """A pass has raised, after it `sent` collectives or before."""
-        self.broke_off |= not self.alone and (sent or self.active)
+        if not self.alone and (sent or self.active):
+            self.broke_off = True
+            self.circle.raised()
 
     def announce(self, bucket: Bucket) -> None:
         """Return once all ranks are known to run this collective next.
@@ -89,30 +93,16 @@ class Journal:
         if lines[self.position : self.position + 1] != [line]:
             self._meet(f"{self.phase}, collective {self.position + 1}", line)
             lines[self.position :] = [line]
+        else:
+            where = f"engine {self.number}, {self.phase}, collective {self.position + 1}"
+            self.circle.announce(f"{where}: {line}", self._hint)
         self.position += 1
 
-    def check_others(self) -> None:
-        """Raise a RankMismatchError if a rank has given up waiting."""
-        store = default_store()
-        try:
-            told = store.get(self._broken).decode() if store.check([self._broken]) else ""
-        except RuntimeError:  # the store went with the rank that held it
-            return
-        if told:
-            raise RankMismatchError(
-                f"rank {self.mesh.rank} waits in a collective of the {self.phase} pass, and "
-                f"another rank gave up: {told}"
-            )
-
-    def _meet(self, where: str, line: str, hint: str = _GATHER) -> None:
+    def _meet(self, where: str, line: str, hint: str = "") -> None:
         self.count += 1
         key = f"engine {self.number}, {where} (meeting {self.count})"
-        try:
-            rendezvous(key, line, self.mesh, _PATIENCE)
-        except RankMismatchError as error:
-            default_store().set(self._broken, str(error) + hint)
-            raise RankMismatchError(str(error) + hint) from None
+        rendezvous(key, line, self.mesh, self.limit, hint or self._hint)
 
     @property
-    def _broken(self) -> str:
-        return f"fzero/engine {self.number}/gave up"
+    def _hint(self) -> str:
+        return _GATHER if self.active else ""

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fzero import works
 from fzero.distributed.buckets import (
     ALL_REDUCE,
     GATHER,
@@ -23,10 +23,8 @@ from fzero.distributed.buckets import (
 )
 from fzero.distributed.journal import Journal
 from fzero.distributed.mesh import Axes, Mesh, is_gloo
-from fzero.distributed.processes import meet, who_is_gone
 from fzero.layout import LeafLayout
-
-_POLL = timedelta(seconds=1)
+from fzero.whereabouts import circle_of
 
 
 @dataclass
@@ -61,7 +59,7 @@ class Transport:
 
     def __init__(self, mesh: Mesh, axes: Axes, journal: Journal) -> None:
         self.mesh, self.axes, self.journal = mesh, axes, journal
-        self.processes = meet(mesh.ranks)
+        self.circle = circle_of(mesh.device_mesh)
 
     def gather(self, shards: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> Flight:
         """Full leaves in their compute dtypes, from every rank's shards."""
@@ -124,7 +122,7 @@ class Transport:
         total = x.clone()
         for i, axis in enumerate(self.axes):
             if axis.size > 1:
-                self._wait(dist.all_reduce(total, group=self._group(i), async_op=True))
+                self._wait(self._sum(total, i))
         return total
 
     def whole(self, shard: Tensor, leaf: LeafLayout) -> Tensor:
@@ -145,14 +143,13 @@ class Transport:
     def _exchange(self, send: Tensor, bucket: Bucket) -> Callable[[], Tensor]:
         """Launch a gather or a reduce-scatter; what waits for its buffer."""
         if not bucket.exchanged:
-            ops: Any = torch.ops._c10d_functional
             if bucket.kind == GATHER:
-                buffer = ops.all_gather_into_tensor(send, bucket.world, bucket.group)
+                flying = works.all_gather_into_tensor(send, bucket.world, bucket.group)
             else:
-                buffer = ops.reduce_scatter_tensor(send, "sum", bucket.world, bucket.group)
-            return lambda: ops.wait_tensor(buffer)
+                flying = works.reduce_scatter_tensor(send, "sum", bucket.world, bucket.group)
+            return lambda: works.wait(flying)
         received = torch.empty_like(send)
-        work = dist.all_to_all_single(received, send, group=self._group(0), async_op=True)
+        work = works.exchange_into(received, send, self._group(0), self.circle)
 
         def finish() -> Tensor:
             self._wait(work)
@@ -168,7 +165,7 @@ class Transport:
             if bucket.exchanged:
                 part = part.view(bucket.world, -1).sum(0)
             if self.axes.replicate.size > 1:
-                self._wait(dist.all_reduce(part, group=self._group(1), async_op=True))
+                self._wait(self._sum(part, 1))
             part = part if after == 1 else part.mul_(after)
             return unpack_shards(part, replace(bucket, exchanged=False))
 
@@ -181,13 +178,13 @@ class Transport:
         if before != 1:
             buffer.mul_(before)
         axes = [i for i, axis in enumerate(self.axes) if axis.size > 1]
-        works = [dist.all_reduce(buffer, group=self._group(i), async_op=True) for i in axes[:1]]
+        launched = [self._sum(buffer, i) for i in axes[:1]]
 
         def finish() -> list[Tensor]:
-            for work in works:
+            for work in launched:
                 self._wait(work)
             for i in axes[1:]:
-                self._wait(dist.all_reduce(buffer, group=self._group(i), async_op=True))
+                self._wait(self._sum(buffer, i))
             return unpack_flat(buffer if after == 1 else buffer.mul_(after), bucket)
 
         return finish
@@ -197,24 +194,15 @@ class Transport:
         mesh = self.mesh.device_mesh
         return mesh.get_group(mesh.ndim - 1 - axis)
 
-    def _wait(self, work: Any) -> None:
-        if not self.journal.watches:  # a stream waits, not the host
-            work.wait()
-            return
-        with who_is_gone(self.processes):
-            while not self._came(work):
-                self.journal.check_others()
+    def _sum(self, x: Tensor, axis: int) -> Any:
+        """Launch a sum over one axis, in place."""
+        return works.reduce_in_place(x, self._group(axis), self.circle)
 
-    def _came(self, work: Any) -> bool:
-        """Whether a collective is done, after waiting a little for it."""
-        try:
-            work.wait(_POLL)
-        except RuntimeError as error:
-            if not work.is_completed() and "timed out" in str(error).lower():
-                return False
-            self.journal.check_others()
-            raise
-        return True
+    def _wait(self, work: Any) -> None:
+        if self.circle.counted:
+            works.finish(work, self.circle)
+        else:
+            work.wait()  # a stream waits, not the host
 
 
 def _by_dtype(tensors: Sequence[Any], wanted: Sequence[bool]) -> list[list[int]]:

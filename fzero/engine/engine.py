@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from fzero.config import Config
 from fzero.distributed.agree import first_says
 from fzero.distributed.journal import Journal
-from fzero.distributed.processes import who_is_gone
 from fzero.distributed.transport import Transport
 from fzero.eager.units import Units
 from fzero.engine import events, outputs, phases
@@ -108,7 +107,7 @@ class Engine:
         self._names = {leaf.name: index for index, leaf in enumerate(leaves)}
         self._other_names = slots.other_names()
         self._registered = [self._names[name] for name in params]
-        self._journal = Journal(plan.mesh, active=cfg.stage == 3)
+        self._journal = Journal(plan.mesh, active=cfg.stage == 3, limit=cfg.timeout)
         self._transport = Transport(plan.mesh, plan.axes, self._journal)
         reduces = world > 1 and (cfg.stage >= 2 or cfg.accum_steps == 1)
         self._stepper = Stepper(
@@ -617,7 +616,9 @@ class Engine:
         self._is_ordered = True
         plan, gradients = self._stepper.plan, self._reducer
         mine = " ".join(map(str, arrived))
-        said = first_says(f"engine {self._journal.number}, order of gradients", mine, plan.mesh)
+        said = first_says(
+            f"engine {self._journal.number}, order of gradients", mine, plan.mesh, self.cfg.timeout
+        )
         order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
         grouping = plan_order(self._grouping, gradients.leaves, list(order), self.cfg)
         gradients.buckets = grouping.buckets
@@ -658,7 +659,7 @@ class Engine:
             multiply = torch._foreach_mul if refuses else torch._foreach_mul_
             grads = list(multiply(grads, self._share) or grads)
         self._journal.enter("update")
-        with who_is_gone(self._transport.processes):
+        with self._transport.circle.within():
             self._stepper.update(grads, losses)
         self._clear()
         self._writes.ours()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fzero import works
 from fzero.errors import TraceError
 from fzero.numerics.rng import generator_of
 from fzero.program.graph import is_op, placeholders, tensors_of
@@ -201,6 +202,10 @@ def _statement(
     function = target._op if isinstance(target, torch._ops.OpOverload) else target
     if is_op(node, *_IN_GRAD_MODE):
         function = _in_grad_mode(function)
+    if is_op(node, *_WORKS) and all(is_op(user, _WAIT) for user in node.users):
+        function = _WORKS[target._schema.name]
+    elif is_op(node, _WAIT) and is_op(node.all_input_nodes[0], *_WORKS):
+        function = works.wait  # which takes what torch's operators give, too
     name = bind(function, getattr(target, "__name__", "op").replace(".", "_").replace("<", "_"))
     arguments = [show(x) for x in node.args]
     arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
@@ -210,6 +215,18 @@ def _statement(
     if (after := then(node)) is not None:
         call = f"{bind(after, 'laid_out')}({call})"
     return f"{node.name} = {call}"
+
+
+_WAIT = "_c10d_functional::wait_tensor"
+_WORKS = {
+    f"_c10d_functional::{function.__name__}": function
+    for function in (
+        works.all_reduce,
+        works.all_to_all_single,
+        works.all_gather_into_tensor,
+        works.reduce_scatter_tensor,
+    )
+}
 
 
 # Without grad mode, which Programs run outside of, it does not keep what its backward reads.

@@ -79,7 +79,7 @@ def start(
         for i, leaf in enumerate(tree.leaves(params)):
             take(i, leaf)
     else:
-        _agree_on_randomness(recording, mesh)
+        _agree_on_randomness(recording, mesh, cfg.timeout)
         recording.replay(take)
     targets = plan.targets(sharding.layout.divide(shards)[0])
     if kept.masters is not None:
@@ -129,27 +129,31 @@ def agree_on_start(
     built: bool = True,
 ) -> None:
     """Find what differs between ranks while a message is still possible."""
-    agree("Config", [(f".{name}", text) for name, text in cfg.describe().items()], mesh)
+    agree(
+        "Config", [(f".{name}", text) for name, text in cfg.describe().items()], mesh, cfg.timeout
+    )
     for what, held, there in (("params", params, built), ("model_state", model_state, True)):
         leaves, paths = tree.leaves(held), tree.paths(held)
         pairs = list(zip(paths, leaves, strict=True))
-        agree(what, [(path, f"{x.dtype} {tuple(x.shape)}") for path, x in pairs], mesh)
+        agree(what, [(path, f"{x.dtype} {tuple(x.shape)}") for path, x in pairs], mesh, cfg.timeout)
         if values and there and mesh.world_size > 1 and not is_simulated(mesh):
             agree(
                 f"the values of {what}",
                 [(path, _checksum(x)) for path, x in pairs],
                 mesh,
+                cfg.timeout,
                 hint="Every rank must start from the same values: seed all ranks alike before "
                 "building the model (torch.manual_seed), or load the same checkpoint on each.",
             )
 
 
-def _agree_on_randomness(recording: Recording, mesh: Mesh) -> None:
+def _agree_on_randomness(recording: Recording, mesh: Mesh, timeout: float | None) -> None:
     """See that all ranks will draw, and so build, the same numbers."""
     agree(
         "what the parameters are built from",
         recording.fingerprint(),
         mesh,
+        timeout,
         hint="Seed all ranks alike before step_fn.init, or in the function that builds the "
         "parameters: torch.manual_seed(0).",
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fzero import tree
@@ -22,6 +22,7 @@ from fzero.functional.owners import Owners, noted, noted_like, owners_of
 from fzero.layout import Layout, LeafLayout, plan_layout
 from fzero.numerics.precision import Precision
 from fzero.tree import PyTree
+from fzero.whereabouts import circle_of
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,9 @@ def unshard(sharded: PyTree, *, rank0_only: bool = False, copy: bool = True) -> 
         (True, tensor([1., 1.]))
     """
     leaves, spec = tree.flatten(sharded)
+    meshes = {leaf.device_mesh: None for leaf in leaves if isinstance(leaf, DTensor)}
+    for mesh in meshes:
+        circle_of(mesh).announce(f"unshard({len(leaves)} leaves)")
     keep = not rank0_only or not torch.distributed.is_initialized()
     keep = keep or torch.distributed.get_rank() == 0
     full = []
@@ -160,7 +164,7 @@ def unshard(sharded: PyTree, *, rank0_only: bool = False, copy: bool = True) -> 
         if not isinstance(leaf, Tensor):
             full.append(leaf if keep else None)
             continue
-        whole = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        whole = _whole(leaf) if isinstance(leaf, DTensor) else leaf
         if keep and copy and _in_its_memory(whole, leaf):
             whole = whole.clone()
         full.append(noted_like(whole, leaf) if keep else None)
@@ -172,6 +176,22 @@ def _in_its_memory(whole: Tensor, leaf: Tensor) -> bool:
     if not isinstance(leaf, DTensor):
         return True
     return whole.untyped_storage()._cdata == local_tensor(leaf).untyped_storage()._cdata
+
+
+def _whole(leaf: DTensor) -> Tensor:
+    """The full tensor; as `full_tensor`, but its wait sees what becomes of the other ranks."""
+    mesh, placements = leaf.device_mesh, leaf.placements
+    split = [i for i, placement in enumerate(placements) if type(placement) is Shard]
+    rest = [placement for placement in placements if type(placement) is not Shard]
+    plain = len(split) == 1 and all(type(placement) is Replicate for placement in rest)
+    if not plain or leaf.requires_grad or circle_of(mesh).alone:
+        return leaf.full_tensor()
+    (axis,) = split
+    dim = placements[axis].dim  # pyright: ignore[reportAttributeAccessIssue]
+    group = mesh.get_group(axis).group_name
+    return torch.ops.fzero.gather(
+        local_tensor(leaf), list(leaf.shape), dim % leaf.dim(), mesh.size(axis), group, ""
+    )
 
 
 def locals_of(leaves: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from fzero import tree
 from fzero.distributed.agree import rendezvous
 from fzero.distributed.batched import scatter_gradients, sum_gradients
 from fzero.distributed.buckets import Bucket
-from fzero.distributed.mesh import Mesh, default_store, is_simulated
+from fzero.distributed.mesh import Mesh, default_store
 from fzero.draws import Watch
 from fzero.eager.arrivals import Arrivals, dense
 from fzero.eager.gathered import Gathered
@@ -46,6 +46,7 @@ from fzero.step.gradients import (
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram
 from fzero.tree import PyTree
+from fzero.whereabouts import circle_of
 from fzero.zero import accumulated, added, differentiated, scaled
 
 
@@ -66,7 +67,7 @@ class Eager:
         self.limit = int(plan.cfg.bucket_mb * 2**20)
         self.bucket_bytes = (self.limit, self.limit)
         self.update_program = UpdateProgram(plan, held, reduced=True)
-        self.journal = _Journal(plan.mesh)
+        self.journal = _Journal(plan.mesh, plan.cfg.timeout)
         self.order: list[int] = []  # in which leaves were used last time
 
     @property
@@ -243,18 +244,18 @@ class _Journal:
     ranks meet first, through the store, and whoever comes alone raises instead of hanging.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, limit: float | None) -> None:
+        self.mesh, self.limit = mesh, limit
+        self.circle = circle_of(mesh.device_mesh)
         self.lines: list[str] = []
         self.position = self.turn = 0
-        self.alone = mesh.world_size == 1 or is_simulated(mesh)
+        self.alone = self.circle.alone
         # ranks make their step functions in the same order: the n-th is the same on all
         self.number = 0 if self.alone else default_store().add(f"fzero/eager/{mesh.rank}", 1)
 
     def begin(self) -> None:
         """A micro-batch starts."""
         self.position = 0
-        self.turn += 1
 
     def announce(self, bucket: Bucket) -> None:
         """Return once all ranks are known to run this collective next.
@@ -265,10 +266,14 @@ class _Journal:
         if self.alone:
             return
         line = f"{bucket.kind} of {', '.join(leaf.name for leaf in bucket.leaves)}"
+        self.turn += self.position == 0
+        where = f"eager step function {self.number}, micro-batch {self.turn}"
+        where = f"{where}, collective {self.position + 1}"
         if self.lines[self.position : self.position + 1] != [line]:
-            where = f"eager step function {self.number}, micro-batch {self.turn}"
-            rendezvous(f"{where}, collective {self.position + 1}", line, self.mesh)
+            rendezvous(where, line, self.mesh, self.limit)
             self.lines[self.position :] = [line]
+        else:
+            self.circle.announce(f"{where}: {line}")
         self.position += 1
 
 

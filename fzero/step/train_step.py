@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.config import Config
-from fzero.distributed.agree import agree, check_meeting, rendezvous, smallest
-from fzero.distributed.mesh import Mesh, default_store, is_simulated, resolve_mesh
-from fzero.distributed.processes import Processes, meet, who_is_gone
+from fzero.distributed.agree import agree, rendezvous, smallest
+from fzero.distributed.mesh import Mesh, default_store, resolve_mesh
 from fzero.errors import ConfigError, RankMismatchError, ShardError
 from fzero.frames import take_apart
 from fzero.notes import ONE_AT_A_TIME, warn_of_recordings
@@ -33,6 +32,7 @@ from fzero.step.metrics import refuse_nonfinite
 from fzero.step.traced import Traced
 from fzero.step.update import Updated
 from fzero.tree import PyTree
+from fzero.whereabouts import circle_of
 
 MAX_SIGNATURES = 8
 
@@ -88,7 +88,6 @@ class TrainStep:
         self._number, self._calls = 0, 0
         self._warned = False
         self._last_collectives: str | None = None
-        self._processes = Processes()
         self._watch = Watch()
 
     def init(
@@ -165,21 +164,24 @@ class TrainStep:
         micro = micro_batches(batch, self.cfg.accum_steps)
         staged = self._agreed(self._stage(plan, leaves, held, micro[0]), leaves, held, micro[0])
         trained, frozen = plan.sharding.layout.divide(leaves)
-        with who_is_gone(self._processes):
-            try:
+        circle = circle_of(plan.mesh.device_mesh)
+        sent = circle.sent
+        try:
+            with circle.at(self._meeting, self.cfg.timeout):
                 grads, loss, state, aux = staged.gradients(
                     trained, frozen, held, micro, opt_state.step
                 )
-            except RuntimeError as error:  # of a collective, if the ranks it waits for gave up
-                check_meeting(self._meeting, plan.mesh, error)
-                raise
+        except BaseException:
+            if circle.sent == sent:  # the others know nothing of this call: the next one is it
+                self._calls -= 1
+            raise
         if self.cfg.nonfinite_policy == "raise":
             refuse_nonfinite(loss, grads, plan, int(opt_state.step))
         if not self.cfg.donate:
             trained = tuple(map(copied, trained))
             inner, kept = list(map(copied, held.inner)), list(map(copied, held.masters))
             held = held._replace(masters=kept, inner=inner)
-        with who_is_gone(self._processes):
+        with circle.within():
             updated = staged.update(trained, held, grads, loss, state)
         if self.cfg.scaling is not None:
             before = LossScaleState(*held.scale)
@@ -313,7 +315,9 @@ class TrainStep:
         self._calls += 1
         mesh = staged.plan.mesh
         if self._bucket_bytes is None:
-            first, second = smallest("the size of buckets", staged.bucket_bytes, mesh)
+            first, second = smallest(
+                "the size of buckets", staged.bucket_bytes, mesh, self.cfg.timeout
+            )
             self._bucket_bytes = (first, second)
         if staged.bucket_bytes != self._bucket_bytes:
             self._forget(staged)
@@ -340,14 +344,13 @@ class TrainStep:
         """Whenever this rank's collectives change, see that all ranks' do, before any runs."""
         if self._last_collectives is None:
             lines = [(f"line {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
-            agree("the step's collectives", lines, mesh)
-            if mesh.world_size > 1 and not is_simulated(mesh):
+            agree("the step's collectives", lines, mesh, self.cfg.timeout)
+            if not circle_of(mesh.device_mesh).alone:
                 # ranks make their step functions in the same order: the n-th is the same on all
                 key = f"fzero/step functions/{mesh.ranks}/{mesh.rank}"
                 self._number = default_store().add(key, 1)
-                self._processes = meet(mesh.ranks)
         else:
-            rendezvous(self._meeting, collectives, mesh)
+            rendezvous(f"{self._meeting}, new collectives", collectives, mesh, self.cfg.timeout)
         self._last_collectives = collectives
 
 

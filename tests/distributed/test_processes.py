@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import fzero
-from fzero.distributed.processes import Processes, is_of_collective, who_is_gone
+from fzero.distributed.processes import is_of_collective
+from fzero.whereabouts import Circle
 from tests.ranks import Ranks, RanksFailed
 
 TIMEOUT = 4  # seconds: what the process group is configured with
@@ -65,7 +66,6 @@ def test_a_rank_that_is_gone_is_named(
 
 
 def test_other_errors_go_through() -> None:
-    here = {"host": "", "pid": "1", "started": "1"}
-    with pytest.raises(RuntimeError, match="mat1 and mat2"), who_is_gone(Processes({0: here})):
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), Circle((0,), 0).explained():
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert is_of_collective(RuntimeError("Connection closed by peer"))

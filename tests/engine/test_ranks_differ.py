@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import fzero
-from fzero.distributed import journal
 from tests.engine.models import Experts, Lost, Raises
 from tests.engine.parity import SGD, build, data, here
 from tests.ranks import RanksFailed, run_fresh
@@ -15,7 +14,6 @@ from tests.ranks import RanksFailed, run_fresh
 def differ(when: str) -> tuple[float, str]:
     """How long it took, and what this rank was told."""
     torch.distributed.init_process_group("gloo")
-    journal._PATIENCE = 3.0  # the test's time is mostly this
     rank, world = here()
     engine = fzero.Engine(build(Experts), SGD(), fzero.Config(stage=3, bucket_mb=1e-4))
     same = [0, 1]
@@ -39,7 +37,6 @@ def differ(when: str) -> tuple[float, str]:
 def raises_alone(stage: int, where: str) -> tuple[float, str]:
     """One rank loses a pass in its middle and tries again, the other knows nothing of it."""
     torch.distributed.init_process_group("gloo")
-    journal._PATIENCE = 3.0
     rank, _ = here()
     engine = fzero.Engine(build(Raises), SGD(), fzero.Config(stage=stage, bucket_mb=1e-5))
     for _ in range(2):
@@ -63,7 +60,7 @@ def raises_alone(stage: int, where: str) -> tuple[float, str]:
 @pytest.mark.parametrize(("stage", "where"), [(2, "backward"), (3, "backward"), (3, "forward")])
 def test_a_rank_that_starts_again_alone_is_found_out(stage: int, where: str) -> None:
     for seconds, message in run_fresh(2, raises_alone, stage, where, timeout=60):
-        assert "after an exception" in message
+        assert "(raised)" in message
         assert seconds < 3 + 5
 
 
@@ -75,14 +72,9 @@ def test_every_rank_is_told(when: str) -> None:
         assert seconds < 3 + 5
 
 
-def test_patience_leaves_time_to_tell() -> None:
-    assert journal._PATIENCE + 5 <= 20
-
-
 def goes_on_alone() -> None:
     """One rank calls backward once more, and the other updates."""
     torch.distributed.init_process_group("gloo")
-    journal._PATIENCE = 3.0
     rank, _ = here()
     engine = fzero.Engine(build(Raises), SGD(), fzero.Config(stage=2))
     for turn in range(3):
@@ -92,6 +84,6 @@ def goes_on_alone() -> None:
 
 
 def test_one_backward_more_is_found_out_where_no_parameters_travel() -> None:
-    # the other rank learns of it when this one ends
-    with pytest.raises(RanksFailed, match=r"RankMismatchError: rank 1 came to 'engine 1, after b"):
+    differ = r"RankMismatchError: rank 0 came to 'engine 1, update', and rank 1 to .*: backward'"
+    with pytest.raises(RanksFailed, match=rf"(?s){differ}.*{differ}"):
         run_fresh(2, goes_on_alone, timeout=30)

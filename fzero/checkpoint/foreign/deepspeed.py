@@ -39,7 +39,7 @@ def import_deepspeed_universal(
     opt_state_like: PyTree = None,
     *,
     strict: bool = True,
-    timeout: float = 600.0,
+    timeout: float | None = None,
 ) -> tuple[PyTree, PyTree]:
     """Fill trees from a DeepSpeed universal checkpoint; every rank must call it.
 

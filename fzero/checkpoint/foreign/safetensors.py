@@ -42,7 +42,7 @@ def export_safetensors(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    timeout: float = 600.0,
+    timeout: float | None = None,
 ) -> Path:
     """Write full parameters as safetensors that `transformers` loads; every rank must call it.
 
@@ -53,7 +53,7 @@ def export_safetensors(
         params: pytree of tensors or DTensors; names are its keys joined by dots.
         dtype: what floating leaves are converted to; None leaves them.
         max_file_bytes: a file is closed before it would grow beyond this, unless one leaf does.
-        timeout: seconds that ranks wait for each other.
+        timeout: seconds that ranks wait for each other; None: as long as the process group does.
 
     Returns:
         The folder.

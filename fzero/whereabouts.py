@@ -1,0 +1,493 @@
+"""Where the ranks are: which is late, which went another way, which is gone.
+
+[Note: stations] Ranks that train together go through the same stations in the same order: this
+call of a step, this gather, this checkpoint. Each rank counts its own and says nothing. Only who
+has waited for some seconds writes into the store where it is, and reads where the others are:
+
+    elsewhere   another station than this rank's of the same number: an error on every rank
+    left, dead  at an earlier station, and its program ended or its process is gone: an error
+    late        at an earlier station, and its process lives: it is waited for, to the time limit
+
+Who raises leaves its reason in the store first, and who waits reads it, so that all raise. Nothing
+runs in the background, and a step that waits for nobody costs no word to anybody. No decision rests
+on how long a collective takes: only on what ranks have said, and on the time limit.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
+
+from fzero.distributed.mesh import default_store
+from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collective, own_name
+from fzero.errors import RankMismatchError
+from fzero.keepalive import keep_alive
+
+PATIENCE = 3.0  # seconds that a rank waits before it says where it is
+PAUSE = 1.0  # seconds between two looks at where the others are
+_REMEMBERED = 1000  # stations; ranks that share collectives are never that far apart
+
+_RAISED = " (raised)"
+_ADVICE = (
+    " What changes the collectives on one rank must change them on all, in the same call: look for "
+    "a branch, a batch or an end of the loop that differs between ranks, or for an exception."
+)
+
+
+class Station(NamedTuple):
+    """Where a rank is.
+
+    Args:
+        number: how many stations it has come to.
+        chain: a checksum of all of them.
+        text: what it does there.
+        left: whether its program has ended, as programs end.
+    """
+
+    number: int
+    chain: int
+    text: str
+    left: bool = False
+
+
+class Circle:
+    """Ranks that go through the same stations, as one of them sees it.
+
+    Args:
+        ranks: their global ranks.
+        rank: this one's. A circle of one rank does nothing.
+        groups: the process groups that their collectives run on.
+        name: tells it from other circles of the same ranks.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, groups: Sequence[ProcessGroup] = (), name: str = ""
+    ) -> None:
+        self.ranks, self.rank = tuple(ranks), rank
+        self.alone = len(self.ranks) == 1
+        # `works` counts what gloo sends; of other backends nothing is known
+        self.counted = all(dist.get_backend(group) == "gloo" for group in groups)
+        self._groups = [weakref.ref(group) for group in groups]
+        self.here = Station(0, 0, "the start")
+        self.hint = ""
+        self.limit: float | None = None  # seconds; None: the process group's
+        self.sent = 0  # collectives so far
+        self.verdict = ""  # why these ranks can't go on
+        self._past: deque[Station] = deque([self.here], maxlen=_REMEMBERED)
+        self._told: Station | None = None
+        self._unexplained: BaseException | None = None
+        self._names: dict[int, Mapping[str, str]] = {}
+        if self.alone:
+            return
+        self._store = default_store()
+        key = hashlib.blake2b(f"{self.ranks} {name}".encode(), digest_size=8).hexdigest()
+        # a process group may be ended and started again on the same store
+        turn = self._store.add(f"fzero/circle {key}/made by {rank}", 1)
+        self._place = f"fzero/circle {key}/{turn}"
+        self._tell()
+        atexit.register(_leave, weakref.ref(self), os.getpid())
+
+    # --- what a rank does ---
+
+    def announce(self, text: str, hint: str = "") -> None:
+        """This rank comes to its next station; it costs no word to anybody.
+
+        Args:
+            text: what all ranks do here, the same on each.
+            hint: what the message says besides if they don't.
+
+        Raises:
+            RankMismatchError: these ranks were found to differ before.
+        """
+        if self.alone:
+            return
+        if self.verdict:
+            raise RankMismatchError(self.verdict)
+        number, chain, *_ = self.here
+        self.here = Station(number + 1, zlib.crc32(text.encode(), chain), text)
+        self.hint = hint
+        self._past.append(self.here)
+
+    @contextlib.contextmanager
+    def at(self, text: str, limit: float | None = None) -> Iterator[None]:
+        """A station, and the collectives in it.
+
+        An exception before the first of them leaves this rank where it was. After one, the others
+        learn of it when they wait: they can't have what this rank no longer sends.
+
+        Args:
+            text: as for `announce`.
+            limit: seconds that ranks may come later than others; None: the process group's.
+        """
+        before, sent = self.here, self.sent
+        self.limit = limit
+        self.announce(text)
+        try:
+            with self.explained():
+                yield
+        except RankMismatchError:
+            raise
+        except BaseException:
+            if self.sent == sent and self.counted:
+                while len(self._past) > 1 and self._past[-1].number > before.number:
+                    self._past.pop()
+                self.here = before
+            else:
+                self.raised()
+            raise
+        if len(self._names) < len(self.ranks) and not self.alone:
+            with contextlib.suppress(RuntimeError):
+                self._stations()  # all are there now: who they are, in case the store is lost
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """More collectives of a station that has sent some: an exception is told, as from `at`."""
+        try:
+            with self.explained():
+                yield
+        except RankMismatchError:
+            raise
+        except BaseException:
+            self.raised()
+            raise
+
+    @contextlib.contextmanager
+    def explained(self, *, certain: bool = False) -> Iterator[None]:
+        """Where a collective fails inside, say which rank is to blame.
+
+        Args:
+            certain: nothing but a collective can fail inside.
+
+        Raises:
+            RankMismatchError: a rank is gone, late beyond the limit, or elsewhere.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            known = certain or is_of_collective(error)
+            if not self.alone and known and error is not self._unexplained:
+                self._explain(error, certain)
+                self._unexplained = error
+            raise
+
+    def raised(self) -> None:
+        """This rank leaves its station by an exception, with some of its collectives sent."""
+        if self.alone or self.verdict:
+            return
+        number, chain, text, _ = self.here
+        self.here = Station(number, zlib.crc32(_RAISED.encode(), chain), text + _RAISED)
+        self._past[-1] = self.here
+        with contextlib.suppress(RuntimeError):  # the store went with the rank that held it
+            self._tell()
+
+    def meet(self, key: str, text: str, hint: str = "") -> list[str]:
+        """A station that is passed once all ranks have come to it, with their texts; no collective.
+
+        Args:
+            key: names it; the same on all ranks.
+            text: what they bring.
+            hint: as for `announce`.
+
+        Returns:
+            Each rank's `key` and text, by line.
+
+        Raises:
+            RankMismatchError: a rank is elsewhere, gone, or late beyond the limit.
+        """
+        if self.alone:
+            return [f"{key}\n{text}"]
+        self.announce(key, hint)
+        if len(text) < 200 and "\n" not in text:
+            self.here = self._past[-1] = self.here._replace(text=f"{key}: {text}")
+        number = self.here.number
+        entries = {rank: f"{self._place}/station {number}/{rank}" for rank in self.ranks}
+        mine = f"{key}\n{text}"
+        self._store.set(entries[self.rank], mine)
+
+        def differs() -> None:
+            for rank, entry in entries.items():
+                if self._store.check([entry]) and self._store.get(entry).decode() != mine:
+                    self._give_up(
+                        f"rank {self.rank} and rank {rank} came to {key!r} with other collectives "
+                        f"to run, which would not match.{_ADVICE}{hint}"
+                    )
+
+        self._wait_for(list(entries.values()), differs)
+        told = [self._store.get(entry).decode() for entry in entries.values()]
+        if len(set(told)) > 1:  # all know, and nobody has done anything: they may go on
+            self.here = Station(number, self._past[-2].chain, f"{key} (ranks differed)")
+            self._past[-1] = self.here
+            self._tell()
+        return told
+
+    def _wait_for(self, keys: Sequence[str], also: Callable[[], None] | None = None) -> None:
+        """Return once all these keys, which are written at this station, are in the store."""
+        started = looked = time.monotonic()
+        # asked again and again, as a wait that times out prints a warning
+        while not self._there(keys):
+            now = time.monotonic()
+            waited = now - started
+            if waited > PATIENCE and now - looked > self.pause():
+                looked = now
+                if also is not None:
+                    also()
+                self.look()
+            if waited > (self.limit or _group_limit()):
+                self._give_up_late(waited)
+            time.sleep(min(max(waited / 8, 0.001), PAUSE))
+
+    def _there(self, keys: Sequence[str]) -> bool:
+        with contextlib.suppress(RuntimeError):  # the store went: `look` sees with whom
+            return self._store.check(list(keys))
+        return False
+
+    def set(self, key: str, text: str) -> str:
+        """Write a key of these ranks; its full name."""
+        place = f"{self._place}/{key}"
+        self._store.set(place, text)
+        return place
+
+    def get(self, key: str) -> str:
+        """What `set` wrote, on any rank, once it has."""
+        place = f"{self._place}/{key}"
+        self._wait_for([place])
+        return self._store.get(place).decode()
+
+    # --- what it learns of the others ---
+
+    def look(self) -> None:
+        """Say where this rank is, and see whether the others can still come.
+
+        Raises:
+            RankMismatchError: one can't.
+        """
+        try:
+            self._tell()
+            self._look()
+        except RuntimeError:  # the store went with the rank that held it
+            self._blame_the_gone({})
+
+    def pause(self) -> float:
+        """Seconds from one look to the next: less often where many ask."""
+        return max(PAUSE, len(self.ranks) / 100)
+
+    def _look(self) -> dict[int, Station]:
+        verdict = f"{self._place}/verdict"
+        if self._store.check([verdict]):
+            self._raise(self._store.get(verdict).decode())
+        stations, hints = self._stations()
+        for rank, there in stations.items():
+            mine = self._passed(there.number)
+            if mine is not None and mine.chain != there.chain:
+                told = _differ((self.rank, mine), (rank, there))
+                self._give_up(told + (hints[rank] or self.hint))
+        behind = {r: there for r, there in stations.items() if there.number < self.here.number}
+        for rank, there in behind.items():
+            if there.left:
+                self._give_up(
+                    f"rank {rank} has left: its program ended after {there.text!r}, and rank "
+                    f"{self.rank} waits for it at {self.here.text!r}.{_ADVICE}"
+                )
+        self._blame_the_gone(stations)
+        return stations
+
+    def _blame_the_gone(self, stations: Mapping[int, Station], *, stopped: bool = False) -> None:
+        gone = {
+            rank: what
+            for rank, what in Processes(self._names).gone().items()
+            if (stopped or what == "ended") and not (rank in stations and stations[rank].left)
+        }
+        if gone:
+            blame = " and ".join(f"rank {rank} {what}" for rank, what in gone.items())
+            self._give_up(
+                f"a collective failed: {blame}. The other ranks cannot go on without it: look at "
+                "its output, or at the system's log if the memory ran out, and start again from "
+                "the last checkpoint (torchrun --max-restarts does so by itself)."
+            )
+
+    def _explain(self, error: RuntimeError, certain: bool) -> None:
+        """Raise if it can be told why a collective of this rank failed."""
+        started = time.monotonic()
+        timed_out = certain and "imed out" in str(error)
+        # who has just come waits for its own patience before it says so
+        until = started + (PATIENCE + 2 * PAUSE if timed_out else GRACE_SECONDS)
+        try:
+            while True:
+                self.look()
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.1)
+            if timed_out:
+                self._give_up_late(self.limit or _group_limit())
+            if certain and (far := Processes(self._names).elsewhere()):
+                self._give_up(
+                    f"a collective failed: no process on rank {self.rank}'s host is gone; look at "
+                    f"ranks {far} on other hosts. It said: {error}"
+                )
+        except RankMismatchError as told:
+            raise told from error
+
+    def _give_up_late(self, waited: float) -> None:
+        try:
+            stations = self._look()
+        except RuntimeError:
+            stations = {}
+        self._blame_the_gone(stations, stopped=True)
+        behind = [rank for rank, there in stations.items() if there.number < self.here.number]
+        if not behind:  # they have all come by now; what is missing is one of their messages
+            behind = list(stations)
+        seen = "; ".join(f"rank {rank} after {stations[rank].text!r}" for rank in behind)
+        self._give_up(
+            f"rank {self.rank} waited {waited:.0f} s at {self.here.text!r}, and "
+            f"{ranks_text(behind)} did not come. Its process lives, as far as can be told from "
+            f"here, and it last said where it is: {seen or 'never'}. Look at what it does. If it "
+            "needs the time, set Config(timeout=seconds), or the timeout of init_process_group."
+        )
+
+    def _give_up(self, text: str) -> None:
+        """Raise on this rank, and on all that look from now on; the first one's words hold."""
+        with contextlib.suppress(RuntimeError):
+            text = self._store.compare_set(f"{self._place}/verdict", "", text).decode() or text
+        self._raise(text)
+
+    def _raise(self, text: str) -> None:
+        self.verdict = text
+        for held in self._groups:  # its operations will never end
+            if (group := held()) is not None:
+                keep_alive(group)
+        raise RankMismatchError(text)
+
+    # --- the store ---
+
+    def _tell(self, *, left: bool = False) -> None:
+        here = self.here._replace(left=left)
+        if here != self._told:
+            entry = {"at": here, "process": own_name(), "hint": self.hint}
+            self._store.set(f"{self._place}/at {self.rank}", json.dumps(entry))
+            self._told = here
+
+    def _stations(self) -> tuple[dict[int, Station], dict[int, str]]:
+        """Where the other ranks last said they are, and their hints."""
+        stations = {r: Station(0, 0, "(nothing)") for r in self.ranks if r != self.rank}
+        hints = dict.fromkeys(stations, "")
+        keys = {rank: f"{self._place}/at {rank}" for rank in stations}
+        # a key that is not there would be waited for
+        keys = {r: k for r, k in keys.items() if r in self._names or self._store.check([k])}
+        for rank, value in zip(keys, _read(self._store, list(keys.values())), strict=True):
+            entry = json.loads(value)
+            stations[rank] = Station(*entry["at"])
+            self._names[rank], hints[rank] = entry["process"], entry["hint"]
+        self._names[self.rank] = own_name()
+        return stations, hints
+
+    def _passed(self, number: int) -> Station | None:
+        """This rank's own station of that number; None if it was not there, or long ago."""
+        back = self.here.number - number
+        return self._past[-1 - back] if 0 <= back < len(self._past) else None
+
+
+_CIRCLES: "weakref.WeakKeyDictionary[ProcessGroup, dict[Any, Circle]]" = (
+    # One a process and mesh, whoever asks: it lives and ends with torch's own process group,
+    # which takes no attributes.
+    weakref.WeakKeyDictionary()
+)
+_BY_GROUP: "weakref.WeakKeyDictionary[ProcessGroup, Circle]" = weakref.WeakKeyDictionary()
+
+
+def circle_of(mesh: DeviceMesh) -> Circle:
+    """The circle of a mesh's ranks, the same one for all who ask.
+
+    >>> from fzero.distributed.mesh import resolve_mesh
+    >>> circle_of(resolve_mesh(None, "cpu").device_mesh).alone
+    True
+    """
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    if len(ranks) == 1 or not dist.is_initialized():
+        return Circle(ranks[:1], ranks[0])
+    groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
+    apart = mesh.ndim == 1 and len(ranks) < dist.get_world_size()
+    return circle_for(ranks, groups, groups[0].group_name if apart else "")
+
+
+def circle_for(ranks: Sequence[int], groups: Sequence[ProcessGroup], name: str = "") -> Circle:
+    """The circle of these ranks, whose collectives run on these groups."""
+    if len(ranks) == 1 or dist.get_backend() == "fake":  # a fake group moves no data
+        return Circle(ranks[:1], ranks[0])
+    world: Any = dist.group.WORLD
+    circles = _CIRCLES.setdefault(world, {})
+    key = (tuple(ranks), name)
+    if key not in circles:
+        circles[key] = Circle(ranks, dist.get_rank(), groups, name)
+    for group in groups:
+        if group not in _BY_GROUP and dist.get_backend(group) == "gloo":
+            _BY_GROUP[group] = circles[key]
+    return circles[key]
+
+
+def circle_on(group: ProcessGroup) -> Circle | None:
+    """The circle whose collectives run on this group with gloo; None for any other."""
+    return _BY_GROUP.get(group)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`ranks 0-2, 5`: consecutive ranks as a range.
+
+    >>> ranks_text([5, 0, 1, 2]), ranks_text([3])
+    ('ranks 0-2, 5', 'rank 3')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def _differ(*pairs: tuple[int, Station]) -> str:
+    """The message about two ranks at different stations of one number."""
+    (one, here), (other, there) = sorted(pairs)
+    what = [f"rank {one} came to {here.text!r}", f"rank {other} to {there.text!r}"]
+    if here.text == there.text:  # they parted before, or brought other texts
+        what[1] += " by another way"
+    return f"{what[0]}, and {what[1]}: their collectives would not match.{_ADVICE}"
+
+
+def _leave(circle: "weakref.ref[Circle]", pid: int) -> None:
+    """The program ends: say so, to whoever waits for this rank."""
+    self = circle()
+    if self is None or os.getpid() != pid or self.verdict:
+        return
+    gone = Processes(self._names).gone()
+    if gone:  # the store may be gone too
+        return
+    with contextlib.suppress(RuntimeError):
+        self._tell(left=True)
+
+
+def _read(store: Store, keys: list[str]) -> list[bytes]:
+    if not keys:
+        return []
+    # One round trip where the store can; the question is missing from torch's stubs.
+    at_once = store.has_extended_api()  # pyright: ignore[reportAttributeAccessIssue]
+    return store.multi_get(keys) if at_once else [store.get(key) for key in keys]
+
+
+def _group_limit() -> float:
+    """Seconds of the process group's own timeout."""
+    # Private, as in mesh.default_store, whose prefixes don't tell.
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.timeout.total_seconds()

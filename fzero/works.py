@@ -1,0 +1,150 @@
+"""Collectives over gloo that are waited for with open eyes.
+
+An operation of gloo ends when all ranks have come, or not before its time limit: nothing frees a
+thread that waits inside. So these launch as `torch.ops._c10d_functional` does, and keep the work;
+whoever waits looks up every second, to see whether the others can still come. Groups of other
+backends, and made-up ones, go to torch's own operators.
+"""
+
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from fzero import whereabouts
+from fzero.whereabouts import Circle, circle_on
+
+
+class Flying(NamedTuple):
+    """A result that is on its way."""
+
+    out: Tensor
+    work: Any
+    circle: Circle
+
+
+def all_reduce(x: Tensor, op: str, group: str) -> Any:
+    """The sum over the group, in new memory; to be given to `wait`."""
+    met = _watched(group) if op == "sum" else None
+    if met is None:
+        return torch.ops._c10d_functional.all_reduce(x, op, group)
+    out = x.clone(memory_format=torch.contiguous_format)
+    return Flying(out, reduce_in_place(out, *met), met[1])
+
+
+def all_to_all_single(x: Tensor, receives: list[int], sends: list[int], group: str) -> Any:
+    """One part to each rank, one from each; `receives` and `sends` are their rows."""
+    met = _watched(group)
+    if met is None:
+        return torch.ops._c10d_functional.all_to_all_single(x, receives, sends, group)
+    out = x.new_empty((sum(receives), *x.shape[1:]))
+    return Flying(out, exchange_into(out, x, *met, receives, sends), met[1])
+
+
+def all_gather_into_tensor(x: Tensor, world: int, group: str) -> Any:
+    """Every rank's tensor, end to end."""
+    met = _watched(group)
+    if met is None:
+        return torch.ops._c10d_functional.all_gather_into_tensor(x, world, group)
+    out = x.new_empty((x.shape[0] * world, *x.shape[1:]))
+    pg, circle = met
+    circle.sent += 1
+    return Flying(out, pg._allgather_base(out, x, _timed(AllgatherOptions(), circle)), circle)
+
+
+def reduce_scatter_tensor(x: Tensor, op: str, world: int, group: str) -> Any:
+    """This rank's part of the sum."""
+    met = _watched(group) if op == "sum" else None
+    if met is None:
+        return torch.ops._c10d_functional.reduce_scatter_tensor(x, op, world, group)
+    out = x.new_empty((x.shape[0] // world, *x.shape[1:]))
+    pg, circle = met
+    circle.sent += 1
+    options = _timed(dist.ReduceScatterOptions(), circle)
+    return Flying(out, pg._reduce_scatter_base(out, x, options), circle)
+
+
+def wait(flying: Any) -> Tensor:
+    """The result of one of the above.
+
+    Raises:
+        RankMismatchError: a rank is gone, elsewhere, or late beyond the limit.
+    """
+    if not isinstance(flying, Flying):
+        return torch.ops._c10d_functional.wait_tensor(flying)
+    finish(flying.work, flying.circle)
+    return flying.out
+
+
+def finish(work: Any, circle: Circle) -> None:
+    """Return once `work` is done.
+
+    That a wait timed out says nothing: the work may have ended since. Only the work is asked.
+    """
+    if circle.alone:
+        work.wait()
+        return
+    seconds = whereabouts.PATIENCE
+    while True:
+        try:
+            work.wait(timedelta(seconds=seconds))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                with circle.explained(certain=True):
+                    work.wait()  # with the error that it ended with, if it did
+                return
+        circle.look()
+        seconds = circle.pause()
+
+
+def reduce_in_place(x: Tensor, group: ProcessGroup, circle: Circle) -> Any:
+    """Launch a sum over the group; the work."""
+    circle.sent += 1
+    return group.allreduce([x], _timed(dist.AllreduceOptions(), circle))
+
+
+def exchange_into(
+    out: Tensor,
+    x: Tensor,
+    group: ProcessGroup,
+    circle: Circle,
+    receives: list[int] | None = None,
+    sends: list[int] | None = None,
+) -> Any:
+    """Launch an all-to-all; the work."""
+    circle.sent += 1
+    options = _timed(dist.AllToAllOptions(), circle)
+    return group.alltoall_base(out, x, receives or [], sends or [], options)
+
+
+def collect(parts: list[Tensor], mine: Tensor, group: ProcessGroup, circle: Circle) -> None:
+    """Fill `parts` with every rank's tensor."""
+    circle.sent += 1
+    work = group.allgather([parts], [mine], _timed(AllgatherOptions(), circle))
+    settle(work, mine, circle)
+
+
+def settle(work: Any, x: Tensor, circle: Circle) -> None:
+    """`finish` for a work on the host; of one on a device a stream waits, not the host."""
+    if x.device.type == "cpu":
+        finish(work, circle)
+    else:
+        work.wait()
+
+
+def _watched(group: str) -> tuple[ProcessGroup, Circle] | None:
+    # Private. Only this finds the group of a name.
+    pg = dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
+    circle = circle_on(pg)
+    return None if circle is None else (pg, circle)
+
+
+def _timed(options: Any, circle: Circle) -> Any:
+    if circle.limit is not None:
+        options.timeout = timedelta(seconds=circle.limit)
+    return options

@@ -1,0 +1,215 @@
+"""Late is waited for; elsewhere, raised, left and dead are told to every rank, whoever lives on."""
+
+import atexit
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fzero
+from fzero import whereabouts
+from fzero.whereabouts import Circle, Station
+from tests.ranks import Ranks
+
+SOON = 15.0  # seconds: every rank must be told by then, with the patience of these tests
+
+
+def _step(how: str, timeout: float | None) -> tuple[Callable[[Tensor], Any], Callable[[], Any]]:
+    """One step on a batch of row numbers, and another thing that ranks do together."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Embedding(8, 8), nn.Linear(8, 8))
+    kind, stage = how.split()
+    cfg: dict[str, Any] = {"stage": int(stage), "timeout": timeout}
+
+    def loss_of(call: Callable[..., Tensor], rows: Tensor) -> Tensor:
+        return call(rows).square().mean()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = module
+
+        def forward(self, rows: Tensor) -> Tensor:
+            first, act, rows_of, last = self.parts
+            h = act(first(torch.ones(3)))
+            return last(rows_of(rows) * h)  # an IndexError for a row that there isn't
+
+    if kind == "engine":
+        engine = fzero.Engine(Model(), fzero.optim.adamw(0.1), fzero.Config(**cfg))
+
+        def train(rows: Tensor) -> Any:
+            loss_of(engine, rows).backward()
+            engine.step()
+            return engine.state[1].metrics["loss"].item()
+
+        return (
+            train,
+            lambda: (
+                fzero.unshard(engine.state[0]) if stage == "3" else engine.full_grad("parts.0.bias")
+            ),
+        )
+    apply, params = fzero.functionalize(Model())
+    cfg["executor"] = kind
+    step_fn = fzero.make_train_step(
+        lambda p, rows: loss_of(lambda x: apply(p, x), rows),
+        fzero.optim.adamw(0.1),
+        fzero.Config(**cfg),
+    )
+    held = list(step_fn.init(params))
+
+    def train_step(rows: Tensor) -> Any:
+        held[:] = step_fn(*held, rows)
+        return held[1].metrics["loss"].item()
+
+    def other() -> Any:
+        return fzero.checkpoint.save("unused", held[0], held[1])
+
+    if stage == "3":
+        return train_step, lambda: fzero.unshard(held[0])
+    return train_step, other
+
+
+def _play(out: Path, how: str, what: str, odd: int, timeout: float | None) -> None:
+    """Two steps on all ranks; then `odd` does otherwise; what each rank is told goes to `out`."""
+    whereabouts.PATIENCE, whereabouts.PAUSE = 0.5, 0.2
+    dist.init_process_group("gloo", timeout=timedelta(seconds=50))
+    rank, rows = dist.get_rank(), torch.arange(4)
+    train, other = _step(how, timeout)
+    for _ in range(2):
+        train(rows)
+    started, told = time.monotonic(), ""
+    try:
+        if rank == odd:
+            match what:
+                case "late":
+                    time.sleep(3)
+                case "elsewhere":
+                    other()
+                case "raised":
+                    with contextlib.suppress(IndexError):
+                        train(rows + 7)
+                case "dead":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "left":
+                    atexit._run_exitfuncs()  # as the interpreter does; the process ends later
+        if rank != odd or what not in ("raised", "left"):
+            train(rows)
+            train(rows)
+        told = "trained"
+    except fzero.FzeroError as error:
+        told = f"{type(error).__name__} {error}"
+    (out / str(rank)).write_text(f"{time.monotonic() - started} {told}")
+    until = time.monotonic() + SOON  # whoever was told lives on, till all the others were
+    while time.monotonic() < until and len(list(out.iterdir())) < dist.get_world_size() - (
+        what == "dead"
+    ):
+        time.sleep(0.05)
+
+
+def _told(tmp_path: Path, world: int, *args: Any) -> dict[int, tuple[float, str]]:
+    ranks = Ranks.start(world, {}, joined=False)
+    try:
+        died = (AssertionError,) if "dead" in args else ()
+        with contextlib.suppress(*died):
+            ranks.call(_play, (tmp_path, *args), 4 * SOON)
+    finally:
+        ranks.kill()
+    texts = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    return {rank: (float(s.split()[0]), s.partition(" ")[2]) for rank, s in texts.items()}
+
+
+HOWS = ["traced 3", "eager 3", "engine 3", "traced 1", "eager 2", "engine 2"]
+CASES = [
+    (world, how, what)
+    for world in (2, 3)
+    for how in HOWS
+    for what in ("late", "elsewhere", "raised", "dead", "left")
+    if what != "raised" or how.endswith("3")  # elsewhere nothing was sent: it may try again
+]
+# one of each kind by default; all of them take minutes
+QUICK = [
+    (3, "traced 3", "late"),
+    (3, "engine 3", "elsewhere"),
+    (2, "eager 3", "raised"),
+    (3, "traced 1", "dead"),
+    (3, "engine 2", "left"),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "how", "what"),
+    [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES],
+)
+def test_each_rank_learns_what_became_of_another(
+    world: int, how: str, what: str, tmp_path: Path
+) -> None:
+    odd = world - 1
+    told = _told(tmp_path, world, how, what, odd, None)
+    if what == "late":
+        assert [text for _, text in told.values()] == ["trained"] * world
+        return
+    ended = {"dead": {odd}, "left": {odd}, "raised": {odd}, "elsewhere": set()}[what]
+    assert told.keys() == set(range(world)) - (ended if what == "dead" else set())
+    for rank in set(range(world)) - ended:
+        seconds, text = told[rank]
+        assert text.startswith(("RankMismatchError", "CheckpointError")), text
+        assert f"rank {odd}" in text
+        assert seconds < SOON
+        assert {
+            "elsewhere": "their collectives would not match" in text,
+            "raised": "(raised)" in text,
+            "dead": "ended" in text,
+            "left": "has left" in text,
+        }[what], text
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(h, marks=[] if h == "traced 3" else pytest.mark.slow) for h in HOWS]
+)
+def test_config_timeout_is_how_late_a_rank_may_be(how: str, tmp_path: Path) -> None:
+    told = _told(tmp_path, 2, how, "late", 1, 1.0)
+    for seconds, text in told.values():
+        assert "rank 1 did not come" in text
+        assert "Config(timeout=" in text
+        assert seconds < SOON
+
+
+# ---- the bookkeeping of one rank, without others
+def _alone() -> Circle:
+    circle = Circle((0,), 0)
+    circle.alone = False
+    circle._place = "test"
+    return circle
+
+
+def test_an_exception_before_the_first_collective_leaves_a_rank_where_it_was() -> None:
+    circle = _alone()
+    circle._names = {0: {}}
+    with circle.at("one"):
+        pass
+    before = circle.here
+    with pytest.raises(ValueError, match="mine"), circle.at("two"):
+        raise ValueError("mine")
+    assert circle.here == before
+    assert circle._past[-1] == before
+
+
+@pytest.mark.parametrize("texts", [["a", "b"], ["ab"], ["b", "a"], ["a", "b", ""]])
+def test_other_stations_have_another_checksum(texts: list[str]) -> None:
+    circle, same = _alone(), _alone()
+    for text in texts:
+        circle.announce(text)
+    for text in ["a", "c"]:
+        same.announce(text)
+    assert circle.here.chain != same.here.chain
+    assert circle._passed(0) == Station(0, 0, "the start")
+    assert circle._passed(len(texts) + 1) is None
