@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
 from fzero.distributed.collectives import (
@@ -31,6 +32,7 @@ from fzero.distributed.collectives import (
 from fzero.distributed.mesh import Axes
 from fzero.errors import FzeroError
 from fzero.layout import Layout
+from fzero.patch import Patch
 
 Leaves = tuple[Tensor, ...]
 LossFn = Callable[..., tuple[Tensor, Any]]
@@ -106,11 +108,48 @@ def differentiated(
     """
     found: list[Tensor | None] = [None] * len(inputs)
     if loss.requires_grad and inputs:
-        found = list(torch.autograd.grad(loss, inputs, allow_unused=True))
+        found = reaching_all(loss, inputs)
         found = [added(grad, accumulated(x)) for grad, x in zip(found, inputs, strict=True)]
     if must_depend and inputs and all(grad is None for grad in found):
         raise no_gradient()
     return found
+
+
+def reaching_all(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """`torch.autograd.grad` that runs every node, as `loss.backward()` does.
+
+    A re-entrant checkpoint of what needs no gradient but closes over what does (the first layer's,
+    of `x.requires_grad_()`) is on the way to no input. So all leaves are asked for.
+    """
+    with _VALID:
+        found = torch.autograd.grad(loss, [*inputs, *_others(loss, inputs)], allow_unused=True)
+    return list(found[: len(inputs)])
+
+
+def _others(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves of the graph of `loss` that are not among `inputs`, if a user's node is there."""
+    ours = set(map(id, inputs))
+    found: dict[int, Tensor] = {}
+    seen = {loss.grad_fn}
+    nodes: list[Any] = [loss.grad_fn]
+    has_users = False
+    while nodes:
+        node = nodes.pop()
+        has_users |= isinstance(node, BackwardCFunction)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in ours:
+            found[id(leaf)] = leaf
+        for below, _ in () if node is None else node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                nodes.append(below)
+    return list(found.values()) if has_users else []
+
+
+# What re-entrant checkpoints (torch's, Megatron's, DeepSpeed's, FairScale's) ask in their backward,
+# which refuses `torch.autograd.grad` since what they close over accumulates on the side: here it is
+# taken from there. Private in torch, without alternative; where it is not asked, they refuse still.
+_VALID = Patch((torch.autograd, "_is_checkpoint_valid", lambda original: lambda: True))
 
 
 def accumulated(leaf: Tensor) -> Tensor | None:

@@ -170,6 +170,45 @@ def test_training_is_that_of_backward(way: str, executor: Any, stage: Any, accum
         assert p.grad is None
 
 
+class AsksFirst(Accumulates):
+    """As theirs do: `torch.autograd.grad` would lose what accumulates on the side."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        if not torch.autograd._is_checkpoint_valid():  # pyright: ignore
+            raise RuntimeError("not compatible with .grad()")
+        return Accumulates.backward(ctx, grad)
+
+
+class First(nn.Module):
+    """Checkpoints what reads the batch, which needs no gradient by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = AsksFirst.apply(self.block, x.detach().requires_grad_())  # pyright: ignore
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_of_the_batch_gets_its_gradient(executor: Any, stage: Any) -> None:
+    torch.manual_seed(0)
+    net, x = First().double(), torch.randn(4, 3, dtype=torch.float64)
+    net(x).backward()
+    apply, params = fzero.functionalize(net)
+    cfg = fzero.Config(stage=stage, executor=executor)
+    step = fzero.make_train_step(apply, fzero.optim.sgd(1.0), cfg)
+    new, state = step.init({name: p.clone() for name, p in params.items()})
+    new, _ = step(new, state, x)
+    full = fzero.unshard(new)
+    for name, p in net.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(full[name], (p - p.grad).detach(), rtol=1e-10, atol=1e-12)
+
+
 def test_what_comes_after_its_bucket_was_reduced_is_refused() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ from fzero.distributed.buckets import plan_buckets
 from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
 from fzero.tasks import current_task
-from fzero.zero import accumulated, added, no_gradient
+from fzero.zero import accumulated, added, no_gradient, reaching_all
 
 Reduce = Callable[[Sequence[Tensor], Sequence[LeafLayout]], list[Tensor]]
 
@@ -56,10 +56,10 @@ class Arrivals:
         if not loss.requires_grad:
             raise no_gradient()
         self.hooks.append(loss.register_hook(self._begin))
-        found = torch.autograd.grad(loss, inputs, allow_unused=True)
+        found = reaching_all(loss, inputs)
         if all(grad is None and x.grad is None for grad, x in zip(found, inputs, strict=True)):
             raise no_gradient()
-        return list(found[len(self.tensors) :])
+        return found[len(self.tensors) :]
 
     def finish(self) -> list[Tensor]:
         """What `reduce` made of each gradient; those that have not come are zeros.

@@ -45,6 +45,7 @@ from fzero.step.gradients import (
 )
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram
+from fzero.tasks import check_tasks
 from fzero.tree import PyTree
 from fzero.whereabouts import circle_of
 from fzero.zero import accumulated, added, differentiated, scaled
@@ -62,6 +63,7 @@ class Eager:
 
     def __init__(self, model_fn: ModelFn, plan: Plan, held: LocalState) -> None:
         check_takeover("eager")
+        check_tasks()
         self.model_fn = model_fn
         self.plan = plan
         self.limit = int(plan.cfg.bucket_mb * 2**20)

@@ -574,7 +574,7 @@ def test_a_module_rebuilt_since_is_refused() -> None:
 def test_lazy_and_scripted_modules_are_refused() -> None:
     with pytest.raises(ShardError, match=r"'0\.weight' has no shape yet"):
         functionalize(nn.Sequential(nn.LazyLinear(3)))
-    with pytest.warns(DeprecationWarning, match="script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(TraceError, match=r"torch\.jit"):
         functionalize(scripted)

@@ -104,7 +104,7 @@ def test_it_runs_again_and_keeps_less() -> None:
         x = torch.ones(5, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             y = fn(x, scale=2.0)
-        return len(saved), y
+        return sum(t.numel() > 0 for t in saved), y  # torch 2.11 keeps an empty one besides
 
     assert kept(fn)[0] == 3
     calls.clear()

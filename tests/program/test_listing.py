@@ -4,6 +4,7 @@ After a change that is meant: `python -m tests.program.test_listing` writes the 
 difference before you commit it.
 """
 
+import re
 from pathlib import Path
 
 import torch
@@ -30,7 +31,9 @@ def tiny() -> fzero.Program:
 
 
 def test_listing_is_the_golden_one() -> None:
-    assert str(tiny()) + "\n" == GOLDEN.read_text(), __doc__
+    # of x.detach() torch 2.13 records the first, torch 2.15 the second
+    text = re.sub(r"\balias\b", "detach", str(tiny()))
+    assert text + "\n" == GOLDEN.read_text(), __doc__
 
 
 def test_listing_says_what_one_looks_for() -> None:
