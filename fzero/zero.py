@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
 from fzero.distributed.collectives import (
@@ -30,9 +29,8 @@ from fzero.distributed.collectives import (
     replicate,
 )
 from fzero.distributed.mesh import Axes
-from fzero.errors import FzeroError
+from fzero.functional.differentiate import differentiated
 from fzero.layout import Layout
-from fzero.patch import Patch
 
 Leaves = tuple[Tensor, ...]
 LossFn = Callable[..., tuple[Tensor, Any]]
@@ -91,89 +89,6 @@ def autograd(loss_fn: LossFn, *, must_depend: bool = False) -> GradFn:
         return grads, (loss.detach(), pytree.tree_map(torch.Tensor.detach, aux))
 
     return fn
-
-
-def differentiated(
-    loss: Tensor, inputs: Sequence[Tensor], *, must_depend: bool = True
-) -> list[Tensor | None]:
-    """The gradients that `loss.backward()` accumulates in these leaves; None where it does not.
-
-    Raises:
-        FzeroError: the loss depends on none of them, and must.
-
-    Examples:
-        >>> x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-        >>> differentiated((3 * x).sum(), [x, y])
-        [tensor([3.]), None]
-    """
-    found: list[Tensor | None] = [None] * len(inputs)
-    if loss.requires_grad and inputs:
-        found = reaching_all(loss, inputs)
-        found = [added(grad, accumulated(x)) for grad, x in zip(found, inputs, strict=True)]
-    if must_depend and inputs and all(grad is None for grad in found):
-        raise no_gradient()
-    return found
-
-
-def reaching_all(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """`torch.autograd.grad` that runs every node, as `loss.backward()` does.
-
-    A re-entrant checkpoint of what needs no gradient but closes over what does (the first layer's,
-    of `x.requires_grad_()`) is on the way to no input. So all leaves are asked for.
-    """
-    with _VALID:
-        found = torch.autograd.grad(loss, [*inputs, *_others(loss, inputs)], allow_unused=True)
-    return list(found[: len(inputs)])
-
-
-def _others(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves of the graph of `loss` that are not among `inputs`, if a user's node is there."""
-    ours = set(map(id, inputs))
-    found: dict[int, Tensor] = {}
-    seen = {loss.grad_fn}
-    nodes: list[Any] = [loss.grad_fn]
-    has_users = False
-    while nodes:
-        node = nodes.pop()
-        has_users |= isinstance(node, BackwardCFunction)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in ours:
-            found[id(leaf)] = leaf
-        for below, _ in () if node is None else node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                nodes.append(below)
-    return list(found.values()) if has_users else []
-
-
-# What re-entrant checkpoints (torch's, Megatron's, DeepSpeed's, FairScale's) ask in their backward,
-# which refuses `torch.autograd.grad` since what they close over accumulates on the side: here it is
-# taken from there. Private in torch, without alternative; where it is not asked, they refuse still.
-_VALID = Patch((torch.autograd, "_is_checkpoint_valid", lambda original: lambda: True))
-
-
-def accumulated(leaf: Tensor) -> Tensor | None:
-    """Take what a backward inside of backward left in a leaf of ours, past `torch.autograd.grad`.
-
-    The backward of Megatron's and DeepSpeed's `CheckpointFunction` calls `torch.autograd.backward`.
-    """
-    grad, leaf.grad = leaf.grad, None
-    return grad
-
-
-def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of what is there."""
-    return a if b is None else b if a is None else a + b
-
-
-def no_gradient() -> FzeroError:
-    """What to say of a loss that depends on no trained parameter, as `loss.backward()` would."""
-    return FzeroError(
-        "the loss depends on no trained parameter, so there is nothing to train. Compute it from "
-        "the params that the model function is given: apply(params, x), not module(x), which has "
-        "parameters of its own; without .detach(), and outside of torch.no_grad(). What is not to "
-        "be trained is named in Config(frozen=...)."
-    )
 
 
 def zero3(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fzero import works
+from fzero.distributed import works
+from fzero.distributed.whereabouts import Circle, circle_for, circle_of
 from fzero.errors import CheckpointError, RankMismatchError
-from fzero.whereabouts import Circle, circle_for, circle_of
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Ranks:
                 told = self._gather(padded)
         except (RuntimeError, RankMismatchError) as error:
             raise CheckpointError(
-                f"rank {self.rank} waited for {what} of ranks {list(self.members)}: {error} Earlier "
-                "checkpoints are as they were."
+                f"rank {self.rank} waited for {what} of ranks {list(self.members)}: {error} "
+                "Earlier checkpoints are as they were."
             ) from error
         return [json.loads(bytes(text[:n].tolist())) for text, n in zip(told, lengths, strict=True)]
 

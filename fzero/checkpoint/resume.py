@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero import works
+from fzero.distributed import works
+from fzero.distributed.whereabouts import circle_for
 from fzero.errors import ConfigError
-from fzero.whereabouts import circle_for
 
 ROUNDS = 6
 

@@ -53,7 +53,7 @@ from fzero.checkpoint.progress import Progress, progress
 from fzero.checkpoint.ranks import Ranks, ranks_of, together
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import CheckpointError
-from fzero.masters import followed
+from fzero.state.follow import followed
 from fzero.state.opt_state import OptState
 from fzero.tree import PyTree
 
@@ -126,6 +126,9 @@ def save(
         return _save(Path(path).absolute(), params, opt_state, options)
 
 
+_PATIENCE = 600.0  # seconds for another process's save, where nobody says how long
+
+
 class _Options(NamedTuple):
     """The arguments of `save` that have a name."""
 
@@ -133,7 +136,7 @@ class _Options(NamedTuple):
     keep: int | None
     overwrite: bool
     asynchronous: bool
-    timeout: float
+    timeout: float | None
 
 
 def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> Path:
@@ -332,7 +335,7 @@ def _prepare(
     disk.make_folder(path)
     disk.sync_folder(path.parent)
     # half of what the other ranks wait for this one
-    held.callback(hold(path, ranks.timeout / 2))
+    held.callback(hold(path, (ranks.timeout or _PATIENCE) / 2))
     sweep(path)
     there = step_folder(path, step)
     if not overwrite and is_whole(there):

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fzero import works
+from fzero.distributed import works
 from fzero.distributed.mesh import Mesh
+from fzero.distributed.whereabouts import Circle, circle_of, ranks_text
 from fzero.errors import RankMismatchError
-from fzero.whereabouts import Circle, circle_of, ranks_text
 
 Items = list[tuple[str, str]]
 

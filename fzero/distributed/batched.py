@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero import works
+from fzero.distributed import works
 from fzero.distributed.buckets import (
     ALL_REDUCE,
     GATHER,

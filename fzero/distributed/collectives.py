@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from fzero import works
+from fzero.distributed import works
 from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
 

@@ -12,7 +12,7 @@ on with the second. So who starts again after one meets all others first, who mu
 from fzero.distributed.agree import rendezvous
 from fzero.distributed.buckets import Bucket
 from fzero.distributed.mesh import Mesh, default_store
-from fzero.whereabouts import circle_of
+from fzero.distributed.whereabouts import circle_of
 
 _GATHER = (
     " At stage 3, modules that only some ranks run must be named in Config(gather_together=[...])."

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero import works
+from fzero.distributed import works
 from fzero.distributed.buckets import (
     ALL_REDUCE,
     GATHER,
@@ -23,8 +23,8 @@ from fzero.distributed.buckets import (
 )
 from fzero.distributed.journal import Journal
 from fzero.distributed.mesh import Axes, Mesh, is_gloo
+from fzero.distributed.whereabouts import circle_of
 from fzero.layout import LeafLayout
-from fzero.whereabouts import circle_of
 
 
 @dataclass

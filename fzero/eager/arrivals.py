@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fzero.distributed.buckets import plan_buckets
 from fzero.errors import FzeroError
+from fzero.functional.differentiate import accumulated, added, no_gradient, reaching_all
+from fzero.functional.tasks import current_task
 from fzero.layout import LeafLayout
-from fzero.tasks import current_task
-from fzero.zero import accumulated, added, no_gradient, reaching_all
 
 Reduce = Callable[[Sequence[Tensor], Sequence[LeafLayout]], list[Tensor]]
 

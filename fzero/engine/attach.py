@@ -21,10 +21,10 @@ from fzero.engine.owned import (
     set_raw_grad,
 )
 from fzero.errors import ConfigError, ShardError
+from fzero.functional.plain import check_plain, foreign_accumulate_hooks
 from fzero.functional.slots import ParameterSlots
 from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
-from fzero.plain import check_plain, foreign_accumulate_hooks
 
 WITHOUT = Optimizer(
     init=lambda params: (),

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from fzero import model_state
 from fzero.errors import ShardError
+from fzero.state import model_state
 from fzero.tree import PyTree
 
 

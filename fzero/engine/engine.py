@@ -36,11 +36,11 @@ from fzero.engine.stepper import Stepper
 from fzero.engine.writes import Writes
 from fzero.errors import BackwardError, FzeroError, ShardError
 from fzero.functional.functionalize import parameters
+from fzero.functional.tasks import current_task
 from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
 from fzero.state.init import start
 from fzero.state.opt_state import OptState
-from fzero.tasks import current_task
 from fzero.tree import PyTree
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fzero.engine import events
 from fzero.engine.autograd import current_node
-from fzero.tasks import current_task
+from fzero.functional.tasks import current_task
 
 if TYPE_CHECKING:
     from fzero.engine.engine import Engine

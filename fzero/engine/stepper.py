@@ -9,8 +9,8 @@ from torch import Tensor
 from fzero import tree
 from fzero.engine.buffers import Buffers
 from fzero.errors import ShardError
-from fzero.masters import follow_
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
+from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import like, locals_of

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from fzero.errors import FzeroError, ShardError, TraceError
 from fzero.functional.owners import noted
+from fzero.functional.plain import check_plain, hook_on
 from fzero.functional.slots import (
     Buffers,
     Params,
@@ -28,10 +29,8 @@ from fzero.functional.slots import (
     structure_of,
 )
 from fzero.functional.torch_checkpoint import recomputing
-from fzero.numerics.casts import as_output
-from fzero.numerics.precision import Edges, as_input, edges_in
-from fzero.plain import check_plain, hook_on
-from fzero.transforms import Over, is_over
+from fzero.functional.transforms import Over, is_over
+from fzero.numerics.casts import Edges, as_input, as_output, edges_in
 
 
 @overload
@@ -216,7 +215,7 @@ class _Call(NamedTuple):
 
         By then the slots hold the module's own tensors again, so it swaps for itself. The buffers
         are those of now; what a recomputation changes in them is lost, as it was done before. See
-        [Note: called back] in `fzero.callbacks`.
+        [Note: called back] in `fzero.functional.callbacks`.
         """
         held = {
             name: self.given[name]

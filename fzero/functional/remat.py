@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from fzero.errors import ConfigError
-from fzero.transforms import in_transform
+from fzero.functional.transforms import in_transform
 
 P = ParamSpec("P")
 R = TypeVar("R")

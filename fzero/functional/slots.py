@@ -37,7 +37,9 @@ class Slots(NamedTuple):
 
 
 class SlotTable(NamedTuple):
-    made_by_functionalize = True  # says nothing that the module doesn't: fzero.outside skips it
+    made_by_functionalize = (
+        True  # says nothing that the module doesn't: fzero.functional.outside skips it
+    )
 
     root: nn.Module
     modules: tuple[nn.Module, ...]

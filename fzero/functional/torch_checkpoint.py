@@ -8,7 +8,7 @@ names that `checkpoint` looks up in its module at each call are replaced for as 
 needs it. No name is trusted: `check_takeover` records a checkpoint of two lines once per process
 and looks at what came of it, since a torch may keep a name that it no longer calls (2.14 does).
 
-In a functionalised call more is needed than this module gives, or less: `fzero.callbacks` lets
+In a functionalised call more is needed than this module gives, or less: `functional.callbacks` lets
 whatever is called back in backward run with the tensors of its call, by public names. Here is what
 makes that cheap for checkpoints, and what a recording needs.
 """
@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero.callbacks import Wrap, already_wrapped, is_wrapping, wrapped, wrapping
 from fzero.errors import TraceError
+from fzero.functional.callbacks import Wrap, already_wrapped, is_wrapping, wrapped, wrapping
+from fzero.functional.patch import Patch
 from fzero.functional.remat import Saves, is_recording, region, regions_of, verdict
-from fzero.patch import Patch
-from fzero.transforms import in_transform
+from fzero.functional.transforms import in_transform
 
 REENTRANT = "CheckpointFunction"
 # of torch 2.11 to 2.13, and of 2.14 on, which keeps the first as a stub that it does not call

@@ -2,13 +2,16 @@
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fzero import tree
 from fzero.errors import ConfigError
-from fzero.numerics.precision import _EDGES, LOW, Edges, Precision, _cast_leaves, is_floating
+from fzero.numerics.precision import LOW, Precision, is_floating
 from fzero.tree import PyTree
 
 
@@ -90,3 +93,40 @@ def refuse_outer_autocast() -> None:
 _AUTOCASTING = tuple(
     kind for kind in ("cpu", "cuda", "xpu", "hpu", "mps") if torch.amp.is_autocast_available(kind)
 )
+
+
+class Edges(NamedTuple):
+    """In which dtypes tensors enter and leave a module; None: as they are."""
+
+    input: torch.dtype | None = None
+    output: torch.dtype | None = None
+
+
+_EDGES: ContextVar[Edges] = ContextVar("fzero_edges", default=Edges())  # noqa: B039  (it is immutable)
+
+
+def as_input(values: PyTree) -> PyTree:
+    """What a module is given, in the compute dtype that is in force here, if any."""
+    return _cast_leaves(values, _EDGES.get().input)
+
+
+def _cast_leaves(values: PyTree, dtype: torch.dtype | None) -> PyTree:
+    if dtype is None:
+        return values
+    # torch's trees: libraries of models register their classes of outputs there
+    return pytree.tree_map(lambda x: x.to(dtype) if is_floating(x) else x, values)
+
+
+@contextlib.contextmanager
+def edges_in(edges: Edges) -> Iterator[None]:
+    """Meanwhile `as_input` and `as_output` cast to these."""
+    token = _EDGES.set(edges)
+    try:
+        yield
+    finally:
+        _EDGES.reset(token)
+
+
+def edges() -> Edges:
+    """The dtypes that are in force here."""
+    return _EDGES.get()

@@ -9,20 +9,15 @@ library goes, and each operator of the model function chooses for itself. Only t
 modules that cast theirs in any case travel in the low dtype.
 """
 
-import contextlib
 import importlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fzero.errors import ConfigError
-from fzero.tree import PyTree
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LOW = (torch.bfloat16, torch.float16)
@@ -204,41 +199,6 @@ def resolve(precision: "Precision | str | None") -> Precision:
 
 
 # -------------------------------------------------------------------- inside a model function
-class Edges(NamedTuple):
-    """In which dtypes tensors enter and leave a module; None: as they are."""
-
-    input: torch.dtype | None = None
-    output: torch.dtype | None = None
-
-
-_EDGES: ContextVar[Edges] = ContextVar("fzero_edges", default=Edges())  # noqa: B039  (it is immutable)
-
-
-def as_input(values: PyTree) -> PyTree:
-    """What a module is given, in the compute dtype that is in force here, if any."""
-    return _cast_leaves(values, _EDGES.get().input)
-
-
-def _cast_leaves(values: PyTree, dtype: torch.dtype | None) -> PyTree:
-    if dtype is None:
-        return values
-    # torch's trees: libraries of models register their classes of outputs there
-    return pytree.tree_map(lambda x: x.to(dtype) if is_floating(x) else x, values)
-
-
-@contextlib.contextmanager
-def edges_in(edges: Edges) -> Iterator[None]:
-    """Meanwhile `as_input` and `as_output` cast to these."""
-    token = _EDGES.set(edges)
-    try:
-        yield
-    finally:
-        _EDGES.reset(token)
-
-
-def edges() -> Edges:
-    """The dtypes that are in force here."""
-    return _EDGES.get()
 
 
 # ------------------------------------------------------------------------------- helpers

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fzero import works
+from fzero.distributed import works
 from fzero.errors import TraceError
 from fzero.numerics.rng import generator_of
 from fzero.program.graph import is_op, placeholders, tensors_of

@@ -17,12 +17,12 @@ from fzero import tree
 from fzero.config import Config
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import Mesh, resolve_mesh
+from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, ShardError
 from fzero.functional.owners import Owners, noted, noted_like, owners_of
 from fzero.layout import Layout, LeafLayout, plan_layout
 from fzero.numerics.precision import Precision
 from fzero.tree import PyTree
-from fzero.whereabouts import circle_of
 
 
 @dataclass(frozen=True)

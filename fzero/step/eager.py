@@ -22,18 +22,21 @@ from fzero.distributed.agree import rendezvous
 from fzero.distributed.batched import scatter_gradients, sum_gradients
 from fzero.distributed.buckets import Bucket
 from fzero.distributed.mesh import Mesh, default_store
-from fzero.draws import Watch
+from fzero.distributed.whereabouts import circle_of
 from fzero.eager.arrivals import Arrivals, dense
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place
 from fzero.errors import FzeroError, TraceError
-from fzero.frames import stacked, take_apart
+from fzero.functional.differentiate import accumulated, added, differentiated
+from fzero.functional.draws import Watch
+from fzero.functional.tasks import check_tasks
 from fzero.functional.torch_checkpoint import check_takeover, recomputing
 from fzero.layout import LeafLayout
 from fzero.numerics.casts import widened
 from fzero.numerics.rng import generator_of, mix, preserved
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
+from fzero.step.frames import stacked, take_apart
 from fzero.step.gradients import (
     ModelFn,
     Signature,
@@ -45,10 +48,8 @@ from fzero.step.gradients import (
 )
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram
-from fzero.tasks import check_tasks
 from fzero.tree import PyTree
-from fzero.whereabouts import circle_of
-from fzero.zero import accumulated, added, differentiated, scaled
+from fzero.zero import scaled
 
 
 class Eager:

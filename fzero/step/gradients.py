@@ -18,14 +18,15 @@ from fzero.config import Config
 from fzero.distributed.mesh import Axes
 from fzero.eager.lazy import changed_in_place
 from fzero.errors import FzeroError, ShardError
-from fzero.frames import Frame, take_apart
+from fzero.functional.differentiate import no_gradient
 from fzero.layout import Layout, LeafLayout
-from fzero.notes import Notes
 from fzero.numerics.casts import cast, in_force, widened
 from fzero.program import Program
 from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
 from fzero.program.trace import stage_out
+from fzero.step.frames import Frame, take_apart
+from fzero.step.notes import Notes
 from fzero.tree import PyTree
 from fzero.zero import GradFn, Leaves, LossFn
 
@@ -206,7 +207,7 @@ def flat_loss_fn(model_fn: ModelFn, cfg: Config, signature: Signature) -> LossFn
         loss, new_state, aux = _taken_apart(returned, cfg, signature.state is not None)
         check_loss(loss)
         if not loss.requires_grad and any(x.requires_grad for x in leaves):
-            raise zero.no_gradient()
+            raise no_gradient()
         loss = cast(loss, cfg.dtypes.output)
         state_leaves: list[Any] = []
         aux_leaves: list[Any] = []

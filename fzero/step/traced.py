@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from fzero.distributed.mesh import Mesh
-from fzero.frames import Frame, stacked, take_apart
 from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.layout import LeafLayout
-from fzero.notes import Notes
 from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.graph import output_node, tensors_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
+from fzero.step.frames import Frame, stacked, take_apart
 from fzero.step.gradients import ModelFn, Signature, reduces_once, stage_gradients
+from fzero.step.notes import Notes
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram, outputs_on, shared_outputs
 from fzero.tree import PyTree

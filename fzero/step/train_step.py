@@ -13,9 +13,8 @@ from fzero import tree
 from fzero.config import Config
 from fzero.distributed.agree import agree, rendezvous, smallest
 from fzero.distributed.mesh import Mesh, default_store, resolve_mesh
+from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, RankMismatchError, ShardError
-from fzero.frames import take_apart
-from fzero.notes import ONE_AT_A_TIME, warn_of_recordings
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim import as_optimizer
@@ -27,12 +26,13 @@ from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
 from fzero.step.eager import Eager
+from fzero.step.frames import take_apart
 from fzero.step.gradients import ModelFn
 from fzero.step.metrics import refuse_nonfinite
+from fzero.step.notes import ONE_AT_A_TIME, warn_of_recordings
 from fzero.step.traced import Traced
 from fzero.step.update import Updated
 from fzero.tree import PyTree
-from fzero.whereabouts import circle_of
 
 MAX_SIGNATURES = 8
 

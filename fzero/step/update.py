@@ -12,20 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero import model_state, tree
+from fzero import tree
 from fzero.config import Config
 from fzero.distributed.collectives import all_gather, all_reduce
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Axes
 from fzero.layout import Layout, LeafLayout
-from fzero.noise import WholeLeafNoise
 from fzero.numerics import loss_scale as scales
 from fzero.numerics.casts import widened
 from fzero.numerics.loss_scale import LossScaleState
+from fzero.numerics.noise import WholeLeafNoise
 from fzero.numerics.rounding import random_bits, stochastically
 from fzero.optim import tree_norm
 from fzero.optim.base import Optimizer
 from fzero.optim.whole import Leaves, whole_leaves
+from fzero.state import model_state
 from fzero.tree import PyTree
 from fzero.zero import all_sum, scatter
 

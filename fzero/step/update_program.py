@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from fzero import tree
-from fzero.masters import follow_
-from fzero.notes import ONE_AT_A_TIME, Notes, warn_of_recordings
 from fzero.numerics.loss_scale import LossScaleState
 from fzero.numerics.rng import mix
 from fzero.program import Program
@@ -19,8 +17,10 @@ from fzero.program.graph import output_node, tensors_of
 from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
 from fzero.program.trace import stage_out
+from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
+from fzero.step.notes import ONE_AT_A_TIME, Notes, warn_of_recordings
 from fzero.step.traced import _UPDATE, MAX_EARLIER
 from fzero.step.update import Update, Updated
 

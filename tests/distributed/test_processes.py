@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import fzero
 from fzero.distributed.processes import is_of_collective
-from fzero.whereabouts import Circle
+from fzero.distributed.whereabouts import Circle
 from tests.ranks import Ranks, RanksFailed
 
 TIMEOUT = 4  # seconds: what the process group is configured with

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import fzero
-from fzero import model_state
 from fzero.checkpoint import load, save
 from fzero.checkpoint.format.manifest import _digest
+from fzero.state import model_state
 from tests.engine.parity import here
 from tests.ranks import run_ranks
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import fzero
 from fzero.errors import ConfigError, TraceError
 from fzero.functional import torch_checkpoint as takeover
-from fzero.patch import Patch
+from fzero.functional.patch import Patch
 
 NOTHING = contextlib.nullcontext()
 

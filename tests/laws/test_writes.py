@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import fzero
 from fzero import Config, tree
-from fzero.masters import follow_, followed
+from fzero.state.follow import follow_, followed
 from tests.ranks import fake_ranks, run_ranks
 
 SHAPES = {"a": (5, 3), "b": (2, 7), "c": (4,), "d": ()}

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fzero
-from fzero import whereabouts
-from fzero.whereabouts import Circle, Station
+from fzero.distributed import whereabouts
+from fzero.distributed.whereabouts import Circle, Station
 from tests.ranks import Ranks
 
 SOON = 15.0  # seconds: every rank must be told by then, with the patience of these tests

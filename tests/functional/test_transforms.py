@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import TransformOverError
-from fzero.transforms import Over, in_transform, is_over
+from fzero.functional.transforms import Over, in_transform, is_over
 
 
 def test_a_transform_is_active_inside_it_only() -> None:

@@ -1,8 +1,8 @@
 """Whether a recording still says what its function would do: [Note: stale].
 
-While a function is recorded, what it reads from outside is noted (see `fzero.outside`). Before its
-Program runs again the notes are compared with what is there now, by identity first: some hundred
-comparisons in one loop of C. What differs is looked at by value, and where it really is another,
+While a function is recorded, what it reads from outside is noted (see `functional.outside`). Before
+its Program runs again the notes are compared with what is there now, by identity first: some
+hundred comparisons in one loop of C. What differs is looked at by value, and where it really is another,
 the function is recorded anew.
 
 What a function *writes* outside while it is recorded happens once, and not when the Program runs.
@@ -12,7 +12,7 @@ If it also reads that, the Program may depend on it; a second recording tells.
 import math
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import call, is_
 from typing import Any
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fzero.draws import Source, Watch, global_sources, source, without_draws
 from fzero.errors import TraceError
-from fzero.outside import MISSING, Fact, Place, Reads, Walk, attributes_of, items_of, put
+from fzero.functional.draws import Source, Watch, global_sources, source, without_draws
+from fzero.functional.outside import MISSING, Fact, Place, Reads, Walk, attributes_of, items_of, put
 from fzero.program import Program
 
 # Recording patches classes and modules of the process, and runs the user's modules with other
@@ -101,13 +101,17 @@ class Notes:
 
     def _hold(self) -> bool:
         return (
-            all(map(is_, map(call, self._getters, self._keys, repeat(MISSING)), self._kept))
+            all(map(is_, self._now(), self._kept))
             and not any(map(len, self._empty))
             and all(_unchanged(live, kept) for live, kept in self._full)
             and _ambient() == self._ambient
             and all(_equal_arrays(live, kept) for live, kept in self._arrays)
             and all(map(_equal_tensors, *zip(*self._values, strict=True)) if self._values else ())
         )
+
+    def _now(self) -> Iterator[Any]:
+        read: Any = call  # getter(key, MISSING) for each fact; its stub takes one argument
+        return map(read, self._getters, self._keys, repeat(MISSING))
 
     def differences(self) -> list[str]:
         """What is no longer as noted: at which place, from what to what."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from fzero import whereabouts
-from fzero.whereabouts import Circle, circle_on
+from fzero.distributed import whereabouts
+from fzero.distributed.whereabouts import Circle, circle_on
 
 
 class Flying(NamedTuple):

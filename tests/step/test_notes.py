@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.errors import FzeroError, TraceError
-from fzero.notes import Notes
 from fzero.program import Program
+from fzero.step.notes import Notes
 from fzero.step.train_step import MAX_SIGNATURES, TrainStep
 
 X = torch.ones(2, 3)

@@ -30,10 +30,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
+from fzero.distributed.keepalive import keep_alive
 from fzero.distributed.mesh import default_store
 from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collective, own_name
 from fzero.errors import RankMismatchError
-from fzero.keepalive import keep_alive
 
 PATIENCE = 3.0  # seconds that a rank waits before it says where it is
 PAUSE = 1.0  # seconds between two looks at where the others are

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from fzero.patch import Patch
+from fzero.functional.patch import Patch
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import TraceError
-from fzero.outside import is_generator, is_library
+from fzero.functional.outside import is_generator, is_library
 
 T = TypeVar("T")
 

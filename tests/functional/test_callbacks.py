@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import fzero
-from fzero.callbacks import wrapping
 from fzero.errors import TransformOverError
+from fzero.functional.callbacks import wrapping
 
 
 # --------------------------------------------------------------------- modules that do such things
