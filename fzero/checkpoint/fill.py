@@ -11,9 +11,11 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from fzero.checkpoint import background
-from fzero.checkpoint.compare import compare, refuse
+from fzero.checkpoint.compare import Report, compare, refuse
 from fzero.checkpoint.flatten import Flat, flatten
-from fzero.checkpoint.load import _remember, _unsaved_buffers
+from fzero.checkpoint.format import folders, manifest
+from fzero.checkpoint.format.reader import Reader
+from fzero.checkpoint.lineage import UNKNOWN
 from fzero.checkpoint.progress import progress
 from fzero.checkpoint.ranks import ranks_of, together
 from fzero.checkpoint.sources import Source
@@ -102,3 +104,21 @@ UNREAD = (
     "the checkpoint was not loaded, and params and opt_state may hold parts of it by now",
     "Load another checkpoint, or build params and opt_state anew.",
 )
+
+
+def _remember(folder: Path, *, state: bool) -> None:
+    """That what is saved next, and what `keep` must not let go, goes back to this checkpoint."""
+    step = folders.step_of(folder)
+    if step is not None and (folder / manifest.NAME).exists():
+        background.heads.loaded(folder.parent, step, state=state)
+
+
+def _unsaved_buffers(source: Source, report: Report) -> list[str]:
+    """Model state that is asked for, and that an earlier release did not store."""
+    old = isinstance(source.reader, Reader) and source.reader.manifest.lineage == UNKNOWN
+    if not old or any(key.startswith(_STATE) for key in source.metadata.state_dict_metadata):
+        return []
+    return [key for key in report.missing if key.startswith(_STATE)]
+
+
+_STATE = "opt_state.model_state"

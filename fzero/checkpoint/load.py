@@ -4,20 +4,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from fzero.checkpoint import background
-from fzero.checkpoint.compare import Report
 from fzero.checkpoint.fill import fill
 from fzero.checkpoint.flatten import Flat
 from fzero.checkpoint.foreign import dcp
 from fzero.checkpoint.foreign.safetensors import is_safetensors, open_safetensors
 from fzero.checkpoint.format import folders, manifest
 from fzero.checkpoint.format.reader import Reader
-from fzero.checkpoint.lineage import UNKNOWN
 from fzero.checkpoint.sources import Source
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree
-
-_STATE = "opt_state.model_state"
 
 
 def load(
@@ -72,21 +67,6 @@ def load(
         cast=cast,
         timeout=timeout,
     )
-
-
-def _remember(folder: Path, *, state: bool) -> None:
-    """That what is saved next, and what `keep` must not let go, goes back to this checkpoint."""
-    step = folders.step_of(folder)
-    if step is not None and (folder / manifest.NAME).exists():
-        background.heads.loaded(folder.parent, step, state=state)
-
-
-def _unsaved_buffers(source: Source, report: Report) -> list[str]:
-    """Model state that is asked for, and that an earlier release did not store."""
-    old = isinstance(source.reader, Reader) and source.reader.manifest.lineage == UNKNOWN
-    if not old or any(key.startswith(_STATE) for key in source.metadata.state_dict_metadata):
-        return []
-    return [key for key in report.missing if key.startswith(_STATE)]
 
 
 def _choose(path: Path) -> str:

@@ -13,6 +13,7 @@ holds no memory either: backward gathers when it reads. A full parameter may the
 any time; that costs another gather, never a value.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -20,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fzero.eager.units import _outside_inference
-from fzero.engine.owned import grad_of_owned, refuse_accumulate_hook
+from fzero.eager.owned import grad_of_owned, refuse_accumulate_hook
 from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
 
@@ -243,7 +243,7 @@ def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwa
             )
         return LazyParameter(x.units, x.leaf_index, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
 
-    with _outside_inference():  # autograd gives every view a count of versions
+    with outside_inference():  # autograd gives every view a count of versions
         view = func(_whole(x), *rest, **(kwargs or {}))
         return lazy(view) if type(view) is Tensor else pytree.tree_map_only(Tensor, lazy, view)
 
@@ -259,3 +259,9 @@ def _refuse_lost_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                         "3 what is gathered is a copy: the change would be lost. Change parameters "
                         "through engine.state, or train at stage 2."
                     )
+
+
+def outside_inference() -> contextlib.AbstractContextManager[Any]:
+    """Tensors made in it are ordinary ones, also under `torch.inference_mode()`."""
+    inside = torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inside else contextlib.nullcontext()

@@ -1,13 +1,12 @@
 """Parameters of a module that are there only while something reads them."""
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.distributed.transport import Flight, Transport
+from fzero.eager.lazy import outside_inference
 from fzero.layout import LeafLayout
 
 
@@ -48,7 +47,7 @@ class Units:
         """The full parameter, gathered unless it is there."""
         full = self.here.get(index)
         if full is None:
-            with _outside_inference():  # what is gathered may be read by a backward, too
+            with outside_inference():  # what is gathered may be read by a backward, too
                 self._bring(self.unit_of[index])
             full = self.here[index]
         return full
@@ -112,9 +111,3 @@ class Units:
 
 def _is_around(outer: str, inner: str) -> bool:
     return outer == "" or inner == outer or inner.startswith(outer + ".")
-
-
-def _outside_inference() -> contextlib.AbstractContextManager[Any]:
-    """Tensors made in it are ordinary ones, also under `torch.inference_mode()`."""
-    inside = torch.is_inference_mode_enabled()
-    return torch.inference_mode(False) if inside else contextlib.nullcontext()

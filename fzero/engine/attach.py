@@ -10,16 +10,9 @@ from torch import Tensor, nn
 
 from fzero.config import Config
 from fzero.eager.lazy import LazyParameter
+from fzero.eager.owned import OwnedParameter, Owner, become_former, keep_hooks, own, set_raw_grad
 from fzero.eager.units import Units
 from fzero.engine.outputs import tensors_in
-from fzero.engine.owned import (
-    OwnedParameter,
-    Owner,
-    become_former,
-    keep_hooks,
-    own,
-    set_raw_grad,
-)
 from fzero.errors import ConfigError, ShardError
 from fzero.functional.plain import check_plain, foreign_accumulate_hooks
 from fzero.functional.slots import ParameterSlots

@@ -14,6 +14,7 @@ from fzero.config import Config
 from fzero.distributed.agree import first_says
 from fzero.distributed.journal import Journal
 from fzero.distributed.transport import Transport
+from fzero.eager.owned import raw_grad, set_raw_grad
 from fzero.eager.units import Units
 from fzero.engine import events, outputs, phases
 from fzero.engine.attach import (
@@ -29,7 +30,6 @@ from fzero.engine.autograd import Scale, accumulates, own, watch
 from fzero.engine.buffers import Buffers
 from fzero.engine.forward import Door, Forward, no_loss
 from fzero.engine.grouping import plan_grouping, plan_order, units_ahead
-from fzero.engine.owned import raw_grad, set_raw_grad
 from fzero.engine.phases import BackwardState, Rules, transition
 from fzero.engine.reducer import Reducer
 from fzero.engine.stepper import Stepper

@@ -1,14 +1,13 @@
 """A Program as text, and its collectives as rows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from fzero.program.graph import phases
+from fzero.program.graph import Part, phases
 from fzero.program.memory import peak_bytes, timeline
-from fzero.program.program import Program
 
 
 class _Row(NamedTuple):
@@ -66,10 +65,10 @@ class Collective(_Row):
         return f"{super().__repr__()[:-1]}, {rest})"
 
 
-def collectives(program: Program) -> list[Collective]:
+def collectives(parts: Iterable[Part]) -> list[Collective]:
     """Every collective of a step, in the order it is launched."""
     rows = []
-    for part in program.parts():
+    for part in parts:
         for node in part.graph.nodes:
             if bucket := node.meta.get("bucket"):
                 names = tuple(leaf.name for leaf in bucket.leaves)
@@ -88,12 +87,12 @@ def collectives(program: Program) -> list[Collective]:
     return rows
 
 
-def listing(program: Program) -> str:
+def listing(parts: Iterable[Part]) -> str:
     """The Program as a listing: one line a node, with its type and the bytes alive there."""
-    return "\n\n".join("\n".join(_part(part)) for part in program.parts())
+    return "\n\n".join("\n".join(_part(part)) for part in parts)
 
 
-def _part(program: Program) -> Iterator[str]:
+def _part(program: Part) -> Iterator[str]:
     times = f" x {program.times} micro-batches" if program.times > 1 else ""
     yield f"program {program.name}{times}: peak {_size(peak_bytes(program))}"
     yield from (f"  # {line}" for line in program.log)

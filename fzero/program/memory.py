@@ -12,18 +12,17 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fzero.program.graph import is_op, output_node, placeholders, tensors_of
-from fzero.program.program import Program
+from fzero.program.graph import Part, is_op, output_node, placeholders, tensors_of
 
 
-def peak_bytes(program: Program) -> int:
-    """Most bytes alive at once, inputs and `program.resident` included; this part alone."""
-    return program.resident + input_bytes(program) + max(timeline(program.graph), default=0)
+def peak_bytes(part: Part) -> int:
+    """Most bytes alive at once, inputs and `part.resident` included; this part alone."""
+    return part.resident + input_bytes(part) + max(timeline(part.graph), default=0)
 
 
-def input_bytes(program: Program) -> int:
+def input_bytes(part: Part) -> int:
     """Bytes of the inputs' storages."""
-    return sum(_storages(placeholders(program.graph)).values())
+    return sum(_storages(placeholders(part.graph)).values())
 
 
 def timeline(graph: fx.Graph) -> Iterator[int]:

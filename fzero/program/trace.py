@@ -29,9 +29,9 @@ from torch.fx.graph import CodeGen
 from fzero.errors import FzeroError, TraceError, TransformOverError
 from fzero.functional.torch_checkpoint import checkpoints_taken_over
 from fzero.program.devices import devices_kept
-from fzero.program.graph import output_node, placeholders
+from fzero.program.graph import note_reads, output_node, placeholders
 from fzero.program.interop import transformers_is_tracing
-from fzero.program.program import Program, note_reads
+from fzero.program.program import Program
 
 FrontEnd = tuple[str, Callable[..., Any]]
 

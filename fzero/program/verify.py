@@ -5,7 +5,7 @@ layout in a value's place is found here, by the node that reads it. See [Note: s
 value].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,23 +15,22 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter
 
 from fzero.errors import TraceError
-from fzero.program.graph import output_node, placeholders, tensors_of
+from fzero.program.graph import READS, Part, operands, output_node, placeholders, tensors_of
 from fzero.program.passes.rewrite import is_cheap
-from fzero.program.program import READS, Program, operands
 from fzero.program.strides import alike, shown
 
 
-def verify(program: Program) -> None:
+def verify(parts: Iterable[Part]) -> None:
     """Check a Program and those that follow it.
 
     Raises:
         TraceError: with the node, what was recorded, and what is there.
     """
-    for part in program.parts():
+    for part in parts:
         _verify(part)
 
 
-def _verify(program: Program) -> None:
+def _verify(program: Part) -> None:
     try:
         program.graph.lint()
     except RuntimeError as error:
@@ -64,7 +63,7 @@ def _verify(program: Program) -> None:
             )
 
 
-def _mode(program: Program) -> FakeTensorMode:
+def _mode(program: Part) -> FakeTensorMode:
     fakes = (x for node in program.graph.nodes for x in tensors_of(node))
     found = next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
     return found or FakeTensorMode(allow_non_fake_inputs=True)
@@ -80,13 +79,13 @@ def _value(node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> A
         return node.target(*args, **kwargs)
 
 
-def _compare(program: Program, what: str, said: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+def _compare(program: Part, what: str, said: Sequence[Tensor], found: Sequence[Tensor]) -> None:
     if len(said) != len(found) or not all(map(alike, said, found)):
         one, other = ([shown(x) for x in xs] for xs in (said, found))
         raise _wrong(program, f"{what} is {', '.join(other)}, and was recorded as {', '.join(one)}")
 
 
-def _wrong(program: Program, what: str) -> TraceError:
+def _wrong(program: Part, what: str) -> TraceError:
     passes = "\n  ".join(program.log)
     return TraceError(
         f"the Program {program.name!r} is not what was recorded: {what}. A pass made it so; what "

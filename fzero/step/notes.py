@@ -2,8 +2,8 @@
 
 While a function is recorded, what it reads from outside is noted (see `functional.outside`). Before
 its Program runs again the notes are compared with what is there now, by identity first: some
-hundred comparisons in one loop of C. What differs is looked at by value, and where it really is another,
-the function is recorded anew.
+hundred comparisons in one loop of C. What differs is looked at by value, and where it really is
+another, the function is recorded anew.
 
 What a function *writes* outside while it is recorded happens once, and not when the Program runs.
 If it also reads that, the Program may depend on it; a second recording tells.

@@ -163,10 +163,6 @@ class Traced:
         return self.update_program(trained, held, grads, loss, state)
 
 
-MAX_EARLIER = 8
-_UPDATE = 0x0DD  # tells the update's numbers from those of micro-batch and rank
-
-
 def _collectives(program: Program, mesh: Mesh) -> str:
     """The collectives that all ranks must launch alike, one a line.
 

@@ -21,7 +21,6 @@ from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.notes import ONE_AT_A_TIME, Notes, warn_of_recordings
-from fzero.step.traced import _UPDATE, MAX_EARLIER
 from fzero.step.update import Update, Updated
 
 
@@ -220,3 +219,9 @@ def outputs_on(program: Program, count: int) -> list[int]:
 
 def names_of_state(held: LocalState) -> list[str]:
     return tree.names(tree.unflatten(held.inner_spec, held.inner))
+
+
+MAX_EARLIER = 8
+
+
+_UPDATE = 0x0DD  # tells the update's numbers from those of micro-batch and rank

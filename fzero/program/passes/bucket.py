@@ -22,7 +22,7 @@ from fzero.distributed.buckets import (
 )
 from fzero.distributed.mesh import is_gloo
 from fzero.layout import LeafLayout
-from fzero.program.graph import UPDATE, copy_graph, is_op, phases, tensors_of
+from fzero.program.graph import READS, UPDATE, copy_graph, is_op, operands, phases, tensors_of
 from fzero.program.memory import peak_bytes
 from fzero.program.passes.rewrite import (
     call,
@@ -33,7 +33,7 @@ from fzero.program.passes.rewrite import (
     substitute,
 )
 from fzero.program.passes.schedule import schedule
-from fzero.program.program import READS, Program, operands
+from fzero.program.program import Program
 
 _PACK = {GATHER: pack_shards, REDUCE_SCATTER: pack_full, ALL_REDUCE: pack_flat}
 _UNPACK = {GATHER: unpack_full, REDUCE_SCATTER: unpack_shards, ALL_REDUCE: unpack_flat}

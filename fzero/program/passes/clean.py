@@ -2,8 +2,8 @@
 
 from torch import fx
 
-from fzero.program.graph import copy_graph, is_op, tensors_of
-from fzero.program.program import Program, is_wanted
+from fzero.program.graph import copy_graph, is_op, is_wanted, tensors_of
+from fzero.program.program import Program
 
 _IDENTITIES = ("aten::detach", "aten::alias", "aten::lift_fresh")
 _RESHAPES = ("aten::view", "aten::_unsafe_view")

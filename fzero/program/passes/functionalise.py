@@ -22,9 +22,18 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_iter
 
 from fzero.errors import FzeroError, TraceError
-from fzero.program.graph import is_op, output_node, placeholders, tensors_of
+from fzero.program.graph import (
+    has_effect,
+    is_op,
+    note_reads,
+    operands,
+    output_node,
+    placeholders,
+    tensors_of,
+    written_operands,
+)
 from fzero.program.passes.rewrite import call, is_cheap, is_gather
-from fzero.program.program import Program, has_effect, note_reads, operands, written_operands
+from fzero.program.program import Program
 from fzero.program.strides import alike
 
 

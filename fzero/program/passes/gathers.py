@@ -6,9 +6,9 @@ every gradient at the end. Three passes move the collectives to where they belon
 
 from torch import fx
 
-from fzero.program.graph import BACKWARD, FORWARD, copy_graph, order_of, phases
+from fzero.program.graph import BACKWARD, FORWARD, copy_graph, is_wanted, order_of, phases
 from fzero.program.passes.rewrite import infer, is_cheap, is_gather, is_reduction, refresh
-from fzero.program.program import Program, is_wanted
+from fzero.program.program import Program
 
 
 def regather(program: Program) -> Program:

@@ -6,9 +6,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fzero.functional.remat import Path, regions_of
-from fzero.program.graph import BACKWARD, FORWARD, copy_graph, order_of, phases
+from fzero.program.graph import BACKWARD, FORWARD, copy_graph, is_wanted, order_of, phases
 from fzero.program.passes.rewrite import infer, refresh
-from fzero.program.program import Program, is_wanted
+from fzero.program.program import Program
 
 
 def rematerialise(program: Program) -> Program:
