@@ -124,6 +124,7 @@ def _looked_at(found: set[fx.Node], node: fx.Node) -> Callable[[Any], Any] | Non
     """Wherever a kernel runs that may differ from its fake one."""
     computes = isinstance(node.target, torch._ops.OpOverload) and bool(tensors_of(node))
     computes = computes and not is_op(node, *_IN_GRAD_MODE)  # its workspace is known to nobody else
+    computes = computes and not is_op(node, *_WORKS)  # what is on its way is looked at on arrival
     return partial(_compared, node, found) if computes else None
 
 
