@@ -106,7 +106,7 @@ class Half:
         step, step_fn = self.step, self.step.step_fn
         plan, leaves, held = step_fn._unpack(step.params, step.opt_state)
         micro = micro_batches(step.batch, step_fn.cfg.accum_steps)
-        staged = step_fn._stage(plan, leaves, held, micro[0])
+        staged = step_fn._executors.find(plan, leaves, held, micro[0])
         trained, frozen = plan.sharding.layout.divide(leaves)
         self.results = None
         self.results = staged.gradients(trained, frozen, held, micro, step.opt_state.step)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.distributed.dtensor import local_tensor
+from fzero.state.masters import copied
 from fzero.state.sharding import locals_of
 from fzero.tree import PyTree
 
@@ -60,6 +61,11 @@ class LocalState(NamedTuple):
             None if opt_state.model_state is None else state_spec,
             opt_state.step,
         )
+
+    def copied(self) -> "LocalState":
+        """The same with copies of what an update overwrites."""
+        masters, inner = map(copied, self.masters), map(copied, self.inner)
+        return self._replace(masters=list(masters), inner=list(inner))
 
     def nbytes(self) -> int:
         """Bytes on this rank of what an update overwrites."""

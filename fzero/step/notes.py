@@ -150,13 +150,13 @@ class Notes:
         self._tokens = _tokens(walk, self._written)
 
 
-def warn_of_recordings(what: str, count: int, changed: Sequence[str]) -> None:
-    """Say that recordings come too often, and why."""
+def warn_of_recordings(what: str, count: int, changed: Sequence[str], stacklevel: int = 5) -> None:
+    """Say that recordings come too often, and why; `stacklevel` is that of the user's line."""
     warnings.warn(
         f"{what} is recorded for the {count}th time; since the last one changed "
         f"{', '.join(changed[:3]) or 'nothing'}. Each costs time and memory. What changes at every "
         "step belongs in the batch (or, for a learning rate, in a schedule of the step).",
-        stacklevel=5,
+        stacklevel=stacklevel,
     )
 
 

@@ -1,7 +1,6 @@
 """`make_train_step`: a whole training step as one function from state to state."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.config import Config
-from fzero.distributed.agree import agree, rendezvous, smallest
-from fzero.distributed.mesh import Mesh, default_store, resolve_mesh
+from fzero.distributed.mesh import resolve_mesh
 from fzero.distributed.whereabouts import circle_of
-from fzero.errors import ConfigError, RankMismatchError, ShardError
+from fzero.errors import ConfigError, ShardError
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim import as_optimizer
@@ -25,12 +23,10 @@ from fzero.state.masters import copied
 from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
-from fzero.step.eager import Eager
+from fzero.step.executors import Executors
 from fzero.step.frames import take_apart
 from fzero.step.gradients import ModelFn
 from fzero.step.metrics import refuse_nonfinite
-from fzero.step.notes import ONE_AT_A_TIME, warn_of_recordings
-from fzero.step.traced import Traced
 from fzero.step.update import Updated
 from fzero.tree import PyTree
 
@@ -82,12 +78,7 @@ class TrainStep:
         self.cfg = cfg
         self._takes_state = _takes_state(model_fn)
         self._plan: Plan | None = None
-        self._staged: dict[Any, list[Traced]] = {}  # by shapes; the last used comes first
-        self._eager: dict[Any, Eager] = {}
-        self._bucket_bytes: tuple[int, int] | None = None
-        self._number, self._calls = 0, 0
-        self._warned = False
-        self._last_collectives: str | None = None
+        self._executors = Executors(model_fn, cfg)
         self._watch = Watch()
 
     def init(
@@ -160,34 +151,28 @@ class TrainStep:
                 later).
         """
         self._watch.look()
-        plan, leaves, held = self._unpack(params, opt_state)
+        plan, leaves, local = self._unpack(params, opt_state)
         micro = micro_batches(batch, self.cfg.accum_steps)
-        staged = self._agreed(self._stage(plan, leaves, held, micro[0]), leaves, held, micro[0])
+        executor = self._executors.agreed(plan, leaves, local, micro[0])
+
         trained, frozen = plan.sharding.layout.divide(leaves)
-        circle = circle_of(plan.mesh.device_mesh)
-        sent = circle.sent
-        try:
-            with circle.at(self._meeting, self.cfg.timeout):
-                grads, loss, state, aux = staged.gradients(
-                    trained, frozen, held, micro, opt_state.step
-                )
-        except BaseException:
-            if circle.sent == sent:  # the others know nothing of this call: the next one is it
-                self._calls -= 1
-            raise
+        with self._executors.running(plan):
+            grads, loss, state, aux = executor.gradients(
+                trained, frozen, local, micro, opt_state.step
+            )
         if self.cfg.nonfinite_policy == "raise":
             refuse_nonfinite(loss, grads, plan, int(opt_state.step))
+
         if not self.cfg.donate:
-            trained = tuple(map(copied, trained))
-            inner, kept = list(map(copied, held.inner)), list(map(copied, held.masters))
-            held = held._replace(masters=kept, inner=inner)
-        with circle.within():
-            updated = staged.update(trained, held, grads, loss, state)
+            trained, local = tuple(map(copied, trained)), local.copied()
+        with circle_of(plan.mesh.device_mesh).within():
+            updated = executor.update(trained, local, grads, loss, state)
         if self.cfg.scaling is not None:
-            before = LossScaleState(*held.scale)
+            before = LossScaleState(*local.scale)
             self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling))
+
         new = plan.sharding.layout.merge(trained, frozen)
-        return self._pack(params, opt_state, new, held, updated, aux)
+        return self._pack(params, opt_state, new, local, updated, aux)
 
     def lower(self, params: PyTree, opt_state: OptState, batch: PyTree) -> Program:
         """The step's Program for these arguments, without running it; changes nothing.
@@ -195,9 +180,9 @@ class TrainStep:
         Printed it is a listing; `.collectives()` has a row per collective, `.peak_bytes()` the most
         bytes that this rank holds at once.
         """
-        plan, leaves, held = self._unpack(params, opt_state)
+        plan, leaves, local = self._unpack(params, opt_state)
         micro = micro_batches(batch, self.cfg.accum_steps)
-        return self._stage(plan, leaves, held, micro[0]).program
+        return self._executors.find(plan, leaves, local, micro[0]).program
 
     def _use(self, plan: Plan) -> Plan:
         """Go on with `plan`; Programs for other parameters are of no use then."""
@@ -205,8 +190,7 @@ class TrainStep:
         if old is plan:
             return plan
         if old is None or (old.sharding, old.mesh) != (plan.sharding, plan.mesh):
-            self._staged, self._eager = {}, {}
-            self._bucket_bytes, self._last_collectives = None, None
+            self._executors.clear()
         self._plan = plan
         return plan
 
@@ -230,16 +214,16 @@ class TrainStep:
         plan.check(leaves, spec)
         _check_scale(opt_state, self.cfg)
         carried = opt_state if self._takes_state else opt_state._replace(model_state=None)
-        held = LocalState.of(carried, dtensors=self.opt.foreign)
-        plan.check_inner(held.inner_spec)
-        return self._use(plan), locals_of(leaves), held
+        local = LocalState.of(carried, dtensors=self.opt.foreign)
+        plan.check_inner(local.inner_spec)
+        return self._use(plan), locals_of(leaves), local
 
     def _pack(
         self,
         params: PyTree,
         opt_state: OptState,
         leaves: Sequence[Tensor],
-        held: LocalState,
+        local: LocalState,
         updated: Updated,
         aux: PyTree,
     ) -> tuple[PyTree, OptState]:
@@ -249,11 +233,11 @@ class TrainStep:
             old, spec = tree.flatten(params)
             params = tree.unflatten(spec, map(like, leaves, old))
             old, spec = tree.flatten(master)
-            master = tree.unflatten(spec, map(like, held.masters, old))
+            master = tree.unflatten(spec, map(like, local.masters, old))
             old, spec = tree.flatten(inner)
-            inner = tree.unflatten(spec, map(like, held.inner, old))
+            inner = tree.unflatten(spec, map(like, local.inner, old))
         if updated.inner is not None:
-            inner = tree.unflatten(held.inner_spec, map(like, updated.inner, tree.leaves(inner)))
+            inner = tree.unflatten(local.inner_spec, map(like, updated.inner, tree.leaves(inner)))
         skip = self.cfg.nonfinite_policy == "skip"
         metrics = {
             "loss": updated.loss,
@@ -267,91 +251,11 @@ class TrainStep:
         if self.cfg.has_aux:
             metrics["aux"] = aux
         state = opt_state.model_state
-        if held.state_spec is not None:
-            state = tree.unflatten(held.state_spec, updated.model_state)
+        if local.state_spec is not None:
+            state = tree.unflatten(local.state_spec, updated.model_state)
         advance = 1 if self.cfg.scaling is None else ~updated.nonfinite
         new = OptState(opt_state.step + advance, inner, master, updated.loss_scale, state, metrics)
         return params, new
-
-    def _stage(
-        self, plan: Plan, leaves: list[Tensor], held: LocalState, micro: PyTree
-    ) -> Traced | Eager:
-        """What runs a step of these shapes; staged out the first time."""
-        if self.cfg.executor == "eager":  # one for all shapes
-            if held.state_spec not in self._eager:
-                self._eager[held.state_spec] = Eager(self.model_fn, plan, held)
-            return self._eager[held.state_spec]
-        batch, spec = take_apart(micro)
-        key = ((held.state_spec, spec), *[(x.shape, x.stride(), x.dtype, x.device) for x in batch])
-        known = self._staged.get(key, [])
-        for staged in known:
-            if staged.hold():  # see [Note: stale]
-                break
-        else:
-            if sum(map(len, self._staged.values())) >= MAX_SIGNATURES and not self._warned:
-                self._warned = True
-                if known:
-                    count = sum(map(len, self._staged.values())) + 1
-                    warn_of_recordings("this step function", count, known[0].differences())
-                else:
-                    _warn_of_signatures(list(self._staged), key)
-            like = next((one for one in known if one.notes.hold()), None)
-            sizes = self._bucket_bytes
-            with ONE_AT_A_TIME:
-                staged = Traced(self.model_fn, plan, leaves, held, batch, spec, sizes, like)
-        if not known or known[0] is not staged:
-            known = [staged, *(one for one in known if one is not staged)][:MAX_SIGNATURES]
-            self._staged[key] = known
-        return staged
-
-    def _agreed(
-        self, staged: Traced | Eager, leaves: list[Tensor], held: LocalState, micro: PyTree
-    ) -> Traced | Eager:
-        """`staged` with the buckets, and so the collectives, that all ranks have.
-
-        The best size of a bucket depends on what differs between ranks: the rows of an uneven
-        shard, the shapes of a batch. The first call settles it for all that follow.
-        """
-        self._calls += 1
-        mesh = staged.plan.mesh
-        if self._bucket_bytes is None:
-            first, second = smallest(
-                "the size of buckets", staged.bucket_bytes, mesh, self.cfg.timeout
-            )
-            self._bucket_bytes = (first, second)
-        if staged.bucket_bytes != self._bucket_bytes:
-            self._forget(staged)
-            staged = self._stage(staged.plan, leaves, held, micro)
-        if staged.collectives != self._last_collectives:
-            try:
-                self._agree_on_collectives(mesh, staged.collectives)
-            except RankMismatchError:
-                self._forget(staged)  # the model function may do otherwise when called again
-                raise
-        return staged
-
-    def _forget(self, staged: Traced | Eager) -> None:
-        rest = {k: [one for one in v if one is not staged] for k, v in self._staged.items()}
-        self._staged = {k: v for k, v in rest.items() if v}
-        self._eager = {k: v for k, v in self._eager.items() if v is not staged}
-
-    @property
-    def _meeting(self) -> str:
-        """Where ranks meet whose collectives change in this call."""
-        return f"step function {self._number}, call {self._calls}"
-
-    def _agree_on_collectives(self, mesh: Mesh, collectives: str) -> None:
-        """Whenever this rank's collectives change, see that all ranks' do, before any runs."""
-        if self._last_collectives is None:
-            lines = [(f"line {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
-            agree("the step's collectives", lines, mesh, self.cfg.timeout)
-            if not circle_of(mesh.device_mesh).alone:
-                # ranks make their step functions in the same order: the n-th is the same on all
-                key = f"fzero/step functions/{mesh.ranks}/{mesh.rank}"
-                self._number = default_store().add(key, 1)
-        else:
-            rendezvous(f"{self._meeting}, new collectives", collectives, mesh, self.cfg.timeout)
-        self._last_collectives = collectives
 
 
 def micro_batches(batch: PyTree, count: int) -> list[PyTree]:
@@ -421,26 +325,3 @@ def _takes_state(model_fn: ModelFn) -> bool:
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [x for x in given if x.kind in places and x.default is inspect.Parameter.empty]
     return len(required) != 2 or any(x.kind is inspect.Parameter.VAR_POSITIONAL for x in given)
-
-
-def _warn_of_signatures(old: list[Any], new: Any) -> None:
-    (_, frame), *leaves = new
-    paths = frame.paths
-    before, *last = old[-1]
-    changed = ["its structure"]
-    if before == new[0]:
-        rows = zip(paths, last, leaves, strict=True)
-        changed = [f"batch{p} from {_describe(a)} to {_describe(b)}" for p, a, b in rows if a != b]
-    warnings.warn(
-        f"this step function has been staged out for {len(old)} kinds of batch, and now comes "
-        f"another; since the last one changed {', '.join(changed[:3])}. Each costs a recording and "
-        "its memory. Pad batches to a few shapes, or drop the last incomplete one.",
-        stacklevel=4,
-    )
-
-
-def _describe(leaf: tuple[Any, ...]) -> str:
-    shape, stride, dtype, device = leaf
-    text = f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
-    dense = torch.empty(shape, device="meta").stride()
-    return text if stride == dense else f"{text} with strides {stride}"

@@ -1,0 +1,182 @@
+"""The executors of one step function: found by what comes in, handed out once all ranks agree.
+
+What a rank runs depends on what it alone sees: the shapes of its batch, the rows of its shards,
+values that its Python read. So before an executor is handed out the ranks settle the size of
+buckets, once, and compare their collectives, whenever they change. What comes after meets no
+question any more: a step is unpack, gradients, update, pack.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.config import Config
+from fzero.distributed.agree import agree, rendezvous, smallest
+from fzero.distributed.mesh import Mesh, default_store
+from fzero.distributed.whereabouts import circle_of
+from fzero.errors import RankMismatchError
+from fzero.state.opt_state import LocalState
+from fzero.state.plan import Plan
+from fzero.step.eager import Eager
+from fzero.step.frames import take_apart
+from fzero.step.gradients import ModelFn
+from fzero.step.notes import ONE_AT_A_TIME, warn_of_recordings
+from fzero.step.traced import Traced
+from fzero.tree import PyTree
+
+MAX_SIGNATURES = 8
+
+Executor = Traced | Eager
+
+
+class Executors:
+    """What runs the steps of one step function.
+
+    Args:
+        model_fn: the user's.
+        cfg: the step's.
+    """
+
+    def __init__(self, model_fn: ModelFn, cfg: Config) -> None:
+        self.model_fn, self.cfg = model_fn, cfg
+        self._traced: dict[Any, list[Traced]] = {}  # by shapes; the last used comes first
+        self._eager: dict[Any, Eager] = {}
+        self._warned = False
+        # settled by all ranks: sizes of buckets, the collectives of the last call, and under which
+        # number the step function and its calls are known to the others
+        self._bucket_bytes: tuple[int, int] | None = None
+        self._collectives: str | None = None
+        self._number, self._calls = 0, 0
+
+    def clear(self) -> None:
+        """Forget everything that was made for other parameters."""
+        self._traced, self._eager = {}, {}
+        self._bucket_bytes, self._collectives = None, None
+
+    def find(self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree) -> Executor:
+        """What runs a step of these shapes; staged out the first time. Asks no other rank.
+
+        Raises:
+            TraceError: the model function can't be staged out.
+        """
+        if self.cfg.executor == "eager":  # one for all shapes
+            if local.state_spec not in self._eager:
+                self._eager[local.state_spec] = Eager(self.model_fn, plan, local)
+            return self._eager[local.state_spec]
+        batch, frame = take_apart(micro)
+        shapes = [(x.shape, x.stride(), x.dtype, x.device) for x in batch]
+        key = ((local.state_spec, frame), *shapes)
+        known = self._traced.get(key, [])
+        traced = next((one for one in known if one.hold()), None)  # see [Note: stale]
+        if traced is None:
+            self._warn_of_many(key, known)
+            like = next((one for one in known if one.notes.hold()), None)
+            with ONE_AT_A_TIME:
+                traced = Traced(
+                    self.model_fn, plan, leaves, local, batch, frame, self._bucket_bytes, like
+                )
+        if not known or known[0] is not traced:
+            rest = [one for one in known if one is not traced]
+            self._traced[key] = [traced, *rest][:MAX_SIGNATURES]
+        return traced
+
+    def agreed(
+        self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree
+    ) -> Executor:
+        """`find`, with the buckets, and so the collectives, that all ranks have; all must call it.
+
+        The best size of a bucket depends on what differs between ranks: the rows of an uneven
+        shard, the shapes of a batch. The first call settles it for all that follow.
+
+        Raises:
+            RankMismatchError: ranks would run different collectives.
+        """
+        executor = self.find(plan, leaves, local, micro)
+        self._calls += 1
+        if self._bucket_bytes is None:
+            mine, limit = executor.bucket_bytes, self.cfg.timeout
+            first, second = smallest("the size of buckets", mine, plan.mesh, limit)
+            self._bucket_bytes = (first, second)
+        if executor.bucket_bytes != self._bucket_bytes:
+            self._forget(executor)
+            executor = self.find(plan, leaves, local, micro)
+        if executor.collectives != self._collectives:
+            try:
+                self._agree_on_collectives(plan.mesh, executor.collectives)
+            except RankMismatchError:
+                self._forget(executor)  # the model function may do otherwise when called again
+                raise
+        return executor
+
+    @contextlib.contextmanager
+    def running(self, plan: Plan) -> Iterator[None]:
+        """This call's collectives run inside: other ranks can see which call this one is at."""
+        circle = circle_of(plan.mesh.device_mesh)
+        sent = circle.sent
+        try:
+            with circle.at(self._meeting, self.cfg.timeout):
+                yield
+        except BaseException:
+            if circle.sent == sent:  # the others know nothing of this call: the next one is it
+                self._calls -= 1
+            raise
+
+    @property
+    def _meeting(self) -> str:
+        """Where ranks meet whose collectives change in this call."""
+        return f"step function {self._number}, call {self._calls}"
+
+    def _agree_on_collectives(self, mesh: Mesh, collectives: str) -> None:
+        """Whenever this rank's collectives change, see that all ranks' do, before any runs."""
+        if self._collectives is None:
+            lines = [(f"line {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
+            agree("the step's collectives", lines, mesh, self.cfg.timeout)
+            if not circle_of(mesh.device_mesh).alone:
+                # ranks make their step functions in the same order: the n-th is the same on all
+                key = f"fzero/step functions/{mesh.ranks}/{mesh.rank}"
+                self._number = default_store().add(key, 1)
+        else:
+            rendezvous(f"{self._meeting}, new collectives", collectives, mesh, self.cfg.timeout)
+        self._collectives = collectives
+
+    def _forget(self, executor: Executor) -> None:
+        rest = {k: [one for one in v if one is not executor] for k, v in self._traced.items()}
+        self._traced = {k: v for k, v in rest.items() if v}
+        self._eager = {k: v for k, v in self._eager.items() if v is not executor}
+
+    def _warn_of_many(self, key: Any, known: list[Traced]) -> None:
+        """Once, when there are as many recordings as are kept: each costs time and memory."""
+        count = sum(map(len, self._traced.values()))
+        if self._warned or count < MAX_SIGNATURES:
+            return
+        self._warned = True
+        if known:
+            warn_of_recordings("this step function", count + 1, known[0].differences(), 6)
+        else:
+            _warn_of_shapes(list(self._traced), key)
+
+
+def _warn_of_shapes(old: list[Any], new: Any) -> None:
+    (_, frame), *leaves = new
+    before, *last = old[-1]
+    changed = ["its structure"]
+    if before == new[0]:
+        rows = zip(frame.paths, last, leaves, strict=True)
+        changed = [f"batch{p} from {_describe(a)} to {_describe(b)}" for p, a, b in rows if a != b]
+    warnings.warn(
+        f"this step function has been staged out for {len(old)} kinds of batch, and now comes "
+        f"another; since the last one changed {', '.join(changed[:3])}. Each costs a recording and "
+        "its memory. Pad batches to a few shapes, or drop the last incomplete one.",
+        stacklevel=6,  # the line that called the step function
+    )
+
+
+def _describe(leaf: tuple[Any, ...]) -> str:
+    shape, stride, dtype, device = leaf
+    text = f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
+    dense = torch.empty(shape, device="meta").stride()
+    return text if stride == dense else f"{text} with strides {stride}"
