@@ -60,6 +60,8 @@ def test_a_rank_that_is_gone_is_named(
         ranks.kill()
     what = "is stopped" if how == signal.SIGSTOP else "ended"
     told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    # the system wakes a stopped process whose group loses its session's leader: it may speak, too
+    told.pop(str(victim), None)
     assert told.keys() == {"0", "1", "2"} - {str(victim)}
     for text in told.values():
         assert text.startswith(f"True a collective failed: rank {victim} {what}.")
