@@ -53,18 +53,6 @@ def from_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def make_dtensor(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-) -> DTensor:
-    """`from_spec` and `dtensor_spec` in one call, for a leaf that is wrapped only once."""
-    return from_spec(local, dtensor_spec(mesh, placements, shape, stride, dtype))
-
-
 def from_local_like(local: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """`local` as this rank's part of a DTensor that lies as `other` does; as it is if that is none.
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor, make_dtensor
+from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import resolve_mesh
 from tests.ranks import fake_ranks, run_ranks
 
@@ -31,7 +31,9 @@ def test_equals_the_public_constructor(
             shape=full.shape,
             stride=full.stride(),
         )
-        ours = make_dtensor(local, mesh.device_mesh, placements, full.shape, full.stride(), dtype)
+        ours = from_spec(
+            local, dtensor_spec(mesh.device_mesh, placements, full.shape, full.stride(), dtype)
+        )
         assert ours._spec == public._spec
         assert (ours.shape, ours.stride(), ours.dtype) == (full.shape, full.stride(), dtype)
         assert ours.requires_grad is False

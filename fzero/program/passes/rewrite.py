@@ -69,12 +69,6 @@ def is_cheap(node: fx.Node) -> bool:
     )
 
 
-def leaf_of(node: fx.Node) -> str:
-    """The name of the leaf that a gather or a reduction carries."""
-    index = 3 if is_op(node, "fzero::all_reduce") else 5
-    return str(node.args[index])
-
-
 def substitute(node: fx.Node, new: fx.Node) -> None:
     """Let all that reads `node` read `new`, laid out in memory as `node` was, and erase `node`.
 
