@@ -458,10 +458,17 @@ def _is_library_class(cls: type) -> bool:
 
 
 def _is_machinery(cls: type) -> bool:
-    """Torch's own classes, whose objects hold no settings of users'."""
-    name = cls.__module__
-    inside = name == "torch" or name.startswith("torch.")
-    return inside and not (issubclass(cls, nn.Module) or name.startswith(_OPEN))
+    """Torch's own classes and this package's, whose objects hold no settings of users'.
+
+    A function may reach its own step function (`self.step_fn`), and so what is watching it: to
+    watch that as well would never end.
+    """
+    root, _, _ = cls.__module__.partition(".")
+    if root == "fzero":
+        return True
+    return root == "torch" and not (
+        issubclass(cls, nn.Module) or cls.__module__.startswith(_OPEN)
+    )
 
 
 _OPEN = ("torch.nn.", "torch.distributions.", "torch.optim.")

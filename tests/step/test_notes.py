@@ -589,3 +589,25 @@ def test_looking_costs_microseconds_not_walks() -> None:
     notes.differences = lambda: walks.append(1) or []  # pyright: ignore
     assert notes.hold()
     assert not walks
+
+
+class _Trainer:
+    """Holds its step function, as trainers do, and reads it in its loss."""
+
+    def __init__(self) -> None:
+        self.weight = 2.0
+        self.step_fn = fzero.make_train_step(self.loss, fzero.optim.sgd(0.0))
+
+    def loss(self, params: Any, x: Tensor) -> Tensor:
+        scale = self.weight if self.step_fn.cfg.accum_steps else 0.0
+        return (params["w"] * x).sum() * scale
+
+
+def test_a_function_may_reach_its_own_step_function() -> None:
+    trainer = _Trainer()
+    state = trainer.step_fn.init({"w": torch.ones(3)})
+    state = trainer.step_fn(*state, torch.ones(3))
+    assert float(state[1].metrics["loss"]) == 6.0
+    trainer.weight = 3.0
+    state = trainer.step_fn(*state, torch.ones(3))
+    assert float(state[1].metrics["loss"]) == 9.0
