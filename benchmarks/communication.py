@@ -62,6 +62,11 @@ _KINDS = {
     "_c10d_functional::all_reduce": "all_reduce",
     # what carries gathers and reduce-scatters over gloo
     "_c10d_functional::all_to_all_single": "all_to_all",
+    # the same where a process waits with open eyes (fzero/distributed/works.py)
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::alltoall_base_": "all_to_all",
 }
 
 

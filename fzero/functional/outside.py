@@ -466,9 +466,7 @@ def _is_machinery(cls: type) -> bool:
     root, _, _ = cls.__module__.partition(".")
     if root == "fzero":
         return True
-    return root == "torch" and not (
-        issubclass(cls, nn.Module) or cls.__module__.startswith(_OPEN)
-    )
+    return root == "torch" and not (issubclass(cls, nn.Module) or cls.__module__.startswith(_OPEN))
 
 
 _OPEN = ("torch.nn.", "torch.distributions.", "torch.optim.")

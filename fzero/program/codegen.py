@@ -108,7 +108,10 @@ def _compared(node: fx.Node, found: set[fx.Node], value: Any) -> Any:
     for x, said in pairs:
         if not isinstance(said, Tensor) or said.layout is not torch.strided:
             continue
-        if (x.shape, x.dtype) != (said.shape, said.dtype):
+        # norms of mixed dtypes keep their statistics in float32 on some devices, which their fake
+        # kernels do not know: a float of another width changes no number that is read from it
+        floats = x.is_floating_point() and said.is_floating_point()
+        if x.shape != said.shape or (x.dtype != said.dtype and not floats):
             raise TraceError(
                 f"{node.target} returned {x.dtype} {tuple(x.shape)}, and its fake kernel said "
                 f"{said.dtype} {tuple(said.shape)} while the step was staged out: what was "

@@ -54,7 +54,7 @@ def _verify(program: Part) -> None:
     for node in program.graph.nodes:
         if READS not in node.meta or is_cheap(node):  # a view is told by what it makes
             continue
-        given = operands(node)
+        given = [x for x in operands(node) if "val" in x.meta]  # what draws has a generator besides
         if len(given) != len(node.meta[READS]):
             raise _wrong(program, f"{node.name} reads {given}: too few, or too many")
         for operand, said in zip(given, node.meta[READS], strict=True):
@@ -73,7 +73,9 @@ def _value(node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> A
     """What a node makes of what is made before it, on fake tensors."""
     if node.op != "call_function" or not node.all_input_nodes:
         return node.meta["val"]
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)  # pyright: ignore
+    # a generator is made anew at each run and is no value; a fake tensor's numbers need none
+    known: Any = {x: None for x in node.all_input_nodes if "val" not in x.meta} | values
+    args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
     assert callable(node.target)
     with torch.no_grad(), mode:
         return node.target(*args, **kwargs)

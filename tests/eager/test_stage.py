@@ -56,7 +56,7 @@ def _chains(draw: st.DrawFn) -> tuple[list[dict[str, Tensor]], list[int], Tensor
     width = draw(st.integers(1, 5))
     hidden = draw(st.lists(st.integers(0, 7), min_size=1, max_size=4))
     layers = [{"up": _values(width, n), "down": _values(n, width)} for n in hidden]
-    order = draw(st.lists(st.integers(0, len(layers) - 1), max_size=5))
+    order = draw(st.lists(st.integers(0, len(layers) - 1), min_size=1, max_size=5))
     return layers, order, _values(draw(st.integers(1, 3)), width)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fzero.errors import ConfigError
-from fzero.numerics import precision
+from fzero.numerics import casts, precision
 from fzero.numerics.precision import Precision, resolve
 from fzero.state.masters import LeafDtypes, plan_leaf_dtypes
 
@@ -24,7 +24,7 @@ trees = st.dictionaries(st.text("abc", min_size=1), dtypes, max_size=4)
 @given(leaves=trees, dtype=st.sampled_from([*FLOATS, None]))
 def test_cast_changes_floating_leaves_only(leaves, dtype) -> None:
     tree = {name: torch.ones(2, dtype=d) for name, d in leaves.items()}
-    out = precision.cast(tree, dtype)
+    out = casts.cast(tree, dtype)
     for name, leaf in tree.items():
         if dtype is not None and leaf.is_floating_point():
             assert out[name].dtype == dtype
@@ -33,7 +33,7 @@ def test_cast_changes_floating_leaves_only(leaves, dtype) -> None:
 
 
 def test_cast_is_differentiable_back_into_the_leaf_s_dtype() -> None:
-    grads = torch.func.grad(lambda p: precision.cast(p, torch.bfloat16)["w"].float().sum())(
+    grads = torch.func.grad(lambda p: casts.cast(p, torch.bfloat16)["w"].float().sum())(
         {"w": torch.ones(3)}
     )
     assert grads["w"].dtype == torch.float32
@@ -205,18 +205,18 @@ class Output(NamedTuple):
 
 def test_output_casts_floating_outputs_while_in_force() -> None:
     out = Output(torch.ones(2), torch.ones(2, dtype=torch.int64))
-    with precision.in_force(Precision(output=torch.bfloat16), "cpu"):
-        cast = precision.as_output(out)
-        with precision.edges_in(precision.Edges()):  # inside a model that is called by a model
-            assert precision.as_output(out) is out
+    with casts.in_force(Precision(output=torch.bfloat16), "cpu"):
+        cast = casts.as_output(out)
+        with casts.edges_in(casts.Edges()):  # inside a model that is called by a model
+            assert casts.as_output(out) is out
     assert isinstance(cast, Output)
     assert (cast.logits.dtype, cast.ids.dtype) == (torch.bfloat16, torch.int64)
-    assert precision.as_output(out) is out
+    assert casts.as_output(out) is out
 
 
 def test_autocast_is_in_force_inside_only() -> None:
     x = torch.ones(2, 2)
-    with contextlib.suppress(KeyError), precision.in_force(Precision(autocast=BF16), "cpu"):
+    with contextlib.suppress(KeyError), casts.in_force(Precision(autocast=BF16), "cpu"):
         assert (x @ x).dtype == torch.bfloat16
         raise KeyError
     assert (x @ x).dtype == torch.float32

@@ -41,6 +41,7 @@ def one_step(widths: list[int], cfg: fzero.Config) -> tuple[fzero.Program, list[
     state: list[Any] = [*step_fn.init(dict(zip(names, leaves, strict=True)))]
     batch = torch.randn(2 * cfg.accum_steps, widths[0])
     program = step_fn.lower(*state, batch)
+    state = [*step_fn(*state, batch)]  # in the first call ranks agree on what they will launch
     return program, launched_by(lambda: step_fn(*state, batch))
 
 

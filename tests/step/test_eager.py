@@ -157,7 +157,7 @@ class _OldMatmul(torch.autograd.Function):
 @pytest.mark.parametrize("executor", ["traced", "eager"])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_loss_that_depends_on_no_parameter_is_refused(executor: Any, stage: int) -> None:
-    module = nn.Linear(5, 5, dtype=torch.float64)  # the usual slip: module(x) for apply(params, x)
+    module = nn.Linear(5, 5)  # the usual slip: module(x) for apply(params, x)
     losses: list[Callable[..., Any]] = [
         lambda params, x: x.mean(),
         lambda params, x: module(x).mean(),
