@@ -92,3 +92,18 @@ class Scale(torch.autograd.Function):
         for tell in ctx.applied:
             tell(ctx.factor)
         return grad * ctx.factor, None, None
+
+
+def scaled(x: Tensor, factor: Tensor, tell: Callable[[Tensor], None]) -> Tensor:
+    """`x` times `factor`, with `tell` told of it in backward; see `Scale`.
+
+    On top of another engine's scale there is one node for both, with the other's factor. `tell` is
+    told once, however often it was put on.
+    """
+    applied = (tell,)
+    node: Any = x.grad_fn
+    if getattr(node, "applied", None) and hasattr(node, "unscaled"):  # another engine's
+        if tell in node.applied:
+            return x
+        x, factor, applied = node.unscaled, node.factor, (*node.applied, tell)
+    return Scale.apply(x, factor.to(x.device), applied)  # pyright: ignore
