@@ -20,6 +20,7 @@ from fzero.eager.owned import (
     set_raw_grad,
 )
 from fzero.eager.units import Units
+from fzero.engine.grouping import Grouping
 from fzero.engine.outputs import tensors_in
 from fzero.errors import ConfigError, ShardError
 from fzero.functional.plain import check_plain, foreign_accumulate_hooks
@@ -140,16 +141,17 @@ def frozen_too(cfg: Config, params: dict[str, nn.Parameter]) -> Config:
     return cfg.replace(frozen=tuple(glob.escape(name) for name in frozen))
 
 
-def gather_around(module: nn.Module, units: Units, special: dict[str, int]) -> None:
-    """Have the modules around these gather them.
+def gather_around(module: nn.Module, units: Units, grouping: Grouping) -> None:
+    """Have the modules around those that only some ranks may run gather them.
 
     Args:
         module: the whole model.
         units: what gathers.
-        special: the unit of each named module, by its name.
+        grouping: its last units are the special modules.
     """
     around: dict[str, list[int]] = {}
-    for name, unit in special.items():
+    first = len(grouping.units) - len(grouping.special)
+    for unit, name in enumerate(grouping.special, first):
         around.setdefault(_caller_of(module, name), []).append(unit)
     for name, wanted in around.items():
         _hook(module.get_submodule(name), name, units, wanted)

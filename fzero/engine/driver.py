@@ -18,7 +18,7 @@ from fzero.distributed.agree import first_says
 from fzero.eager.owned import raw_grad, set_raw_grad
 from fzero.engine import events, phases
 from fzero.engine.attach import gather_around, install, owned_hook
-from fzero.engine.autograd import accumulates, current_node, own, scaled, watch
+from fzero.engine.autograd import accumulates, current_node, left_in, own, scaled, watch
 from fzero.engine.backward_state import BackwardState
 from fzero.engine.correction import Correction
 from fzero.engine.forward import Door, Forward
@@ -74,13 +74,12 @@ class Driver:
         self._node: Any = None
         # the module, its parameters and autograd's graph hold this, and must not keep it alive
         me: weakref.ref[Any] = weakref.ref(self)
-        grouping, leaves = parts.grouping, self.reducer.leaves
+        leaves = self.reducer.leaves
         if self.units is not None:
-            first = len(grouping.units) - len(grouping.special)
-            special = {name: first + i for i, name in enumerate(grouping.special)}
-            gather_around(model, self.units, special)
-        held = self.stepper.locals
-        self.params = install(slots, params, leaves, held, self.units, self._taker, me)
+            gather_around(model, self.units, parts.grouping)
+        self.params = install(
+            slots, params, leaves, self.stepper.locals, self.units, self._taker, me
+        )
         model.register_forward_hook(Door(me))
         self.writes = Writes(model, self.params, leaves, self.stepper, lazy=self.units is not None)
 
@@ -271,9 +270,8 @@ class Driver:
     def _taker(self, index: int) -> Callable[[Tensor], None]:
         """What autograd calls when it has accumulated a gradient into a parameter."""
 
-        driver: weakref.ref[Any] = weakref.ref(
-            self
-        )  # autograd's hold of a hook is hidden from the collector
+        # autograd's hold of a hook is hidden from the collector
+        driver: weakref.ref[Any] = weakref.ref(self)
 
         def take(param: Tensor) -> None:
             self: Driver | None = driver()
@@ -318,19 +316,8 @@ class Driver:
         self._deferred = None
 
     def _take_all(self) -> None:
-        params, dense, grads = self.params, torch.strided, {}
-        factor = self._correction.factor
-        # who writes into a gradient must be alone with its memory
-        writes = self.reducer.accumulates or factor is not None
-        for index in self._deferred or ():
-            param = params[index]
-            grad = raw_grad(param)
-            if grad is None:  # it came twice, or a function returned None for it
-                continue
-            set_raw_grad(param, None)
-            if writes or grad.requires_grad or grad.layout is not dense:
-                grad = own(grad)
-            grads[index] = grad
+        factor, writes = self._correction.factor, self.reducer.accumulates
+        grads = left_in(self.params, self._deferred or (), alone=writes or factor is not None)
         if factor is not None and grads:
             torch._foreach_mul_(list(grads.values()), factor)
         self.reducer.take_all(grads)

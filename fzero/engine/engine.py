@@ -52,7 +52,7 @@ class Engine:
         RankMismatchError: ranks differ in config, names, shapes, dtypes or values.
 
     Examples:
-        >>> import fzero
+        >>> import fzero, torch
         >>> torch.manual_seed(0) and None
         >>> engine = Engine(nn.Linear(3, 1), fzero.optim.sgd(0.1))
         >>> loss = engine(torch.ones(2, 3)).square().mean()

@@ -119,6 +119,7 @@ def _forward_raised(rules: Rules, state: BackwardState, event: ForwardRaised) ->
     for forward in broken:
         state, more = _forward_gone(rules, state, ForwardGone(forward))
         actions += more
+    # a forward inside a backward is a checkpoint's: the rest of the task reads parameters yet
     return state, (*actions, Reshard()) if state.task is None else actions
 
 
@@ -156,7 +157,7 @@ def _scale_applied(rules: Rules, state: BackwardState, event: ScaleApplied) -> R
 
 def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) -> Result:
     task, opened = _task_of(rules, state, event.task)
-    if event.forward in task.reached:
+    if event.forward in task.reached:  # by another output, or another path to this one
         return state, ()
     task = task._replace(reached=task.reached | {event.forward})
     mine = dict(state.aside).get(event.forward)
@@ -167,6 +168,7 @@ def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) ->
     task = task._replace(
         seen=seen,
         complete=task.complete | (as_often(seen, state.last) if rules.counts else 0),
+        # what was aside may belong to buckets that have left before backward came to the output
         extra=task.extra | mine[0] & task.sent,
         adopted=(*task.adopted, (event.forward, mine)),
         inside=True,
@@ -177,7 +179,7 @@ def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) ->
 def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) -> Result:
     bit, task, actions = 1 << event.leaf, state.task, ()
     if task is None:
-        if state.running:
+        if state.running:  # it carries no loss scale, nor needs it: adopting it puts it on
             forward = state.running[-1]
             counts = dict(state.aside)
             counts[forward] = count(counts.get(forward, ()), bit)
@@ -202,6 +204,7 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
     extra = task.extra | bit & sent
     if task.synced:
         buckets = rules.buckets
+    # in their order only: a bucket that is complete waits for those before it, as on other ranks
     while launched < len(buckets) and not buckets[launched] & ~complete:
         actions = (*actions, Launch(launched))
         sent |= buckets[launched]
@@ -251,6 +254,7 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
     )
     if not task.synced:
         return state._replace(kept=state.kept or bool(task.seen)), (Commit(), Reshard())
+    # other ranks may have got gradients of leaves that stayed without one here
     rest = tuple(Launch(i) for i in range(task.launched, len(rules.buckets)))
     return state._replace(last=task.seen, kept=bool(task.extra)), (*rest, Commit(), Reshard())
 
@@ -258,6 +262,7 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
 def _task_raised(rules: Rules, state: BackwardState, event: TaskRaised) -> Result:
     if state.task is None or state.task.number != event.task:
         return state, ()
+    # the same backward may be run again, and adopts it again
     aside = (*state.aside, *state.task.adopted)
     return state._replace(task=None, aside=aside), (Discard(), Reshard())
 
@@ -299,6 +304,7 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
             "count. Compute the loss from engine(...) or the whole module, not from a part of it, "
             "or use accum_steps=1, where step() is the boundary."
         )
+    # before the update: a second call without a backward is an error also below accum_steps
     state = state._replace(moved=False, fresh=True, counted=False)
     if rules.accum_steps > 1 and len(state.reached) < rules.accum_steps:
         return state, ()

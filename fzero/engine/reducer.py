@@ -3,18 +3,18 @@
 [Note: where a gradient is] One word a state. The state machine knows for which leaves there is one
 (fields of `Task`, and of `BackwardState` with a star); the reducer has the tensors.
 
-| term     | Task      | Reducer            | what it is                                             |
-|----------|-----------|--------------------|--------------------------------------------------------|
-| deferred | synced    | (in `param.grad`)  | of a task that is not synced, read at the task's end   |
-| aside    | aside*    | aside              | of a backward inside a forward, for a task that will   |
-|          |           |                    | reach the forward's output                             |
-| adopted  | adopted   | adopted, borrowed  | was aside, is the running task's; its raise undoes it  |
-| pending  | seen      | pending            | of the running task: arrived, not sent                 |
-| sent     | sent      | flights, landed    | of the running task: its bucket left, or is back       |
-| extra    | extra     | pending            | came after its bucket left; kept when the task ends    |
-| kept     | kept*     | kept               | of tasks before: full, this rank's own, not reduced    |
-| used     | sent      | used               | was kept, sent by the running task; a raise undoes it  |
-| reduced  |           | reduced            | summed over ranks; shards from stage 1 on              |
+| term     | Task     | Reducer           | what it is                                             |
+|----------|----------|-------------------|--------------------------------------------------------|
+| deferred | synced   | (in `param.grad`) | of a task that is not synced, read at the task's end   |
+| aside    | aside*   | aside             | of a backward inside a forward, for the task that will |
+|          |          |                   | reach the forward's output                             |
+| adopted  | adopted  | adopted, borrowed | was aside, is the running task's; a raise undoes it    |
+| pending  | seen     | pending           | of the running task: arrived, not sent                 |
+| sent     | sent     | flights, landed   | of the running task: its bucket left, or is back       |
+| extra    | extra    | pending           | came after its bucket left; kept when the task ends    |
+| kept     | kept*    | kept              | of tasks before: full, this rank's own, not reduced    |
+| used     | sent     | used              | was kept, sent by the running task; a raise undoes it  |
+| reduced  |          | reduced           | summed over ranks; shards from stage 1 on              |
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class Reducer:
 
     def take(self, index: int, grad: Tensor) -> None:
         """A gradient for the running task."""
-        held = self.pending.get(index)
+        held = self.pending.get(index)  # another task, nested or around it, has brought one
         self.arrived[index] = None
         self.pending[index] = grad if held is None else held.add_(grad)
 
@@ -110,7 +110,7 @@ class Reducer:
     def launch(self, bucket: int) -> None:
         """Reduce a bucket of what is kept and what the task has; zeros where there is nothing."""
         indices = self.buckets[bucket]
-        self._land(_FLIGHTS - 1)
+        self._land(_FLIGHTS - 1)  # before the next takes memory
         self.flights.append((indices, self._send(indices, [self._local(i) for i in indices])))
         self.on_sent(indices)  # its full parameters may be freed
 
@@ -125,7 +125,7 @@ class Reducer:
         for index, grad in self.landed.items():
             if grad.dtype != self.sums[index]:
                 self.landed[index] = grad.to(self.sums[index])
-        _add(self.reduced, self.landed, in_place=True)
+        _add(self.reduced, self.landed, in_place=True)  # reductions make their results: ours alone
         # what is pending at the end is extra, or of a task that is not synced
         for index in [*self.borrowed]:
             self.pending[index] = self._brought(index)
