@@ -32,7 +32,9 @@ from fzero.functional.tasks import current_task
 
 
 class Driver:
-    """The moving part of an `Engine`, which alone holds it strongly.
+    """The moving part of an `Engine`: the only code there that acts.
+
+    Hooks on the module, its parameters and its outputs hold it weakly: it is gone with its engine.
 
     Args:
         model: taken over, in place.
@@ -59,7 +61,7 @@ class Driver:
         self.module, self.cfg = model, cfg
         self.journal, self.transport, self.stepper = parts.journal, parts.transport, parts.stepper
         self.units, self.reducer, self.rules = parts.units, parts.reducer, parts.rules
-        self.registered, self._grouping = parts.registered, parts.grouping
+        self._registered, self._grouping = parts.registered, parts.grouping
         self._is_ordered = not parts.rules.reduces  # there are no buckets to order
         self.state = BackwardState()
         self.losses = Losses()
@@ -72,7 +74,7 @@ class Driver:
         # of the running task: whether other ranks take part; a node that it runs through
         self._entered = False
         self._node: Any = None
-        # the module, its parameters and autograd's graph hold this, and must not keep it alive
+        # for hooks, which must not keep it alive
         me: weakref.ref[Any] = weakref.ref(self)
         leaves = self.reducer.leaves
         if self.units is not None:
@@ -360,7 +362,7 @@ class Driver:
         said = first_says(
             f"engine {self.journal.number}, order of gradients", mine, plan.mesh, self.cfg.timeout
         )
-        order = dict.fromkeys([*map(int, said.split()), *reversed(self.registered)])
+        order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
         grouping = plan_order(self._grouping, reducer.leaves, list(order), self.cfg)
         reducer.buckets = grouping.buckets
         (counts,) = reducer.anywhere(inside)
