@@ -68,6 +68,7 @@ class LazyLeaf(Tensor):
             device=shard.device,
             requires_grad=leaf.trainable,
         )
+        # a leaf of its own: `stage` computes with the shard, and its gradient arrives reduced
         self.shard = shard.detach().requires_grad_(leaf.trainable)
         self.leaf, self.leaf_index, self.source = leaf, index, source
         return self
@@ -180,12 +181,15 @@ class LazyParameter(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # operators of higher order have no such attributes
+        # a view of what is gathered would keep that alive; operators of higher order have no such
+        # attributes
         if getattr(func, "is_view", False) and isinstance(args[0], LazyParameter):
             return _view(args[0], func, args[1:], kwargs)
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
             _refuse_lost_writes(func, args, kwargs or {})
+        # not tree_map: this runs once an operator that reads a parameter, and lists of tensors are
+        # the only containers that operators take by position
         args = tuple([_whole(x) if type(x) is LazyParameter else _inner(x) for x in args])
         if kwargs:
             kwargs = pytree.tree_map_only(LazyParameter, _whole, kwargs)
@@ -222,6 +226,7 @@ class LazyParameter(Tensor):
 
 
 def _whole(x: LazyParameter) -> Tensor:
+    # every time anew: what was gathered for the operator before may be freed by now
     full = x.units.full(x.leaf_index)
     return full if x.geometry is None else full.as_strided(*x.geometry)
 

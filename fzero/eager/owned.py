@@ -12,7 +12,7 @@ Engines themselves go past all that, to what autograd sees: `raw_grad`, `set_raw
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,28 @@ raw_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 set_raw_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 
 
+class Holder(Protocol):
+    """What holds the gradients of an engine: its driver."""
+
+    def holds(self, index: int, /) -> bool:
+        """Whether there is a gradient of this leaf."""
+        ...
+
+    def drop(self, index: int, /) -> None:
+        """Drop the gradients of one leaf."""
+        ...
+
+
 class Owner(NamedTuple):
     """Whose a parameter is.
 
     Args:
-        engine: has `_holds(index)` and `_drop(index)`.
+        holder: of its gradient; the parameter must not keep it alive.
         leaf_index: of the parameter among the engine's.
         name: of the parameter.
     """
 
-    engine: "weakref.ref[Any]"
+    holder: "weakref.ref[Holder]"
     leaf_index: int
     name: str
 
@@ -54,11 +66,11 @@ def own(param: Tensor, owner: Owner) -> None:
     param.fzero_owner = owner  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _owner(param: Tensor) -> tuple[Owner, Any] | None:
-    """The owner of a parameter and its engine, if that is still there."""
+def _owner(param: Tensor) -> tuple[Owner, Holder] | None:
+    """The owner of a parameter and what holds its gradient, if that is still there."""
     owner: Owner | None = param.__dict__.get("fzero_owner")
-    engine = None if owner is None else owner.engine()
-    return None if owner is None or engine is None else (owner, engine)
+    holder = None if owner is None else owner.holder()
+    return None if owner is None or holder is None else (owner, holder)
 
 
 def _read(param: Tensor) -> Tensor | None:
@@ -66,18 +78,18 @@ def _read(param: Tensor) -> Tensor | None:
     grad = raw_grad(param)
     if grad is not None or (found := _owner(param)) is None:
         return grad
-    owner, engine = found
-    return HeldGradient(param, owner) if engine._holds(owner.leaf_index) else None
+    owner, holder = found
+    return HeldGradient(param, owner) if holder.holds(owner.leaf_index) else None
 
 
 def _write(param: Tensor, grad: Tensor | None) -> None:
     found = _owner(param)
     if found is None:
         return set_raw_grad(param, grad)
-    owner, engine = found
+    owner, holder = found
     if grad is None:
         set_raw_grad(param, None)
-        return engine._drop(owner.leaf_index)
+        return holder.drop(owner.leaf_index)
     if isinstance(grad, HeldGradient) and grad.owner == owner:
         return None
     return owner.refuse("p.grad was assigned a tensor")
@@ -120,8 +132,8 @@ class HeldGradient(Tensor):
         held = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HeldGradient)]
         if func in _ZEROS:  # zero_grad(set_to_none=False)
             for x in held:
-                if (engine := x.owner.engine()) is not None:
-                    engine._drop(x.owner.leaf_index)
+                if (holder := x.owner.holder()) is not None:
+                    holder.drop(x.owner.leaf_index)
             return args[0] if func is torch.ops.aten.zero_.default else None
         return held[0].owner.refuse(f"{func} was to run on p.grad")
 

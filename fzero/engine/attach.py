@@ -10,8 +10,17 @@ from torch import Tensor, nn
 
 from fzero.config import Config
 from fzero.eager.lazy import LazyParameter
-from fzero.eager.owned import OwnedParameter, Owner, become_former, keep_hooks, own, set_raw_grad
+from fzero.eager.owned import (
+    Holder,
+    OwnedParameter,
+    Owner,
+    become_former,
+    keep_hooks,
+    own,
+    set_raw_grad,
+)
 from fzero.eager.units import Units
+from fzero.engine.grouping import Grouping
 from fzero.engine.outputs import tensors_in
 from fzero.errors import ConfigError, ShardError
 from fzero.functional.plain import check_plain, foreign_accumulate_hooks
@@ -28,10 +37,10 @@ WITHOUT = Optimizer(
 
 
 def owned_hook(
-    hook: Callable[[Tensor], None], engine: "weakref.ref[Any]"
+    hook: Callable[[Tensor], None], holder: "weakref.ref[Holder]"
 ) -> Callable[[Tensor], None]:
     """`hook`, which tells whose it is: a parameter has one engine."""
-    hook.engine = engine  # pyright: ignore[reportFunctionMemberAccess]
+    hook.engine = holder  # pyright: ignore[reportFunctionMemberAccess]
     return hook
 
 
@@ -42,7 +51,7 @@ def install(
     held: Sequence[Tensor],
     units: Units | None,
     taker: Callable[[int], Callable[[Tensor], None]],
-    engine: "weakref.ref[Any]",
+    holder: "weakref.ref[Holder]",
 ) -> dict[int, Tensor]:
     """Make the module's parameters an engine's, in place.
 
@@ -53,7 +62,7 @@ def install(
         held: the tensors that are trained, by index.
         units: what gathers them; None if they are always there.
         taker: makes what is called with a parameter that has got a gradient, from its index.
-        engine: whose they become.
+        holder: of their gradients.
 
     Returns:
         The parameters by index.
@@ -76,8 +85,8 @@ def install(
             param.requires_grad_(trainable)
             if type(param) is nn.Parameter:
                 param.__class__ = OwnedParameter
-        own(now, Owner(engine, index, name))
-        own(param, Owner(engine, index, name))
+        own(now, Owner(holder, index, name))
+        own(param, Owner(holder, index, name))
         if trainable:
             Tensor.register_post_accumulate_grad_hook(now, taker(index))
     slots.install(new)
@@ -103,8 +112,8 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
         raise ShardError(f"{type(model).__name__} has no parameters, so there is nothing to train.")
     for name, param in params.items():
         hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        owners = [hook.engine for hook in hooks.values() if hasattr(hook, "engine")]
-        if isinstance(param, LazyParameter) or any(owner() is not None for owner in owners):
+        holders = [hook.engine for hook in hooks.values() if hasattr(hook, "engine")]
+        if isinstance(param, LazyParameter) or any(holder() is not None for holder in holders):
             raise ShardError(
                 f"the parameter {name!r} belongs to another engine already. A parameter has one "
                 "engine; make it of the module that holds all of them."
@@ -132,35 +141,17 @@ def frozen_too(cfg: Config, params: dict[str, nn.Parameter]) -> Config:
     return cfg.replace(frozen=tuple(glob.escape(name) for name in frozen))
 
 
-def factors(
-    world: int, cfg: Config, reduction: str, predivide: float | None
-) -> tuple[float, float]:
-    """Factors on gradients before and after they are added up, which make the mean or the sum."""
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(
-            f"Engine(gradient_reduction={reduction!r}): must be 'mean' or 'sum' (over ranks)."
-        )
-    if predivide is not None and not predivide > 0:
-        raise ConfigError(f"Engine(gradient_predivide={predivide!r}): must be None or > 0.")
-    share = 1 / cfg.accum_steps / (world if reduction == "mean" else 1)
-    if predivide is None:
-        low = cfg.dtypes.reduce or cfg.dtypes.param or torch.float32
-        predivide = 1.0
-        while low.itemsize == 2 and world % predivide == 0 and world / predivide > predivide:
-            predivide *= 2
-    return 1 / predivide, share * predivide
-
-
-def gather_around(module: nn.Module, units: Units, special: dict[str, int]) -> None:
-    """Have the modules around these gather them.
+def gather_around(module: nn.Module, units: Units, grouping: Grouping) -> None:
+    """Have the modules around those that only some ranks may run gather them.
 
     Args:
         module: the whole model.
         units: what gathers.
-        special: the unit of each named module, by its name.
+        grouping: its last units are the special modules.
     """
     around: dict[str, list[int]] = {}
-    for name, unit in special.items():
+    first = len(grouping.units) - len(grouping.special)
+    for unit, name in enumerate(grouping.special, first):
         around.setdefault(_caller_of(module, name), []).append(unit)
     for name, wanted in around.items():
         _hook(module.get_submodule(name), name, units, wanted)

@@ -1,11 +1,13 @@
 """What autograd tells an engine, and what an engine asks of it."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fzero.eager.owned import raw_grad, set_raw_grad
 
 Applied = tuple[Callable[[Tensor], None], ...]
 """Told of the factor that the gradients of the running task carry from here on."""
@@ -44,6 +46,29 @@ def own(grad: Tensor) -> Tensor:
     count = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
     shared = count(grad.untyped_storage()._cdata) > 2  # the gradient, and this look at it
     return grad.clone() if shared else grad
+
+
+def left_in(
+    params: Mapping[int, Tensor], indices: Iterable[int], *, alone: bool
+) -> dict[int, Tensor]:
+    """Take the gradients that autograd has left in these parameters.
+
+    Args:
+        params: by index.
+        indices: of those that have got one; some may be there twice.
+        alone: whether nobody else may have their memory, because they will be written to.
+    """
+    dense, grads = torch.strided, {}
+    for index in indices:
+        param = params[index]
+        grad = raw_grad(param)
+        if grad is None:  # it came twice, or a function returned None for it
+            continue
+        set_raw_grad(param, None)
+        if alone or grad.requires_grad or grad.layout is not dense:
+            grad = own(grad)
+        grads[index] = grad
+    return grads
 
 
 class Watcher:
@@ -92,3 +117,18 @@ class Scale(torch.autograd.Function):
         for tell in ctx.applied:
             tell(ctx.factor)
         return grad * ctx.factor, None, None
+
+
+def scaled(x: Tensor, factor: Tensor, tell: Callable[[Tensor], None]) -> Tensor:
+    """`x` times `factor`, with `tell` told of it in backward; see `Scale`.
+
+    On top of another engine's scale there is one node for both, with the other's factor. `tell` is
+    told once, however often it was put on.
+    """
+    applied = (tell,)
+    node: Any = x.grad_fn
+    if getattr(node, "applied", None) and hasattr(node, "unscaled"):  # another engine's
+        if tell in node.applied:
+            return x
+        x, factor, applied = node.unscaled, node.factor, (*node.applied, tell)
+    return Scale.apply(x, factor.to(x.device), applied)  # pyright: ignore

@@ -1,42 +1,62 @@
 """One forward of an engine: what hooks on its outputs, and messages about its loss, know of it."""
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from fzero.engine import events
-from fzero.engine.autograd import current_node
-from fzero.functional.tasks import current_task
+from fzero.engine.outputs import loss_in, tensors_in
 
-if TYPE_CHECKING:
-    from fzero.engine.engine import Engine
+
+class Listener(Protocol):
+    """Who is told of forwards: an engine's driver.
+
+    Hooks hold it weakly: autograd's graph and the module may outlive it.
+    """
+
+    module: nn.Module
+
+    def output_reached(self, forward: int, loss: Tensor | None, /) -> None:
+        """A gradient has come to an output."""
+        ...
+
+    def forward_gone(self, forward: int, /) -> None:
+        """Nobody can call backward on its outputs any more."""
+        ...
+
+    def called_directly(self, out: Any, /) -> None:
+        """The module has run, and its output is there."""
+        ...
 
 
 class Forward:
     """One call of an engine, as the hooks on its outputs know it."""
 
-    engine: "weakref.ref[Engine] | None" = None  # where __init__ was skipped, as by a compiler
+    listener: "weakref.ref[Listener] | None" = None  # where __init__ was skipped, as by a compiler
 
-    def __init__(self, engine: "Engine", number: int) -> None:
-        self.engine, self.number = weakref.ref(engine), number
+    def __init__(self, listener: Listener, number: int) -> None:
+        self.listener, self.number = weakref.ref(listener), number
         self.loss: Tensor | None = None
+
+    def hook(self, out: Any) -> None:
+        """Be told of gradients that come to `out`, what the call has given."""
+        self.loss = loss_in(out)
+        for x in tensors_in(out):
+            # a view that is written to gets another node, and backward may come by its base alone
+            for y in (x, x._base):
+                if y is not None and y.grad_fn is not None:
+                    y.register_hook(self.reached)
 
     def reached(self, grad: Tensor) -> None:
         """A gradient has come to an output."""
-        engine = self.engine() if self.engine is not None else None
-        if engine is not None:
-            engine._on(events.OutputReached(self.number, current_task()))
-            engine._came = True
-            if engine._node is None:
-                engine._node = current_node()
-            if self.loss is not None:
-                engine._pending[self.number] = self.loss
+        listener = self.listener() if self.listener is not None else None
+        if listener is not None:
+            listener.output_reached(self.number, self.loss)
 
-    def __del__(self) -> None:
-        engine = self.engine() if self.engine is not None else None
-        if engine is not None and engine._reducer.aside:
-            engine._on(events.ForwardGone(self.number))
+    def __del__(self) -> None:  # the hooks on its outputs held it, so the graph is gone
+        listener = self.listener() if self.listener is not None else None
+        if listener is not None:
+            listener.forward_gone(self.number)
 
 
 class Door:
@@ -45,13 +65,13 @@ class Door:
     Copies of the module take copies of it along, which tell nobody.
     """
 
-    def __init__(self, engine: "weakref.ref[Engine] | None" = None) -> None:
-        self.engine = engine
+    def __init__(self, listener: "weakref.ref[Listener] | None" = None) -> None:
+        self.listener = listener
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
-        engine = self.engine() if self.engine is not None else None
-        if engine is not None and engine.module is module:
-            engine._called_directly(out)
+        listener = self.listener() if self.listener is not None else None
+        if listener is not None and listener.module is module:
+            listener.called_directly(out)
 
     def __deepcopy__(self, memo: Any) -> "Door":
         return Door()

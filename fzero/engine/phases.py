@@ -13,16 +13,18 @@ raised, not at all.
 bucket once, with zeros for what did not come: ranks whose backwards take different ways still run
 the same collectives.
 
-[Note: early and late] A bucket is launched once its leaves are complete. A leaf that gets gradients
-from inside others is complete once it has got as many as the last time; if more come, they are
-late: kept until the next reduction, which is `step()`'s at the latest. A rank may be alone with
-late ones, so where there may be any, all ranks ask each other in `step()`. To spare that word where
-no such gradients are, the first backward decides whether leaves are completed by counting at all.
+[Note: extra gradients] A bucket is sent once its leaves are complete. A leaf that gets gradients
+from inside others is complete once it has got as many as the last time; what comes after that is
+extra: kept until the next reduction, which is `step()`'s at the latest. A rank may be alone with
+extra ones, so where there may be any, all ranks ask each other in `step()`. To spare that word
+where no such gradients are, the first backward decides whether leaves are completed by counting at
+all.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from fzero.engine.backward_state import BackwardState, Rules, Task
 from fzero.engine.counts import Counts, add, as_often, count, rarer
 from fzero.engine.events import (
     Action,
@@ -58,87 +60,6 @@ from fzero.engine.events import (
     Watch,
 )
 from fzero.errors import BackwardError
-
-
-class Rules(NamedTuple):
-    """What a state machine goes by. `buckets` and `counts` are settled by the first backward.
-
-    Args:
-        buckets: bit masks of the leaves that are reduced together, in the order of reduction.
-        reduces: whether a backward reduces; else gradients wait for the update, unreduced.
-        accum_steps: micro-batches per update.
-        scaled: whether gradients must carry a loss scale.
-        counts: whether as many gradients as the last time complete a leaf; the same on all ranks.
-    """
-
-    buckets: tuple[int, ...]
-    reduces: bool = True
-    accum_steps: int = 1
-    scaled: bool = False
-    counts: bool = False
-
-
-class Task(NamedTuple):
-    """The outermost graph task that is running.
-
-    Args:
-        number: autograd's.
-        synced: whether its gradients are reduced.
-        scaled: whether the loss scale was applied in it.
-        seen: gradients that have arrived.
-        complete: mask of leaves that will get no more.
-        launched: how many buckets are under way.
-        gone: mask of their leaves.
-        late: mask of leaves that got one more gradient after that.
-        reached: the forwards whose outputs got a gradient.
-        adopted: what was set aside for them, which is again if the task raises.
-        inside: whether some gradients came from backwards inside this one or inside a forward.
-        brought: whether it came to a leaf; if not, it is `torch.autograd.grad`.
-    """
-
-    number: int
-    synced: bool
-    scaled: bool = False
-    seen: Counts = ()
-    complete: int = 0
-    launched: int = 0
-    gone: int = 0
-    late: int = 0
-    reached: frozenset[int] = frozenset()
-    adopted: tuple[tuple[int, Counts], ...] = ()
-    inside: bool = False
-    brought: bool = False
-
-
-class BackwardState(NamedTuple):
-    """Where an engine is between two events.
-
-    Args:
-        task: the running one, or None.
-        running: forwards that have started and not ended, innermost last.
-        aside: what forwards got from backwards inside them.
-        last: the arrivals of the last synced task.
-        reached: forwards that a backward has reached since the last update.
-        kept: whether there are gradients that are not reduced.
-        moved: whether a backward has brought gradients since the last call of step.
-        fresh: whether a forward or a step came after the last backward.
-        paused: how many `no_sync` blocks are open.
-        counted: whether one of these backwards has reached a forward.
-        latest: the last forward that no backward has reached since the last update, or nothing.
-    """
-
-    task: Task | None = None
-    running: tuple[int, ...] = ()
-    aside: tuple[tuple[int, Counts], ...] = ()
-    last: Counts = ()
-    reached: frozenset[int] = frozenset()
-    kept: bool = False
-    moved: bool = False
-    fresh: bool = True
-    paused: int = 0
-    counted: bool = False
-    latest: tuple[int, ...] = ()
-
 
 Result = tuple[BackwardState, Sequence[Action]]
 
@@ -198,6 +119,7 @@ def _forward_raised(rules: Rules, state: BackwardState, event: ForwardRaised) ->
     for forward in broken:
         state, more = _forward_gone(rules, state, ForwardGone(forward))
         actions += more
+    # a forward inside a backward is a checkpoint's: the rest of the task reads parameters yet
     return state, (*actions, Reshard()) if state.task is None else actions
 
 
@@ -235,7 +157,7 @@ def _scale_applied(rules: Rules, state: BackwardState, event: ScaleApplied) -> R
 
 def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) -> Result:
     task, opened = _task_of(rules, state, event.task)
-    if event.forward in task.reached:
+    if event.forward in task.reached:  # by another output, or another path to this one
         return state, ()
     task = task._replace(reached=task.reached | {event.forward})
     mine = dict(state.aside).get(event.forward)
@@ -246,7 +168,8 @@ def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) ->
     task = task._replace(
         seen=seen,
         complete=task.complete | (as_often(seen, state.last) if rules.counts else 0),
-        late=task.late | mine[0] & task.gone,
+        # what was aside may belong to buckets that have left before backward came to the output
+        extra=task.extra | mine[0] & task.sent,
         adopted=(*task.adopted, (event.forward, mine)),
         inside=True,
     )
@@ -256,7 +179,7 @@ def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) ->
 def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) -> Result:
     bit, task, actions = 1 << event.leaf, state.task, ()
     if task is None:
-        if state.running:
+        if state.running:  # it carries no loss scale, nor needs it: adopting it puts it on
             forward = state.running[-1]
             counts = dict(state.aside)
             counts[forward] = count(counts.get(forward, ()), bit)
@@ -277,13 +200,14 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
         inside = True
         if rules.counts:
             complete |= bit & as_often(seen, state.last)
-    actions, launched, gone, buckets = (*actions, Take(event.leaf)), task.launched, task.gone, ()
-    late = task.late | bit & gone
+    actions, launched, sent, buckets = (*actions, Take(event.leaf)), task.launched, task.sent, ()
+    extra = task.extra | bit & sent
     if task.synced:
         buckets = rules.buckets
+    # in their order only: a bucket that is complete waits for those before it, as on other ranks
     while launched < len(buckets) and not buckets[launched] & ~complete:
         actions = (*actions, Launch(launched))
-        gone |= buckets[launched]
+        sent |= buckets[launched]
         launched += 1
     task = Task(  # not _replace, which takes three times as long
         task.number,
@@ -292,8 +216,8 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
         seen,
         complete,
         launched,
-        gone,
-        late,
+        sent,
+        extra,
         task.reached,
         task.adopted,
         inside,
@@ -330,13 +254,15 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
     )
     if not task.synced:
         return state._replace(kept=state.kept or bool(task.seen)), (Commit(), Reshard())
+    # other ranks may have got gradients of leaves that stayed without one here
     rest = tuple(Launch(i) for i in range(task.launched, len(rules.buckets)))
-    return state._replace(last=task.seen, kept=bool(task.late)), (*rest, Commit(), Reshard())
+    return state._replace(last=task.seen, kept=bool(task.extra)), (*rest, Commit(), Reshard())
 
 
 def _task_raised(rules: Rules, state: BackwardState, event: TaskRaised) -> Result:
     if state.task is None or state.task.number != event.task:
         return state, ()
+    # the same backward may be run again, and adopts it again
     aside = (*state.aside, *state.task.adopted)
     return state._replace(task=None, aside=aside), (Discard(), Reshard())
 
@@ -378,6 +304,7 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
             "count. Compute the loss from engine(...) or the whole module, not from a part of it, "
             "or use accum_steps=1, where step() is the boundary."
         )
+    # before the update: a second call without a backward is an error also below accum_steps
     state = state._replace(moved=False, fresh=True, counted=False)
     if rules.accum_steps > 1 and len(state.reached) < rules.accum_steps:
         return state, ()

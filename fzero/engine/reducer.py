@@ -1,4 +1,21 @@
-"""The gradients of one step, as backward brings them: local, on their way, and reduced."""
+"""The gradients of one step, as backward brings them: local, on their way, and reduced.
+
+[Note: where a gradient is] One word a state. The state machine knows for which leaves there is one
+(fields of `Task`, and of `BackwardState` with a star); the reducer has the tensors.
+
+| term     | Task     | Reducer           | what it is                                             |
+|----------|----------|-------------------|--------------------------------------------------------|
+| deferred | synced   | (in `param.grad`) | of a task that is not synced, read at the task's end   |
+| aside    | aside*   | aside             | of a backward inside a forward, for the task that will |
+|          |          |                   | reach the forward's output                             |
+| adopted  | adopted  | adopted, borrowed | was aside, is the running task's; a raise undoes it    |
+| pending  | seen     | pending           | of the running task: arrived, not sent                 |
+| sent     | sent     | flights, landed   | of the running task: its bucket left, or is back       |
+| extra    | extra    | pending           | came after its bucket left; kept when the task ends    |
+| kept     | kept*    | kept              | of tasks before: full, this rank's own, not reduced    |
+| used     | sent     | used              | was kept, sent by the running task; a raise undoes it  |
+| reduced  |          | reduced           | summed over ranks; shards from stage 1 on              |
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -27,7 +44,7 @@ class Reducer:
         device: of the parameters.
         accumulates: whether sums of many micro-batches are expected: they are added up in place,
             in no less than float32.
-        gone: told of the leaves whose gradients have been sent.
+        on_sent: told of the leaves whose gradients have been sent.
     """
 
     def __init__(
@@ -40,21 +57,18 @@ class Reducer:
         factors: tuple[float, float],
         device: torch.device,
         accumulates: bool,
-        gone: Callable[[Sequence[int]], None] = lambda indices: None,
+        on_sent: Callable[[Sequence[int]], None] = lambda indices: None,
     ) -> None:
         self.leaves, self.buckets, self.transport = leaves, buckets, transport
-        self.scatter, self.factors, self.device, self.gone = scatter, factors, device, gone
+        self.scatter, self.factors, self.device, self.on_sent = scatter, factors, device, on_sent
+        self.share = factors[0] * factors[1]  # of the mean, or the sum, in each gradient
         self.accumulates = accumulates
         # dtypes in which gradients come, travel and are summed
         come = [leaf.compute or leaf.dtype for leaf in leaves]
         self.travels = [leaf.reduce or dtype for leaf, dtype in zip(leaves, come, strict=True)]
         self.sums = [_summed_in(dtype) if accumulates else dtype for dtype in self.travels]
         self.wider = [i for i, dtype in enumerate(come) if self.sums[i] != dtype]
-        # [Note: where a gradient is] `task` has what the running graph task brought, `aside` what
-        # backwards inside forwards did, of which `borrowed` is the task's; `kept` has earlier
-        # tasks' sums that are full and this rank's own; `flights` and `landed` the running task's
-        # reductions; `reduced` their sum.
-        self.task: dict[int, Tensor] = {}
+        self.pending: dict[int, Tensor] = {}  # see [Note: where a gradient is] for these
         self.aside: dict[int, dict[int, Tensor]] = {}
         self.adopted: set[int] = set()  # forwards, by the running task
         self.borrowed: dict[int, list[tuple[Tensor, Tensor | float]]] = {}  # with their factors
@@ -68,14 +82,14 @@ class Reducer:
 
     def take(self, index: int, grad: Tensor) -> None:
         """A gradient for the running task."""
-        held = self.task.get(index)
+        held = self.pending.get(index)  # another task, nested or around it, has brought one
         self.arrived[index] = None
-        self.task[index] = grad if held is None else held.add_(grad)
+        self.pending[index] = grad if held is None else held.add_(grad)
 
     def take_all(self, grads: dict[int, Tensor]) -> None:
-        """Reducer of many leaves for the running task."""
+        """Gradients of many leaves for the running task."""
         self.arrived.update(dict.fromkeys(grads))
-        _add(self.task, grads, in_place=True)
+        _add(self.pending, grads, in_place=True)
 
     def set_aside(self, index: int, forward: int, grad: Tensor) -> None:
         """A gradient for the task that will reach this forward."""
@@ -96,9 +110,9 @@ class Reducer:
     def launch(self, bucket: int) -> None:
         """Reduce a bucket of what is kept and what the task has; zeros where there is nothing."""
         indices = self.buckets[bucket]
-        self._land(_FLIGHTS - 1)
+        self._land(_FLIGHTS - 1)  # before the next takes memory
         self.flights.append((indices, self._send(indices, [self._local(i) for i in indices])))
-        self.gone(indices)
+        self.on_sent(indices)  # its full parameters may be freed
 
     def commit(self) -> None:
         """The running task has ended well."""
@@ -111,17 +125,18 @@ class Reducer:
         for index, grad in self.landed.items():
             if grad.dtype != self.sums[index]:
                 self.landed[index] = grad.to(self.sums[index])
-        _add(self.reduced, self.landed, in_place=True)
-        for index in [*self.borrowed]:  # their buckets were under way already
-            self.task[index] = self._brought(index)
+        _add(self.reduced, self.landed, in_place=True)  # reductions make their results: ours alone
+        # what is pending at the end is extra, or of a task that is not synced
+        for index in [*self.borrowed]:
+            self.pending[index] = self._brought(index)
         for forward in self.adopted:
             self.aside.pop(forward, None)
         self.adopted.clear()
         for index in self.wider:
-            if index in self.task:
-                self.task[index] = self.task[index].to(self.sums[index])
+            if index in self.pending:
+                self.pending[index] = self.pending[index].to(self.sums[index])
         # where none were expected, these may be in memory that others hold, too
-        _add(self.kept, self.task, in_place=self.accumulates)
+        _add(self.kept, self.pending, in_place=self.accumulates)
 
     def discard(self) -> None:
         """The running task has raised: everything is as before it."""
@@ -130,7 +145,7 @@ class Reducer:
             self._land(0)
         self.flights.clear()
         self.landed.clear()
-        self.task.clear()
+        self.pending.clear()
         self.borrowed.clear()
         self.adopted.clear()
         self.used.clear()
@@ -150,8 +165,13 @@ class Reducer:
 
     def has(self, index: int) -> bool:
         """Whether a leaf has a gradient anywhere; see [Note: where a gradient is]."""
-        held = (self.task, self.borrowed, self.kept, self.landed, self.reduced, self.present)
+        held = (self.pending, self.borrowed, self.kept, self.landed, self.reduced, self.present)
         return any(index in there for there in (*held, *self.aside.values()))
+
+    def anywhere(self, *here: bool) -> list[bool]:
+        """Whether any rank says so; all of them must ask."""
+        flags = torch.tensor(here, dtype=torch.float32).to(self.device)
+        return [flag > 0 for flag in self.transport.sum(flags).tolist()]
 
     def drop(self, index: int) -> None:
         """No gradient of this leaf."""
@@ -164,6 +184,43 @@ class Reducer:
         leaf = self.leaves[index]
         shape = leaf.shape if full else leaf.shard_shape(self.transport.axes.shard.rank)
         return torch.zeros(shape, dtype=self.sums[index], device=self.device)
+
+    def for_update(self, *, reduces: bool, in_place: bool) -> list[Tensor]:
+        """What a step's update takes: of each trained leaf the mean, or this rank's part of it.
+
+        Args:
+            reduces: whether backwards reduced; else it is the update that will.
+            in_place: whether what is held may be changed.
+        """
+        source = self.reduced if reduces else self.kept
+        full = not (reduces and self.scatter)
+        trained = [i for i, leaf in enumerate(self.leaves) if leaf.trainable]
+        grads = [source[i] if i in source else self.zeros(i, full=full) for i in trained]
+        if reduces or self.share == 1 or not grads:
+            return grads
+        if in_place:
+            torch._foreach_mul_(grads, self.share)
+            return grads
+        return list(torch._foreach_mul(grads, self.share))
+
+    def full(self, index: int, *, reduces: bool) -> Tensor | None:
+        """The mean of everything a leaf has, whole, on every rank; all of them must ask.
+
+        Args:
+            index: of the leaf.
+            reduces: whether backwards reduce.
+
+        Returns:
+            None if no rank has anything.
+        """
+        present, kept = self.anywhere(index in self.present, index in self.kept)
+        if not present:
+            return None
+        if not reduces:
+            return self.transport.sum(self.local(index)) * self.share
+        total, leaf = self.one(index, kept=kept), self.leaves[index]
+        sharded = self.scatter and leaf.dim is not None
+        return self.transport.whole(total, leaf) if sharded else total
 
     def one(self, index: int, *, kept: bool) -> Tensor:
         """The sum of everything a leaf has, reduced, as `reduced` holds it; changes nothing.
@@ -191,7 +248,7 @@ class Reducer:
 
     def _brought(self, index: int) -> Any:
         """What the task has of a leaf and no longer holds then, or None."""
-        grad = self.task.pop(index, None)
+        grad = self.pending.pop(index, None)
         for aside, factor in self.borrowed.pop(index, ()):  # stays, should the task raise
             grad = aside * factor if grad is None else grad.add_(aside * factor)
         return grad

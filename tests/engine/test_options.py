@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
-from fzero.engine.attach import factors
+from fzero.engine.parts import factors
 from tests.engine.parity import SGD, STAGES, agrees, build, compare, here, wanted
 from tests.engine.programs import PROGRAMS
 from tests.ranks import run_ranks

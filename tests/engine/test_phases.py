@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from fzero.engine import events as ev
 from fzero.engine import phases
+from fzero.engine.backward_state import BackwardState, Rules
 from fzero.engine.counts import masks
-from fzero.engine.phases import BackwardState, Rules, transition
+from fzero.engine.phases import transition
 from fzero.errors import BackwardError
 from tests.engine.walk import Walk
 
@@ -52,7 +53,7 @@ def one_task(number: int, arrivals: Arrivals) -> list[ev.Event]:
 
 
 @given(arrivals, st.lists(st.integers(0, LEAVES), max_size=3), st.data())
-def test_a_task_like_the_last_one_reduces_early_and_has_nothing_late(
+def test_a_task_like_the_last_one_reduces_early_and_has_nothing_extra(
     first: Arrivals, cuts: list[int], data: st.DataObject
 ) -> None:
     edges = [0, *sorted(set(cuts) - {0, LEAVES}), LEAVES]
@@ -63,7 +64,7 @@ def test_a_task_like_the_last_one_reduces_early_and_has_nothing_late(
         rules, state._replace(kept=False), *one_task(20, data.draw(st.permutations(first)))
     )
     assert state.task is not None
-    assert not state.task.late
+    assert not state.task.extra
     came = {leaf for leaf, _ in first}
     ready = [set(bucket) <= came for bucket in buckets]
     assert state.task.launched == [*ready, False].index(False)

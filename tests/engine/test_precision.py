@@ -284,7 +284,7 @@ def test_a_step_function_goes_on_from_an_engine(precision: Any) -> None:
     apply, _ = fzero.functionalize(Model())
     step_fn = fzero.make_train_step(apply, fzero.optim.adamw(0.01), cfg.replace(donate=False))
     if not isinstance(precision, str):  # Model holds its parameters itself: none is safe
-        assert not any(leaf.compute for leaf in engine._stepper.plan.sharding.layout)
+        assert not any(leaf.compute for leaf in engine._parts.stepper.plan.sharding.layout)
     x = reference.batch(0, 0, 0, False)
     for _ in range(2):
         state = step_fn(*engine.state, x)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from fzero.engine import events, phases
+from fzero.engine.backward_state import BackwardState, Rules
 from fzero.engine.counts import masks
-from fzero.engine.phases import BackwardState, Rules, transition
+from fzero.engine.phases import transition
 from fzero.errors import BackwardError
 
 Piles = dict[int, list[int]]

@@ -1,0 +1,62 @@
+"""The factor on each gradient of a task, beyond what its backward has multiplied in."""
+
+from torch import Tensor
+
+from fzero.engine.stepper import Stepper
+from fzero.errors import BackwardError
+
+
+class Correction:
+    """Makes gradients of any backward those of a loss that is scaled, and not divided yet.
+
+    `accum_steps` divides every gradient when it is reduced or used, so one of a loss that was
+    divided already is multiplied first. The loss scale is the backward's own work, which may be
+    that of another engine's scale.
+
+    Args:
+        accum_steps: micro-batches per update.
+        stepper: has the loss scale of now.
+
+    Attributes:
+        divides: whether the backward of now is to be divided by `accum_steps`.
+        factor: on each gradient of the running task; None: 1.
+        carried: the loss scale that the running task carries.
+    """
+
+    def __init__(self, accum_steps: int, stepper: Stepper) -> None:
+        self.accum_steps, self.stepper = accum_steps, stepper
+        self.divides = True
+        self.factor: Tensor | float | None = None
+        self.carried: Tensor | None = None
+
+    @property
+    def undivided(self) -> float:
+        """What takes the division back where there is to be none."""
+        return 1.0 if self.divides else float(self.accum_steps)
+
+    def open(self) -> None:
+        """A task begins."""
+        self.factor, self.carried = None if self.divides else self.undivided, None
+
+    def carries(self, scale: Tensor) -> None:
+        """The running task's gradients carry `scale` from here on.
+
+        Raises:
+            BackwardError: others carry another one.
+        """
+        if self.carried is not None and self.carried is not scale:
+            raise BackwardError(
+                "two different loss scales met in one backward of this engine, and its gradients "
+                "cannot be told apart. Put one nest of scales around the whole loss: "
+                "a.scale(b.scale(loss)).backward()."
+            )
+        self.carried = scale
+        own = self.stepper.opt_state.loss_scale
+        assert own is not None, "without a loss scale none is applied"
+        if scale is not own.scale:  # another engine's, or one that has changed since
+            self.factor = own.scale / scale.to(own.scale.device) * self.undivided
+
+    def of_aside(self, *, scaled: bool) -> Tensor | float:
+        """The factor on what a backward inside a forward brought, which carries no scale."""
+        own = self.stepper.opt_state.loss_scale
+        return own.scale * self.undivided if scaled and own is not None else self.undivided

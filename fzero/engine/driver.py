@@ -1,0 +1,391 @@
+"""What moves an engine: autograd's callbacks become events, and actions are carried out.
+
+The rules are `fzero.engine.phases`', a pure function. Here is what it can't be: hooks, tensors and
+collectives.
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.config import Config
+from fzero.distributed.agree import first_says
+from fzero.eager.owned import raw_grad, set_raw_grad
+from fzero.engine import events, phases
+from fzero.engine.attach import gather_around, install, owned_hook
+from fzero.engine.autograd import accumulates, current_node, left_in, own, scaled, watch
+from fzero.engine.backward_state import BackwardState
+from fzero.engine.correction import Correction
+from fzero.engine.forward import Door, Forward
+from fzero.engine.grouping import plan_order
+from fzero.engine.losses import Losses
+from fzero.engine.parts import Parts
+from fzero.engine.phases import transition
+from fzero.engine.writes import Writes
+from fzero.functional.slots import ParameterSlots
+from fzero.functional.tasks import current_task
+
+
+class Driver:
+    """The moving part of an `Engine`: the only code there that acts.
+
+    Hooks on the module, its parameters and its outputs hold it weakly: it is gone with its engine.
+
+    Args:
+        model: taken over, in place.
+        slots: where its parameters sit.
+        params: these, by name.
+        parts: what the engine is made of.
+        cfg: the engine's.
+
+    Attributes:
+        state: of the state machine; only events change it.
+        params: the module's parameters by index, from now on.
+        writes: what sees to it that they stay so.
+        losses: of the step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: ParameterSlots,
+        params: dict[str, nn.Parameter],
+        parts: Parts,
+        cfg: Config,
+    ) -> None:
+        self.module, self.cfg = model, cfg
+        self.journal, self.transport, self.stepper = parts.journal, parts.transport, parts.stepper
+        self.units, self.reducer, self.rules = parts.units, parts.reducer, parts.rules
+        self._registered, self._grouping = parts.registered, parts.grouping
+        self._is_ordered = not parts.rules.reduces  # there are no buckets to order
+        self.state = BackwardState()
+        self.losses = Losses()
+        self._forwards = itertools.count()
+        self._calling = False  # inside the engine's own call
+        self._came = False  # whether a backward has come to something of this engine
+        # of an unsynced task, leaves that have their gradients; None: each arrival is an event
+        self._deferred: list[int] | None = None
+        self._correction = Correction(cfg.accum_steps, self.stepper)
+        # of the running task: whether other ranks take part; a node that it runs through
+        self._entered = False
+        self._node: Any = None
+        # for hooks, which must not keep it alive
+        me: weakref.ref[Any] = weakref.ref(self)
+        leaves = self.reducer.leaves
+        if self.units is not None:
+            gather_around(model, self.units, parts.grouping)
+        self.params = install(
+            slots, params, leaves, self.stepper.locals, self.units, self._taker, me
+        )
+        model.register_forward_hook(Door(me))
+        self.writes = Writes(model, self.params, leaves, self.stepper, lazy=self.units is not None)
+
+    # --- what its engine asks ---
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[Forward]:
+        """The engine's own call runs in it; what it gives out goes to `returned`."""
+        if self.units is not None and self.is_at_rest:
+            self.units.reshard()  # engine.state may have been written since they were gathered
+        forward = Forward(self, next(self._forwards))
+        self.journal.enter("forward" if torch.is_grad_enabled() else "evaluation")
+        if (task := current_task()) != -1:
+            self.on(events.TaskMet(task))
+        self.on(events.ForwardStarted(forward.number))
+        calling, self._calling = self._calling, True  # the door is to keep quiet meanwhile
+        try:
+            yield forward
+        except BaseException:
+            self.on(events.ForwardRaised(forward.number))
+            if self.state.task is None:
+                self.journal.raised(sent=False)
+            raise
+        finally:
+            self._calling = calling
+
+    def returned(self, forward: Forward, out: Any) -> None:
+        """A forward has ended: backward is to tell when it reaches what it gave."""
+        self.on(events.ForwardEnded(forward.number, torch.is_grad_enabled()))
+        if torch.is_grad_enabled():
+            forward.hook(out)
+        elif self.units is not None and self.state.task is None:
+            self.units.reshard()  # no backward will free them
+
+    def backward(self, loss: Tensor, *, retain_graph: bool, divided: bool) -> bool:
+        """Run `loss.backward()`; whether it came to something of this engine.
+
+        Args:
+            loss: with the loss scale on it.
+            retain_graph: as of `Tensor.backward`.
+            divided: whether to divide by `accum_steps`.
+        """
+        # one inside another's task, or inside a forward, may come to nothing that is told yet
+        self._came = current_task() != -1 or bool(self.state.running)
+        self._correction.divides = divided
+        try:
+            loss.backward(retain_graph=retain_graph)
+        finally:
+            self._correction.divides = True
+        return self._came
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale; itself if there is none, or if it has this one's already."""
+        now = self.stepper.opt_state.loss_scale
+        if now is None or not self.rules.scaled:
+            return loss
+        return scaled(loss, now.scale, self.scale_applied)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether neither a forward nor a backward runs."""
+        return self.state.task is None and not self.state.running
+
+    def recover(self) -> None:
+        """See to it that no task is open that is over: a call from outside of backward came.
+
+        Autograd destroys a task that raised, and its watcher with it, but not at once where the
+        exception's traceback still holds them.
+        """
+        task = self.state.task
+        if task is not None and current_task() == -1:
+            self._raised(task.number)
+
+    # --- what hooks tell ---
+
+    def called_directly(self, out: Any) -> None:
+        """The module has run without the engine's call: a forward like any other."""
+        if self._calling:
+            return
+        self.recover()
+        forward = Forward(self, next(self._forwards))
+        self.on(events.ForwardStarted(forward.number))
+        self.returned(forward, out)
+
+    def output_reached(self, forward: int, loss: Tensor | None) -> None:
+        """A gradient has come to an output of a forward, which may have had a loss."""
+        self.on(events.OutputReached(forward, current_task()))
+        self._came = True
+        if self._node is None:
+            self._node = current_node()
+        if loss is not None:
+            self.losses.reached[forward] = loss
+
+    def forward_gone(self, forward: int) -> None:
+        """Nobody can call backward on its outputs any more."""
+        if self.reducer.aside:  # else there is nothing to forget, and most forwards end here
+            self.on(events.ForwardGone(forward))
+
+    def scale_applied(self, factor: Tensor) -> None:
+        """Gradients that carry `factor` start on their way through the running task."""
+        self.on(events.ScaleApplied(current_task()))  # opens the task, and with it the correction
+        self._correction.carries(factor)
+
+    # --- what its parameters ask ([Note: owned parameters]) ---
+
+    def holds(self, index: int) -> bool:
+        """Whether there is a gradient of this leaf."""
+        return self.reducer.has(index)
+
+    def drop(self, index: int) -> None:
+        """Drop the gradients of one leaf; with the last one accumulation starts again."""
+        self.recover()
+        if not self.holds(index):
+            return
+        phases.refuse_inside(self.state, "zero_grad(), or p.grad = None,")
+        self.reducer.drop(index)
+        if not any(map(self.holds, self.params)):
+            self.on(events.GradientsZeroed())
+
+    # --- events and actions ---
+
+    def on(self, event: events.Event) -> None:
+        """Something happened: do what follows from it.
+
+        Raises:
+            BackwardError: it was out of order; nothing has changed.
+        """
+        before = self.state
+        self.state, actions = transition(self.rules, before, event)
+        try:
+            for action in actions:
+                self._do(action)
+        except BaseException:
+            # a step that failed before it used its gradients up can be called again; of a task
+            # that failed at its end, TaskRaised is to find that it was open
+            untouched = isinstance(event, events.StepCalled) and self.reducer.present
+            if isinstance(event, events.TaskEnded) or untouched:
+                self.state = before
+            raise
+
+    def _do(self, action: events.Action) -> None:
+        reducer = self.reducer
+        match action:
+            case events.Launch(bucket):
+                if not self._entered:  # a task that reduces nothing is no business of other ranks
+                    self._entered = True
+                    self.journal.enter("backward")
+                reducer.launch(bucket)
+            case events.Watch(task):
+                self._correction.open()
+                # backward of lazy parameters gathers them, which other ranks take part in
+                self._entered, self._node = self.units is not None, None
+                if self._entered:
+                    self.journal.enter("backward")
+                # the graph task holds these, and so this, for as long as it runs
+                watch(lambda: self._ended(task), lambda: self._raised(task))
+            case events.Adopt(forward):
+                reducer.adopt(forward, self._correction.of_aside(scaled=self.rules.scaled))
+            case events.Forget(forward):
+                reducer.forget(forward)
+            case events.Commit():
+                reducer.commit()
+                self.losses.commit()
+            case events.TakeAll():
+                self._take_all()
+            case events.Discard():
+                for index in self._deferred or ():
+                    set_raw_grad(self.params[index], None)
+                self._deferred = None
+                self.losses.discard()
+                reducer.discard()
+            case events.Flush():
+                if not self.rules.counts or reducer.anywhere(bool(reducer.kept))[0]:
+                    self.journal.enter("flush")
+                    reducer.flush()
+            case events.Clear():
+                self._clear()
+            case events.Reshard():
+                if self.units is not None:
+                    self.units.reshard()
+            case events.Update():
+                self._update()
+            case _:
+                raise AssertionError(action)
+
+    # --- gradients arrive ---
+
+    def _taker(self, index: int) -> Callable[[Tensor], None]:
+        """What autograd calls when it has accumulated a gradient into a parameter."""
+
+        # autograd's hold of a hook is hidden from the collector
+        driver: weakref.ref[Any] = weakref.ref(self)
+
+        def take(param: Tensor) -> None:
+            self: Driver | None = driver()
+            if self is None:
+                return
+            deferred = self._deferred
+            if deferred is not None:  # nothing waits for it: it stays there till the task ends
+                deferred.append(index)
+                return
+            grad = raw_grad(param)
+            if grad is None:  # a function took the parameter and returned None for it
+                self._came = True
+                self.on(events.LeafReached(current_task()))
+                return
+            set_raw_grad(param, None)
+            grad, self._came = own(grad), True
+            event = events.GradientReady(index, current_task())
+            # what `on` does, without its calls: this runs once a parameter
+            self.state, actions = transition(self.rules, self.state, event)
+            for action in actions:
+                kind = type(action)
+                if kind is events.Take:
+                    if self._correction.factor is not None:
+                        grad.mul_(self._correction.factor)
+                    self.reducer.take(index, grad)
+                elif kind is events.SetAside:
+                    self.reducer.set_aside(index, action.forward, grad)  # pyright: ignore
+                else:
+                    self._do(action)
+            task = self.state.task
+            if task is not None and not task.synced:
+                self._deferred = []  # the first has opened the task; the others need no event
+
+        return owned_hook(take, driver)
+
+    def _take_deferred(self) -> None:
+        """The gradients of an unsynced task, which are where autograd has put them."""
+        if self._deferred:
+            task = self.state.task
+            assert task is not None
+            self.on(events.GradientsReady(task.number))
+        self._deferred = None
+
+    def _take_all(self) -> None:
+        factor, writes = self._correction.factor, self.reducer.accumulates
+        grads = left_in(self.params, self._deferred or (), alone=writes or factor is not None)
+        if factor is not None and grads:
+            torch._foreach_mul_(list(grads.values()), factor)
+        self.reducer.take_all(grads)
+
+    # --- a task is over ---
+
+    def _ended(self, task: int) -> None:
+        # the commit forgets in which order they came
+        arrived = [] if self._is_ordered else list(self.reducer.arrived)
+        running, node = self.state.task, self._node
+        self._node = None
+        try:
+            brought = running is not None and running.brought
+            if not brought and node is not None and accumulates(node):
+                brought = True  # a backward, which has reached no parameter of ours
+                self.on(events.LeafReached(task))
+            self._take_deferred()
+            self.on(events.TaskEnded(task))
+        except BaseException:
+            self.on(events.TaskRaised(task))
+            raise
+        if brought and running is not None and running.synced and not self._is_ordered:
+            self._order_buckets(arrived, running.inside)
+
+    def _raised(self, number: int) -> None:
+        task = self.state.task
+        self.on(events.TaskRaised(number))
+        if task is not None and task.number == number:
+            self.journal.raised(sent=task.launched > 0)
+
+    def _order_buckets(self, arrived: list[int], inside: bool) -> None:
+        """From now on reduce in the order in which the first backward brought gradients.
+
+        All ranks take the first one's order. What never came then goes last. They also agree on
+        whether gradients came from backwards inside; see [Note: extra gradients].
+        """
+        self._is_ordered = True
+        plan, reducer = self.stepper.plan, self.reducer
+        mine = " ".join(map(str, arrived))
+        said = first_says(
+            f"engine {self.journal.number}, order of gradients", mine, plan.mesh, self.cfg.timeout
+        )
+        order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
+        grouping = plan_order(self._grouping, reducer.leaves, list(order), self.cfg)
+        reducer.buckets = grouping.buckets
+        (counts,) = reducer.anywhere(inside)
+        self.rules = self.rules._replace(buckets=grouping.masks, counts=counts)
+
+    # --- the update ---
+
+    def _update(self) -> None:
+        self.writes.see()
+        refuses = self.cfg.nonfinite_policy == "raise"  # and leaves everything as it is
+        grads = self.reducer.for_update(reduces=self.rules.reduces, in_place=not refuses)
+        losses = self.losses.of_step()
+        if not refuses:
+            self._clear()  # before the update, which then is alone with their memory
+        self.journal.enter("update")
+        with self.transport.circle.within():
+            self.stepper.update(grads, losses)
+        self._clear()
+        self.writes.ours()
+        if self.units is not None:
+            self.units.turn()
+
+    def _clear(self) -> None:
+        """No gradients, and no losses that they are of."""
+        self.reducer.clear()
+        self.losses.clear()

@@ -1,0 +1,46 @@
+"""The losses that a step reports: those that a user named, else what outputs look like losses."""
+
+from torch import Tensor
+
+
+class Losses:
+    """Losses since the last update, without a graph.
+
+    Attributes:
+        given: to `engine.backward`, which names its loss.
+        reached: outputs that look like losses, by forward: those of the running task. If it raises,
+            they are none of the step's.
+        seen: the same of the tasks before.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []
+        self.reached: dict[int, Tensor] = {}
+        self.seen: dict[int, Tensor] = {}
+
+    def commit(self) -> None:
+        """The running task has ended well."""
+        self.seen.update(self.reached)
+        self.reached = {}
+
+    def discard(self) -> None:
+        """The running task has raised."""
+        self.reached = {}
+
+    def of_step(self) -> list[Tensor]:
+        """What was given; if nothing was, what the outputs had.
+
+        >>> losses = Losses()
+        >>> losses.reached[0] = "of an output"
+        >>> losses.commit()
+        >>> losses.of_step()
+        ['of an output']
+        >>> losses.given.append("to backward")
+        >>> losses.of_step()
+        ['to backward']
+        """
+        return self.given or list(self.seen.values())
+
+    def clear(self) -> None:
+        """An update, or `zero_grad`: none from here on."""
+        self.given, self.seen = [], {}
