@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fzero.config import Config
-from fzero.distributed.agree import first_says
 from fzero.distributed.journal import Journal
+from fzero.distributed.rendezvous import first_says
 from fzero.distributed.transport import Transport
 from fzero.eager.owned import raw_grad, set_raw_grad
 from fzero.eager.units import Units

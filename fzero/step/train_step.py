@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.config import Config
-from fzero.distributed.agree import agree, rendezvous, smallest
+from fzero.distributed.agree import agree, smallest
 from fzero.distributed.mesh import Mesh, default_store, resolve_mesh
+from fzero.distributed.rendezvous import rendezvous
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, RankMismatchError, ShardError
 from fzero.numerics.casts import refuse_outer_autocast
@@ -28,7 +29,7 @@ from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
 from fzero.step.eager import Eager
 from fzero.step.frames import take_apart
 from fzero.step.gradients import ModelFn
-from fzero.step.metrics import refuse_nonfinite
+from fzero.step.metrics import metrics_of, refuse_nonfinite
 from fzero.step.notes import ONE_AT_A_TIME, warn_of_recordings
 from fzero.step.traced import Traced
 from fzero.step.update import Updated
@@ -254,16 +255,8 @@ class TrainStep:
             inner = tree.unflatten(spec, map(like, held.inner, old))
         if updated.inner is not None:
             inner = tree.unflatten(held.inner_spec, map(like, updated.inner, tree.leaves(inner)))
-        skip = self.cfg.nonfinite_policy == "skip"
-        metrics = {
-            "loss": updated.loss,
-            "grad_norm": updated.grad_norm,
-            "nonfinite": updated.nonfinite,
-            "skipped": updated.nonfinite if skip else torch.zeros_like(updated.nonfinite),
-            "loss_scale": opt_state.loss_scale.scale
-            if opt_state.loss_scale is not None
-            else torch.ones_like(updated.loss),
-        }
+        scale = opt_state.loss_scale.scale if opt_state.loss_scale is not None else None
+        metrics = metrics_of(updated, updated.loss, scale, self.cfg)
         if self.cfg.has_aux:
             metrics["aux"] = aux
         state = opt_state.model_state

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from fzero.distributed.agree import agree, rendezvous
+from fzero.distributed.agree import agree
 from fzero.distributed.mesh import resolve_mesh
+from fzero.distributed.rendezvous import rendezvous
 from fzero.errors import RankMismatchError
 from tests.ranks import fake_ranks, run_fresh, run_ranks
 
