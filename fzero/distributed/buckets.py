@@ -179,17 +179,20 @@ def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 
 def unpack_into(buffer: Tensor, bucket: Bucket, targets: Sequence[Tensor]) -> None:
     """Write the gathered leaves over `targets`, with no copy in between where memory allows it."""
-    buffer = buffer.view(bucket.dtype)
-    even = all(
-        leaf.dim == 0 and leaf.shape[0] % bucket.world == 0 and target.is_contiguous()
+    direct = bucket.kind == GATHER and all(
+        leaf.dim == 0
+        and leaf.shape[0] % bucket.world == 0
+        and target.is_contiguous()
+        and target.dtype == bucket.dtype
         for leaf, target in zip(bucket.leaves, targets, strict=True)
     )
-    if even and all(target.dtype == bucket.dtype for target in targets):
+    if direct:
         rows = [target.view(bucket.world, -1) for target in targets]
         sizes = [x.shape[1] for x in rows]
-        torch.split_with_sizes_copy(buffer.view(bucket.world, -1), sizes, dim=1, out=rows)
+        table = buffer.view(bucket.dtype).view(bucket.world, -1)
+        torch.split_with_sizes_copy(table, sizes, dim=1, out=rows)
     else:
-        torch._foreach_copy_(list(targets), unpack_full(buffer, bucket))
+        torch._foreach_copy_(list(targets), KINDS[bucket.kind].unpack(buffer, bucket))
 
 
 def pack_full(grads: Sequence[Tensor], bucket: Bucket) -> Tensor:

@@ -294,7 +294,7 @@ class Circle:
         stations, hints = self._stations()
         for rank, there in stations.items():
             mine = self._passed(there.number)
-            # compared at the one that is behind: the other has been there, and remembers
+            # where the one that is behind stands: the other has been there, and remembers
             if mine is not None and mine.chain != there.chain:
                 told = _differ((self.rank, mine), (rank, there))
                 self._give_up(told + (hints[rank] or self.hint))

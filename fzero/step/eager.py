@@ -198,8 +198,7 @@ class Eager:
         layout = plan.sharding.layout
         trained_shards, frozen = layout.divide(leaves)
         trained_shards, layout = with_room(trained_shards, layout)
-        parts = layout.merge(trained_shards, frozen)
-        source = Gathered(parts, layout, self.transport, self.order)
+        source = Gathered(layout.merge(trained_shards, frozen), layout, self.transport, self.order)
         scaled_loss, (loss, aux) = run(source.leaves)
         self.order = list(source.used)
         if plan.cfg.reshard_after_forward:
