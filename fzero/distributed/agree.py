@@ -1,8 +1,7 @@
 """What differs between ranks is found, and named, before a collective can hang on it.
 
-`agree` compares over the mesh's own collectives, where all ranks are known to come: at `init`, at
-the first call. `rendezvous` compares through the store, where a rank may not come at all: when one
-rank stages a new Program, the others may be running the old one. Who comes late is waited for.
+These compare over the mesh's own collectives, where all ranks are known to come: at `init`, at the
+first call. Where a rank may not come at all, see `rendezvous`. Who comes late is waited for.
 """
 
 import hashlib
@@ -61,7 +60,7 @@ def agree(
         padded = _all_gather_bytes(text.ljust(max(length), b"\0"), mesh, circle)
     texts = [t[:n] for t, n in zip(padded, length, strict=True)]
     told = [[(path, value) for path, value in json.loads(t)] for t in texts]
-    raise RankMismatchError(f"{_first_difference(what, told, mesh.ranks)} {hint}")
+    raise RankMismatchError(f"{first_difference(what, told, mesh.ranks)} {hint}")
 
 
 def smallest(
@@ -92,70 +91,17 @@ def smallest(
     return list(map(min, zip(*rows, strict=True)))
 
 
-def first_says(key: str, text: str, mesh: Mesh, timeout: float | None = None) -> str:
-    """What the first rank of `mesh` passes, on every rank; through the store, no collectives.
+def first_difference(what: str, told: Sequence[Items], ranks: Sequence[int]) -> str:
+    """The first path where the ranks' items differ, with each value and who has it.
 
     Args:
-        key: names this question; used once in a run, and the same on all ranks.
-        text: this rank's answer.
-        mesh: the ranks.
-        timeout: seconds to wait for the first rank; None: the process group's.
+        what: what the items describe.
+        told: each rank's items.
+        ranks: their global ranks.
 
-    Raises:
-        RankMismatchError: it is elsewhere, gone, or late beyond the limit.
-
-    >>> from fzero.distributed.mesh import resolve_mesh
-    >>> first_says("order", "1 2", resolve_mesh(None, "cpu"))
-    '1 2'
+    >>> first_difference("config", [[("stage", "1")], [("stage", "2")]], [0, 1])
+    'ranks differ in config at stage: rank 0: 1; rank 1: 2. It must be the same on all.'
     """
-    circle = circle_of(mesh.device_mesh)
-    if circle.alone:
-        return text
-    with circle.at(key, timeout):
-        if mesh.rank == 0:
-            circle.set(f"first/{key}", text)
-            return text
-        return circle.get(f"first/{key}")
-
-
-def rendezvous(
-    key: str, text: str, mesh: Mesh, timeout: float | None = None, hint: str = ""
-) -> None:
-    """Return once every rank of `mesh` has come to `key` with the same text; no collectives.
-
-    Unlike `agree` it can be called where some rank may not come: that rank is named.
-
-    Args:
-        key: names this meeting; used once in a run, and the same on all ranks.
-        text: what must be equal, such as the listing of a Program's collectives; compared line by
-            line.
-        mesh: the ranks that must come.
-        timeout: seconds to wait for them while they live and are nowhere else; None: the process
-            group's.
-        hint: what the user can do about a difference, besides.
-
-    Raises:
-        RankMismatchError: names a rank that is elsewhere, gone or late, or the first line that
-            differs; on every rank.
-
-    >>> from fzero.distributed.mesh import resolve_mesh
-    >>> rendezvous("step 7", "all_gather 12 B", resolve_mesh(None, "cpu"))
-    """
-    circle = circle_of(mesh.device_mesh)
-    if circle.alone:
-        return
-    circle.limit = timeout
-    texts = circle.meet(key, text, hint)
-    if len(set(texts)) > 1:
-        told = [[(f"line {i}", line) for i, line in enumerate(t.split("\n"))] for t in texts]
-        raise RankMismatchError(
-            f"{_first_difference(key, told, mesh.ranks)} Their collectives would not match. Give "
-            f"every rank a batch of the same structure, shapes and dtypes in the same call.{hint}"
-        )
-
-
-def _first_difference(what: str, told: Sequence[Items], ranks: Sequence[int]) -> str:
-    """The first path where the ranks' items differ, with each value and who has it."""
     by_rank = [dict(items) for items in told]
     paths = dict.fromkeys(path for items in told for path, _ in items)
     different = [path for path in paths if len({d.get(path) for d in by_rank}) > 1]

@@ -6,17 +6,26 @@ a part, each padded to the same rows on every rank:
     rank 0: [leaf a, padded rows of rank 0][leaf b, ...] | rank 1: [leaf a, ...][leaf b, ...] | ...
 
 A single leaf that is split evenly along dim 0 is laid out so already; it travels without a copy.
+
+[Note: what carries a bucket] A kind has a row in `KINDS`: how its buffer is filled and read, and
+which operators ask for one leaf of it. `bucket_of` settles how the bucket travels, `carrier` names
+the operator of torch's that carries it. The Program's pass writes that operator into the graph, and
+`launch` calls it: so every executor sends the same.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fzero.distributed import works
 from fzero.distributed.collectives import as_wire, pad_rows
+from fzero.distributed.mesh import Axis, is_gloo
+from fzero.distributed.whereabouts import Circle
 from fzero.layout import LeafLayout
 
 GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
@@ -47,6 +56,11 @@ class Bucket:
     exchanged: bool = False
 
     @property
+    def gathers(self) -> bool:
+        """Whether it brings full leaves; others bring sums."""
+        return KINDS[self.kind].gathers
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the full side, without padding."""
         return sum(leaf.numel for leaf in self.leaves) * self.dtype.itemsize
@@ -69,6 +83,68 @@ class Bucket:
         return not more and leaf.dim == 0 and leaf.shape[0] % self.world == 0
 
 
+# ---------------------------------------------------------------------- what carries a bucket
+def bucket_of(kind: str, leaves: Sequence[LeafLayout], dtype: torch.dtype, axis: Axis) -> Bucket:
+    """The bucket in which these leaves travel over an axis, which has more than one rank."""
+    exchanged = kind != ALL_REDUCE and is_gloo(axis.group)
+    return Bucket(kind, tuple(leaves), dtype, axis.size, axis.group, axis.rank, exchanged)
+
+
+def carrier(bucket: Bucket, numel: int) -> tuple[Any, tuple[Any, ...]]:
+    """The operator that carries a bucket, and its arguments after the buffer.
+
+    Args:
+        bucket: from `bucket_of`.
+        numel: elements of the buffer to send.
+
+    >>> leaf = LeafLayout("w", (4,), torch.float32, dim=0)
+    >>> carrier(Bucket(GATHER, (leaf,), torch.float32, 2, "g"), 2)
+    (<OpOverload(op='_c10d_functional.all_gather_into_tensor', overload='default')>, (2, 'g'))
+    """
+    c10d = torch.ops._c10d_functional
+    if bucket.exchanged:
+        parts = [numel // bucket.world] * bucket.world
+        return c10d.all_to_all_single.default, (parts, parts, bucket.group)
+    if bucket.gathers:
+        return c10d.all_gather_into_tensor.default, (bucket.world, bucket.group)
+    if bucket.kind == REDUCE_SCATTER:
+        return c10d.reduce_scatter_tensor.default, ("sum", bucket.world, bucket.group)
+    return c10d.all_reduce.default, ("sum", bucket.group)
+
+
+def launch(bucket: Bucket, send: Tensor, circle: Circle, *, over: bool = False) -> Any:
+    """Start a bucket's collective; `works.wait` gives what it brings.
+
+    Args:
+        bucket: from `bucket_of`.
+        send: its buffer, packed.
+        circle: the ranks to look at while it is waited for.
+        over: whether an all-reduce may write its sum over `send`.
+    """
+    if over and bucket.kind == ALL_REDUCE:
+        return works.all_reduce_(send, "sum", bucket.group, circle)
+    operator, arguments = carrier(bucket, send.numel())
+    return works.LAUNCHES[operator._schema.name](send, *arguments, circle=circle)
+
+
+def asked_for(operator: str, x: Tensor, arguments: Sequence[Any]) -> tuple[str, LeafLayout, Axis]:
+    """The kind of bucket, the leaf and the axis that an operator of one leaf asks for.
+
+    Args:
+        operator: its qualified name.
+        x: what it sends.
+        arguments: the rest, as `collectives` defines the operator.
+    """
+    kind = next(kind for kind, row in KINDS.items() if operator in row.operators)
+    if kind == ALL_REDUCE:
+        world, group, name = arguments
+        return kind, LeafLayout(name, tuple(x.shape), x.dtype), Axis(group, world)
+    # a gather's has no rank: every rank gets the same
+    shape, dim, world, group, name, *rank = arguments
+    return kind, LeafLayout(name, tuple(shape), x.dtype, dim, world), Axis(group, world, *rank)
+
+
+# ------------------------------------------------------------------- in and out of its buffer
 def pack_shards(shards: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """This rank's part of the buffer, in a dtype that travels."""
     copies = bucket.world if bucket.exchanged else 1  # an all-to-all has a part for every rank
@@ -103,17 +179,20 @@ def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 
 def unpack_into(buffer: Tensor, bucket: Bucket, targets: Sequence[Tensor]) -> None:
     """Write the gathered leaves over `targets`, with no copy in between where memory allows it."""
-    buffer = buffer.view(bucket.dtype)
-    even = all(
-        leaf.dim == 0 and leaf.shape[0] % bucket.world == 0 and target.is_contiguous()
+    direct = bucket.kind == GATHER and all(
+        leaf.dim == 0
+        and leaf.shape[0] % bucket.world == 0
+        and target.is_contiguous()
+        and target.dtype == bucket.dtype
         for leaf, target in zip(bucket.leaves, targets, strict=True)
     )
-    if even and all(target.dtype == bucket.dtype for target in targets):
+    if direct:
         rows = [target.view(bucket.world, -1) for target in targets]
         sizes = [x.shape[1] for x in rows]
-        torch.split_with_sizes_copy(buffer.view(bucket.world, -1), sizes, dim=1, out=rows)
+        table = buffer.view(bucket.dtype).view(bucket.world, -1)
+        torch.split_with_sizes_copy(table, sizes, dim=1, out=rows)
     else:
-        torch._foreach_copy_(list(targets), unpack_full(buffer, bucket))
+        torch._foreach_copy_(list(targets), KINDS[bucket.kind].unpack(buffer, bucket))
 
 
 def pack_full(grads: Sequence[Tensor], bucket: Bucket) -> Tensor:
@@ -127,14 +206,18 @@ def pack_full(grads: Sequence[Tensor], bucket: Bucket) -> Tensor:
     return torch._chunk_cat(fronts, 0, bucket.world).view(-1)
 
 
+def summed(buffer: Tensor, bucket: Bucket) -> Tensor:
+    """What a reduce-scatter brings, from what carried it."""
+    # an all-to-all brings every rank's part of what is ours, still to be summed
+    return buffer.view(bucket.world, -1).sum(0) if bucket.exchanged else buffer
+
+
 def unpack_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     """This rank's gradient shards, each contiguous; views of the reduced buffer where that allows.
 
     See [Note: strides are part of a value].
     """
-    if bucket.exchanged:  # every rank's part of what is ours, still to be summed
-        buffer = buffer.view(bucket.world, -1).sum(0)
-    buffer = buffer.view(-1)
+    buffer = summed(buffer, bucket).view(-1)
     sizes = [math.prod(leaf.padded_shape) for leaf in bucket.leaves]
     shards = []
     for part, leaf in zip(buffer.split(sizes), bucket.leaves, strict=True):
@@ -161,6 +244,33 @@ def unpack_flat(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     return [x.view(leaf.shape) for x, leaf in zip(parts, bucket.leaves, strict=True)]
 
 
+class Kind(NamedTuple):
+    """A kind of bucket.
+
+    Args:
+        pack: from tensors to the buffer that is sent.
+        unpack: from the buffer that comes to tensors.
+        operators: that ask for it leaf by leaf; see `collectives`.
+        gathers: whether it brings full leaves; others bring sums.
+    """
+
+    pack: Callable[[Sequence[Tensor], Bucket], Tensor]
+    unpack: Callable[[Tensor, Bucket], list[Tensor]]
+    operators: tuple[str, ...]
+    gathers: bool = False
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        GATHER: Kind(pack_shards, unpack_full, ("fzero::gather",), gathers=True),
+        REDUCE_SCATTER: Kind(pack_full, unpack_shards, ("fzero::reduce_scatter",)),
+        ALL_REDUCE: Kind(pack_flat, unpack_flat, ("fzero::all_reduce",)),
+    }
+)
+"""In the order in which a Program's collectives are put into buckets."""
+
+
+# ----------------------------------------------------------------------- which leaves share one
 def plan_buckets(nbytes: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
     """Places in this order, in groups of at most `limit` bytes, or one.
 

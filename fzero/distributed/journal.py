@@ -5,13 +5,18 @@ that is new here is agreed on first, through the store. All ranks share the reco
 agreed, so when two ranks are about to run different things, at least one of them departs from it:
 that one asks, and nobody runs anything wrong. Each collective is a station; see `whereabouts`.
 
+An engine's passes come in an order that can change, so each entry into one is a station, too. The
+eager executor's micro-batches come one after another in a call that all ranks have met for.
+
 A pass that raised may have done so on one rank alone, between two collectives, while the others go
 on with the second. So who starts again after one meets all others first, who must have raised too.
 """
 
-from fzero.distributed.agree import rendezvous
+from typing import NamedTuple
+
 from fzero.distributed.buckets import Bucket
 from fzero.distributed.mesh import Mesh, default_store
+from fzero.distributed.rendezvous import rendezvous
 from fzero.distributed.whereabouts import circle_of
 
 _GATHER = (
@@ -25,30 +30,58 @@ _WITHOUT_COLLECTIVES = ("forward", "evaluation")  # unless parameters are gather
 _LONGEST = 1000  # phases that are remembered of what happens between two updates
 
 
+class Owner(NamedTuple):
+    """Whose collectives a journal has.
+
+    Args:
+        key: under which the store counts them.
+        name: as messages call it.
+        hint: what they say besides when ranks differ.
+    """
+
+    key: str
+    name: str
+    hint: str = ""
+
+
+ENGINE = Owner("engine", "engine", _GATHER)
+EAGER = Owner("eager", "eager step function")
+
+
 class Journal:
     """What this rank's collectives were, phase by phase.
 
     Args:
         mesh: its ranks.
+        owner: ENGINE or EAGER.
         active: whether collectives may differ between ranks at all.
         limit: seconds that ranks may come later than others; None: the process group's.
     """
 
-    def __init__(self, mesh: Mesh, *, active: bool, limit: float | None = None) -> None:
-        self.mesh, self.limit = mesh, limit
+    def __init__(
+        self, mesh: Mesh, owner: Owner = ENGINE, *, active: bool, limit: float | None = None
+    ) -> None:
+        self.mesh, self.owner, self.limit = mesh, owner, limit
         self.circle = circle_of(mesh.device_mesh)
         alone = self.circle.alone
         self.alone, self.active = alone, active and not alone
         self.broke_off = False
-        # ranks make their engines in the same order: the n-th is the same on all
-        self.number = 0 if alone else default_store().add(f"fzero/engine/{mesh.rank}", 1)
+        # ranks make their engines, and their step functions, in the same order: the n-th is the
+        # same on all
+        self.number = 0 if alone else default_store().add(f"fzero/{owner.key}/{mesh.rank}", 1)
+        self.name = f"{owner.name} {self.number}"
         self.phase = "start"
-        self.position = self.count = 0
+        self.position = self.turn = self.count = 0
         self.lines: dict[str, list[str]] = {"start": []}
         self.next: dict[str, str] = {}
         self.cycle: list[str] = []  # the phases since the last update
         self.before: list[str] = []  # and those of the update before
         self.on_track = True  # whether the one has begun like the other
+
+    def begin(self, phase: str) -> None:
+        """The next of many passes of one phase, which ranks need not meet for."""
+        self.phase, self.position = phase, 0
+        self.lines.setdefault(phase, [])
 
     def enter(self, phase: str) -> None:
         """A pass begins: a forward, a backward, an update."""
@@ -65,14 +98,13 @@ class Journal:
             self._meet(f"after {self.phase}", phase)
         else:
             self.circle.limit = self.limit
-            self.circle.announce(f"engine {self.number}, {phase}", self._hint)
+            self.circle.announce(f"{self.name}, {phase}", self._hint)
         self.next[self.phase] = phase
         if at < _LONGEST:
             self.cycle.append(phase)
         if phase == "update":
             self.before, self.cycle, self.on_track = self.cycle, [], True
-        self.phase, self.position = phase, 0
-        self.lines.setdefault(phase, [])
+        self.begin(phase)
 
     def raised(self, *, sent: bool) -> None:
         """A pass has raised, after it `sent` collectives or before."""
@@ -90,19 +122,28 @@ class Journal:
             return
         line = f"{bucket.kind} of {', '.join(leaf.name for leaf in bucket.leaves)}"
         lines = self.lines[self.phase]
+        where = f"{self._pass()}, collective {self.position + 1}"
         if lines[self.position : self.position + 1] != [line]:
-            self._meet(f"{self.phase}, collective {self.position + 1}", line)
-            lines[self.position :] = [line]
+            self._meet(where, line)
+            lines[self.position :] = [line]  # what came after it last time may not come now
         else:
-            where = f"engine {self.number}, {self.phase}, collective {self.position + 1}"
-            self.circle.announce(f"{where}: {line}", self._hint)
+            self.circle.announce(f"{self.name}, {where}: {line}", self._hint)
         self.position += 1
 
+    def _pass(self) -> str:
+        if self.owner is ENGINE:
+            return self.phase
+        # counted at its first collective: one that raised before it, on some rank alone, was none
+        self.turn += self.position == 0
+        return f"{self.phase} {self.turn}"
+
     def _meet(self, where: str, line: str, hint: str = "") -> None:
-        self.count += 1
-        key = f"engine {self.number}, {where} (meeting {self.count})"
+        key = f"{self.name}, {where}"
+        if self.owner is ENGINE:  # whose passes have no number that would tell meetings apart
+            self.count += 1
+            key = f"{key} (meeting {self.count})"
         rendezvous(key, line, self.mesh, self.limit, hint or self._hint)
 
     @property
     def _hint(self) -> str:
-        return _GATHER if self.active else ""
+        return self.owner.hint if self.active else ""

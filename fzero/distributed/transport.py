@@ -1,83 +1,109 @@
-"""Collectives that run while autograd goes on: launched now, waited for when they are needed."""
+"""Collectives of many leaves at once, outside of autograd: launched now, waited for when needed.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+What `collectives` does leaf by leaf and differentiably, these do for lists of leaves, one bucket at
+a time. A bucket is filled in the order of the list, so the same list always travels in the same
+way. The Engine lets autograd go on meanwhile. The eager executor has nothing to do until the
+results are there: its transport waits at once, and holds one bucket's buffers at a time.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fzero.distributed import works
 from fzero.distributed.buckets import (
     ALL_REDUCE,
     GATHER,
+    KINDS,
     REDUCE_SCATTER,
     Bucket,
-    pack_flat,
-    pack_full,
-    pack_shards,
-    unpack_flat,
-    unpack_full,
+    bucket_of,
+    launch,
+    summed,
     unpack_shards,
 )
 from fzero.distributed.journal import Journal
-from fzero.distributed.mesh import Axes, Mesh, is_gloo
+from fzero.distributed.mesh import Axes, Axis, Mesh
 from fzero.distributed.whereabouts import circle_of
 from fzero.layout import LeafLayout
 
+Finish = Callable[[], list[Tensor]]
 
-@dataclass
+
 class Flight:
     """Results that are on their way.
 
     Args:
-        parts: for some indices each, what gives their tensors once it is called; it waits.
-        results: those that need no waiting; None where a part brings them.
+        results: those that need no waiting; others stand in for what comes.
+        at_once: whether to wait for each part before the next one is launched.
     """
 
-    parts: list[tuple[list[int], Callable[[], list[Tensor]]]]
-    results: list[Any]
+    def __init__(self, results: list[Any], *, at_once: bool = False) -> None:
+        self.results, self.at_once = results, at_once
+        self.parts: list[tuple[list[int], Finish]] = []
+
+    def take(self, indices: list[int]) -> list[Tensor]:
+        """What goes into a bucket, which from then on is held by whoever sends it alone."""
+        taken = [self.results[i] for i in indices]
+        for i in indices:
+            self.results[i] = None  # or its memory would be held until the results come
+        return taken
+
+    def add(self, indices: list[int], finish: Finish) -> None:
+        """A part is under way; `finish` waits for it and gives the tensors of these indices."""
+        self.parts.append((indices, finish))
+        if self.at_once:
+            self.wait()
 
     def wait(self) -> list[Tensor]:
         """All results, in the order of what was sent."""
         while self.parts:
-            indices, finish = self.parts.pop(0)
+            indices, finish = self.parts.pop(0)  # its closure holds the buffer
             for index, tensor in zip(indices, finish(), strict=True):
                 self.results[index] = tensor
         return self.results
 
 
 class Transport:
-    """The collectives of one engine.
+    """The collectives of one engine or eager step.
 
     Args:
         mesh: its ranks.
         axes: the same, as the transforms take it.
         journal: told of every collective before it starts.
+        limit: most bytes of full leaves in a bucket, of which each is waited for at once; None: who
+            calls has made the buckets, and waits when it needs them.
     """
 
-    def __init__(self, mesh: Mesh, axes: Axes, journal: Journal) -> None:
-        self.mesh, self.axes, self.journal = mesh, axes, journal
+    def __init__(
+        self, mesh: Mesh, axes: Axes, journal: Journal, *, limit: int | None = None
+    ) -> None:
+        self.axes, self.journal, self.limit = axes, journal, limit
         self.circle = circle_of(mesh.device_mesh)
 
     def gather(self, shards: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> Flight:
-        """Full leaves in their compute dtypes, from every rank's shards."""
-        low: list[Any] = [
+        """Full leaves in their compute dtypes, from every rank's shards.
+
+        Args:
+            shards: this rank's part of each leaf, in `leaf.dtype`.
+            leaves: how they are split.
+
+        Returns:
+            One tensor a leaf. What needs no collective shares the shard's memory.
+        """
+        low = [
             shard.detach().to(leaf.compute or leaf.dtype)
             for shard, leaf in zip(shards, leaves, strict=True)
         ]
-        flight = Flight([], low)
-        axis = self.axes.shard
-        if axis.size == 1:
-            return flight
-        for indices in _by_dtype(low, [leaf.dim is not None for leaf in leaves]):
-            bucket = self._bucket(GATHER, [leaves[i] for i in indices], low[indices[0]].dtype)
-            send = pack_shards([low[i] for i in indices], bucket)
-            for i in indices:
-                low[i] = None
-            receive = self._exchange(send, bucket)
-            flight.parts.append((indices, lambda r=receive, b=bucket: unpack_full(r(), b)))
+        dtypes = [x.dtype for x in low]
+        flight = self._flight(low)
+        for bucket, indices in self._buckets(GATHER, dtypes, leaves, self._split(leaves)):
+            send = KINDS[GATHER].pack(flight.take(indices), bucket)
+            flying = launch(bucket, send, self.circle)
+            flight.add(indices, self._gathered(flying, bucket))
         return flight
 
     def reduce(
@@ -86,129 +112,143 @@ class Transport:
         leaves: Sequence[LeafLayout],
         *,
         scatter: bool,
-        before: float,
-        after: float,
+        before: float = 1,
+        after: float = 1,
+        over: bool = True,
     ) -> Flight:
         """Gradients summed over all ranks, in the dtypes that they are reduced in.
 
         Args:
-            grads: full; their memory may be written to.
+            grads: full; of floating or complex leaves.
+            leaves: how they are split.
             scatter: return this rank's shards only.
             before, after: factors on the gradients and on their sums.
+            over: whether the memory of `grads` may be written to.
         """
-        pairs = zip(grads, leaves, strict=True)
-        high: list[Any] = [grad.to(leaf.reduce or grad.dtype) for grad, leaf in pairs]
-        flight = Flight([], high)
-        travels = [scatter and self.axes.shard.size > 1 and x.dim is not None for x in leaves]
-        for indices in _by_dtype(high, travels):
-            bucket = self._bucket(
-                REDUCE_SCATTER, [leaves[i] for i in indices], high[indices[0]].dtype
-            )
-            send = pack_full([high[i] for i in indices], bucket)
-            for i in indices:
-                high[i] = None
-            receive = self._exchange(send if before == 1 else send.mul_(before), bucket)
-            flight.parts.append((indices, self._scattered(receive, bucket, after)))
-        for indices in _by_dtype(high, [not travel for travel in travels]):
-            bucket = self._bucket(ALL_REDUCE, [leaves[i] for i in indices], high[indices[0]].dtype)
-            buffer = pack_flat([high[i] for i in indices], bucket)
-            for i in indices:
-                high[i] = None
-            flight.parts.append((indices, self._summed(buffer, bucket, before, after)))
+        high = [
+            _dense(grad).to(leaf.reduce or grad.dtype)
+            for grad, leaf in zip(grads, leaves, strict=True)
+        ]
+        dtypes = [x.dtype for x in high]
+        flight = self._flight(high)
+        if self.axes.world == 1:
+            assert before == after == 1, "nobody to reduce with"
+            return flight
+        split = self._split(leaves) if scatter else [False] * len(leaves)
+        for bucket, indices in self._buckets(REDUCE_SCATTER, dtypes, leaves, split):
+            send = _times(_real(KINDS[REDUCE_SCATTER].pack(flight.take(indices), bucket)), before)
+            flying = launch(bucket, send, self.circle)
+            flight.add(indices, self._scattered(flying, bucket, after))
+        # a whole leaf, or a shard of an axis of one rank, has only been left out so far
+        rest = [not there for there in split]
+        for bucket, indices in self._buckets(ALL_REDUCE, dtypes, leaves, rest):
+            buffer = _times(_real(KINDS[ALL_REDUCE].pack(flight.take(indices), bucket)), before)
+            flight.add(indices, self._summed(buffer, bucket, after, over=over))
         return flight
 
     def sum(self, x: Tensor) -> Tensor:
         """`x` summed over all ranks."""
         total = x.clone()
-        for i, axis in enumerate(self.axes):
-            if axis.size > 1:
-                self._wait(self._sum(total, i))
+        for axis in self.axes:
+            total = self._sum(total, axis)
         return total
 
     def whole(self, shard: Tensor, leaf: LeafLayout) -> Tensor:
         """A full leaf from its shards, in the dtype that they have."""
         return self.gather([shard], [replace(leaf, compute=shard.dtype)]).wait()[0]
 
-    def _bucket(self, kind: str, leaves: list[LeafLayout], dtype: torch.dtype) -> Bucket:
+    def _flight(self, tensors: list[Any]) -> Flight:
+        return Flight(tensors, at_once=self.limit is not None)
+
+    def _split(self, leaves: Sequence[LeafLayout]) -> list[bool]:
+        """Which leaves have a part on every rank of the shard axis."""
+        return [self.axes.shard.size > 1 and leaf.dim is not None for leaf in leaves]
+
+    def _buckets(
+        self,
+        kind: str,
+        dtypes: Sequence[torch.dtype],
+        leaves: Sequence[LeafLayout],
+        wanted: Sequence[bool],
+    ) -> Iterator[tuple[Bucket, list[int]]]:
+        """Buckets of the wanted tensors, each announced when it is asked for, just before it goes.
+
+        A generator: who launches one before asking for the next has the ranks told in the order in
+        which the collectives start.
+        """
         axis = self.axes.shard
         if kind == ALL_REDUCE and axis.size == 1:
             axis = self.axes.replicate
-        exchanged = kind != ALL_REDUCE and is_gloo(axis.group)
-        bucket = Bucket(
-            kind, tuple(leaves), dtype, axis.size, axis.group, axis.rank, exchanged=exchanged
-        )
-        self.journal.announce(bucket)
-        return bucket
+        for indices in _filled(dtypes, leaves, wanted, self.limit):
+            bucket = bucket_of(kind, [leaves[i] for i in indices], dtypes[indices[0]], axis)
+            self.journal.announce(bucket)
+            yield bucket, indices
 
-    def _exchange(self, send: Tensor, bucket: Bucket) -> Callable[[], Tensor]:
-        """Launch a gather or a reduce-scatter; what waits for its buffer."""
-        if not bucket.exchanged:
-            if bucket.kind == GATHER:
-                flying = works.all_gather_into_tensor(send, bucket.world, bucket.group)
-            else:
-                flying = works.reduce_scatter_tensor(send, "sum", bucket.world, bucket.group)
-            return lambda: works.wait(flying)
-        received = torch.empty_like(send)
-        work = works.exchange_into(received, send, self._group(0), self.circle)
+    def _gathered(self, flying: Any, bucket: Bucket) -> Finish:
+        return lambda: KINDS[GATHER].unpack(works.wait(flying), bucket)
 
-        def finish() -> Tensor:
-            self._wait(work)
-            return received
-
-        return finish
-
-    def _scattered(
-        self, receive: Callable[[], Tensor], bucket: Bucket, after: float
-    ) -> Callable[[], list[Tensor]]:
+    def _scattered(self, flying: Any, bucket: Bucket, after: float) -> Finish:
         def finish() -> list[Tensor]:
-            part = receive()
-            if bucket.exchanged:
-                part = part.view(bucket.world, -1).sum(0)
-            if self.axes.replicate.size > 1:
-                self._wait(self._sum(part, 1))
-            part = part if after == 1 else part.mul_(after)
-            return unpack_shards(part, replace(bucket, exchanged=False))
+            # summed over this axis first: one shard, not one a rank, travels over the other
+            part = summed(works.wait(flying), bucket)
+            part = _times(self._sum(part, self.axes.replicate), after)
+            return unpack_shards(part.view(bucket.dtype), replace(bucket, exchanged=False))
 
         return finish
 
-    def _summed(
-        self, buffer: Tensor, bucket: Bucket, before: float, after: float
-    ) -> Callable[[], list[Tensor]]:
-        """Launch an all-reduce over the first axis; the second one's follows when waited for."""
-        if before != 1:
-            buffer.mul_(before)
-        axes = [i for i, axis in enumerate(self.axes) if axis.size > 1]
-        launched = [self._sum(buffer, i) for i in axes[:1]]
+    def _summed(self, buffer: Tensor, bucket: Bucket, after: float, *, over: bool) -> Finish:
+        """Launch a sum over the bucket's axis; the other axis's follows when this one is there."""
+        flying = launch(bucket, buffer, self.circle, over=over)
 
         def finish() -> list[Tensor]:
-            for work in launched:
-                self._wait(work)
-            for i in axes[1:]:
-                self._wait(self._sum(buffer, i))
-            return unpack_flat(buffer if after == 1 else buffer.mul_(after), bucket)
+            total = works.wait(flying)
+            if self.axes.shard.size > 1:  # else the replicate axis was the bucket's
+                total = self._sum(total, self.axes.replicate)
+            return KINDS[ALL_REDUCE].unpack(_times(total, after).view(bucket.dtype), bucket)
 
         return finish
 
-    def _group(self, axis: int) -> dist.ProcessGroup:
-        """The group of the shard axis (0) or of the replicate axis (1)."""
-        mesh = self.mesh.device_mesh
-        return mesh.get_group(mesh.ndim - 1 - axis)
-
-    def _sum(self, x: Tensor, axis: int) -> Any:
-        """Launch a sum over one axis, in place."""
-        return works.reduce_in_place(x, self._group(axis), self.circle)
-
-    def _wait(self, work: Any) -> None:
-        if self.circle.counted:
-            works.finish(work, self.circle)
-        else:
-            work.wait()  # a stream waits, not the host
+    def _sum(self, x: Tensor, axis: Axis) -> Tensor:
+        """The sum over one axis, written over `x`."""
+        if axis.size == 1:
+            return x
+        return works.wait(works.all_reduce_(x, "sum", axis.group, self.circle))
 
 
-def _by_dtype(tensors: Sequence[Any], wanted: Sequence[bool]) -> list[list[int]]:
-    """Places of the wanted tensors, those of one dtype together."""
-    groups: dict[torch.dtype, list[int]] = {}
-    for i, (tensor, want) in enumerate(zip(tensors, wanted, strict=True)):
-        if want:
-            groups.setdefault(tensor.dtype, []).append(i)
-    return list(groups.values())
+def _filled(
+    dtypes: Sequence[torch.dtype],
+    leaves: Sequence[LeafLayout],
+    wanted: Sequence[bool],
+    limit: int | None,
+) -> Iterator[list[int]]:
+    """The indices that share a bucket: of one dtype, up to `limit` bytes or one leaf.
+
+    >>> leaves = [LeafLayout(name, (4,), torch.float32) for name in "abc"]
+    >>> list(_filled([torch.float32] * 3, leaves, [True] * 3, limit=32))
+    [[0, 1], [2]]
+    """
+    held: dict[torch.dtype, list[int]] = {}
+    filled: dict[torch.dtype, int] = {}
+    for i, (dtype, leaf, want) in enumerate(zip(dtypes, leaves, wanted, strict=True)):
+        if not want:
+            continue
+        nbytes = leaf.numel * dtype.itemsize
+        if limit is not None and dtype in held and filled[dtype] + nbytes > limit:
+            yield held.pop(dtype)
+        filled[dtype] = nbytes + (filled[dtype] if dtype in held else 0)
+        held.setdefault(dtype, []).append(i)
+    yield from held.values()
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def _times(buffer: Tensor, factor: float) -> Tensor:
+    return buffer if factor == 1 else buffer.mul_(factor)
+
+
+def _real(buffer: Tensor) -> Tensor:
+    """A flat view that backends can add up: they know no complex numbers."""
+    flat = buffer.reshape(-1)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -116,6 +116,7 @@ class Circle:
         if self.verdict:
             raise RankMismatchError(self.verdict)
         number, chain, *_ = self.here
+        # of all texts so far: who took another way is told even where the texts are equal again
         self.here = Station(number + 1, zlib.crc32(text.encode(), chain), text)
         self.hint = hint
         self._past.append(self.here)
@@ -141,6 +142,7 @@ class Circle:
             raise
         except BaseException:
             if self.sent == sent and self.counted:
+                # nobody can have waited for what was not sent: the next call is this station
                 while len(self._past) > 1 and self._past[-1].number > before.number:
                     self._past.pop()
                 self.here = before
@@ -177,6 +179,7 @@ class Circle:
             yield
         except RuntimeError as error:
             known = certain or is_of_collective(error)
+            # seen before, it passed an inner `explained`, which waited and found nothing
             if not self.alone and known and error is not self._unexplained:
                 self._explain(error, certain)
                 self._unexplained = error
@@ -187,6 +190,7 @@ class Circle:
         if self.alone or self.verdict:
             return
         number, chain, text, _ = self.here
+        # another chain at the same number: whoever looks finds that the two ranks differ
         self.here = Station(number, zlib.crc32(_RAISED.encode(), chain), text + _RAISED)
         self._past[-1] = self.here
         with contextlib.suppress(RuntimeError):  # the store went with the rank that held it
@@ -209,7 +213,7 @@ class Circle:
         if self.alone:
             return [f"{key}\n{text}"]
         self.announce(key, hint)
-        if len(text) < 200 and "\n" not in text:
+        if len(text) < 200 and "\n" not in text:  # for messages alone: the chain has the key
             self.here = self._past[-1] = self.here._replace(text=f"{key}: {text}")
         number = self.here.number
         entries = {rank: f"{self._place}/station {number}/{rank}" for rank in self.ranks}
@@ -290,6 +294,7 @@ class Circle:
         stations, hints = self._stations()
         for rank, there in stations.items():
             mine = self._passed(there.number)
+            # where the one that is behind stands: the other has been there, and remembers
             if mine is not None and mine.chain != there.chain:
                 told = _differ((self.rank, mine), (rank, there))
                 self._give_up(told + (hints[rank] or self.hint))
@@ -358,13 +363,13 @@ class Circle:
 
     def _give_up(self, text: str) -> None:
         """Raise on this rank, and on all that look from now on; the first one's words hold."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # without a store it has its own words
             text = self._store.compare_set(f"{self._place}/verdict", "", text).decode() or text
         self._raise(text)
 
     def _raise(self, text: str) -> None:
         self.verdict = text
-        for held in self._groups:  # its operations will never end
+        for held in self._groups:  # its operations will never end, so it must not be destroyed
             if (group := held()) is not None:
                 keep_alive(group)
         raise RankMismatchError(text)
@@ -373,7 +378,7 @@ class Circle:
 
     def _tell(self, *, left: bool = False) -> None:
         here = self.here._replace(left=left)
-        if here != self._told:
+        if here != self._told:  # who waits looks each second, and mostly has not moved
             entry = {"at": here, "process": own_name(), "hint": self.hint}
             self._store.set(f"{self._place}/at {self.rank}", json.dumps(entry))
             self._told = here

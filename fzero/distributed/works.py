@@ -4,9 +4,15 @@ An operation of gloo ends when all ranks have come, or not before its time limit
 thread that waits inside. So these launch as `torch.ops._c10d_functional` does, and keep the work;
 whoever waits looks up every second, to see whether the others can still come. Groups of other
 backends, and made-up ones, go to torch's own operators.
+
+[Note: whose circle] Several circles may share a process group: a mesh of two axes, and a mesh of
+one of them. Who waits must look where its own ranks are, so a caller that knows its circle passes
+it; generated code, which knows the group's name alone, waits with the first one.
 """
 
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,27 +33,37 @@ class Flying(NamedTuple):
     circle: Circle
 
 
-def all_reduce(x: Tensor, op: str, group: str) -> Any:
+def all_reduce(x: Tensor, op: str, group: str, circle: Circle | None = None) -> Any:
     """The sum over the group, in new memory; to be given to `wait`."""
-    met = _watched(group) if op == "sum" else None
+    met = _watched(group, circle) if op == "sum" else None
     if met is None:
         return torch.ops._c10d_functional.all_reduce(x, op, group)
     out = x.clone(memory_format=torch.contiguous_format)
     return Flying(out, reduce_in_place(out, *met), met[1])
 
 
-def all_to_all_single(x: Tensor, receives: list[int], sends: list[int], group: str) -> Any:
+def all_reduce_(x: Tensor, op: str, group: str, circle: Circle | None = None) -> Any:
+    """The sum over the group, written over `x`."""
+    met = _watched(group, circle) if op == "sum" else None
+    if met is None:
+        return torch.ops._c10d_functional.all_reduce_(x, op, group)
+    return Flying(x, reduce_in_place(x, *met), met[1])
+
+
+def all_to_all_single(
+    x: Tensor, receives: list[int], sends: list[int], group: str, circle: Circle | None = None
+) -> Any:
     """One part to each rank, one from each; `receives` and `sends` are their rows."""
-    met = _watched(group)
+    met = _watched(group, circle)
     if met is None:
         return torch.ops._c10d_functional.all_to_all_single(x, receives, sends, group)
     out = x.new_empty((sum(receives), *x.shape[1:]))
     return Flying(out, exchange_into(out, x, *met, receives, sends), met[1])
 
 
-def all_gather_into_tensor(x: Tensor, world: int, group: str) -> Any:
+def all_gather_into_tensor(x: Tensor, world: int, group: str, circle: Circle | None = None) -> Any:
     """Every rank's tensor, end to end."""
-    met = _watched(group)
+    met = _watched(group, circle)
     if met is None:
         return torch.ops._c10d_functional.all_gather_into_tensor(x, world, group)
     out = x.new_empty((x.shape[0] * world, *x.shape[1:]))
@@ -56,9 +72,11 @@ def all_gather_into_tensor(x: Tensor, world: int, group: str) -> Any:
     return Flying(out, pg._allgather_base(out, x, _timed(AllgatherOptions(), circle)), circle)
 
 
-def reduce_scatter_tensor(x: Tensor, op: str, world: int, group: str) -> Any:
+def reduce_scatter_tensor(
+    x: Tensor, op: str, world: int, group: str, circle: Circle | None = None
+) -> Any:
     """This rank's part of the sum."""
-    met = _watched(group) if op == "sum" else None
+    met = _watched(group, circle) if op == "sum" else None
     if met is None:
         return torch.ops._c10d_functional.reduce_scatter_tensor(x, op, world, group)
     out = x.new_empty((x.shape[0] // world, *x.shape[1:]))
@@ -66,6 +84,20 @@ def reduce_scatter_tensor(x: Tensor, op: str, world: int, group: str) -> Any:
     circle.sent += 1
     options = _timed(dist.ReduceScatterOptions(), circle)
     return Flying(out, pg._reduce_scatter_base(out, x, options), circle)
+
+
+LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        f"_c10d_functional::{function.__name__}": function
+        for function in (
+            all_reduce,
+            all_to_all_single,
+            all_gather_into_tensor,
+            reduce_scatter_tensor,
+        )
+    }
+)
+"""What launches each of torch's operators, by its name."""
 
 
 def wait(flying: Any) -> Tensor:
@@ -93,7 +125,7 @@ def finish(work: Any, circle: Circle) -> None:
         try:
             work.wait(timedelta(seconds=seconds))
             return
-        except RuntimeError:
+        except RuntimeError:  # the wait's own end, or the work's: torch has one class for both
             if work.is_completed():
                 with circle.explained(certain=True):
                     work.wait()  # with the error that it ended with, if it did
@@ -104,7 +136,7 @@ def finish(work: Any, circle: Circle) -> None:
 
 def reduce_in_place(x: Tensor, group: ProcessGroup, circle: Circle) -> Any:
     """Launch a sum over the group; the work."""
-    circle.sent += 1
+    circle.sent += 1  # before it starts: what fails half-way counts, too
     return group.allreduce([x], _timed(dist.AllreduceOptions(), circle))
 
 
@@ -137,14 +169,16 @@ def settle(work: Any, x: Tensor, circle: Circle) -> None:
         work.wait()
 
 
-def _watched(group: str) -> tuple[ProcessGroup, Circle] | None:
+def _watched(group: str, own: Circle | None) -> tuple[ProcessGroup, Circle] | None:
+    """The group of this name, and the circle to wait with; None unless gloo carries it."""
     # Private. Only this finds the group of a name.
     pg = dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
-    circle = circle_on(pg)
-    return None if circle is None else (pg, circle)
+    first = circle_on(pg)
+    return None if first is None else (pg, own or first)
 
 
 def _timed(options: Any, circle: Circle) -> Any:
+    # gloo's thread gives up by itself at this time, also where nobody waits for the work
     if circle.limit is not None:
         options.timeout = timedelta(seconds=circle.limit)
     return options

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fzero.distributed.batched import Announce, gather_leaves
-from fzero.distributed.mesh import Axes
+from fzero.distributed.transport import Transport
 from fzero.eager.lazy import LazyLeaf, changed_in_place
 from fzero.layout import Layout
 
@@ -16,23 +15,20 @@ class Gathered:
     Args:
         shards: this rank's part of every leaf.
         layout: of all leaves.
-        axes: the mesh.
-        limit: most bytes of full leaves in a bucket.
+        transport: what gathers, with a limit for its buckets.
         order: leaves that are likely to be used in this order: they are gathered together. It
             changes when a leaf travels, never its values.
-        announce: told of each bucket before it travels.
     """
 
     def __init__(
         self,
         shards: Sequence[Tensor],
         layout: Layout,
-        axes: Axes,
-        limit: int,
+        transport: Transport,
         order: Sequence[int],
-        announce: Announce,
     ) -> None:
-        self.axes, self.limit, self.announce = axes, limit, announce
+        assert transport.limit is not None
+        self.transport, self.limit = transport, transport.limit
         self.order, self.turn = order, {index: turn for turn, index in enumerate(order)}
         self.leaves = [
             LazyLeaf(shard, leaf, i, self)
@@ -56,15 +52,10 @@ class Gathered:
         """Full leaves that nobody keeps but the caller."""
         found = [self._full.get(lazy.leaf_index) for lazy in leaves]
         missing = [lazy for lazy, full in zip(leaves, found, strict=True) if full is None]
-        new = iter(
-            gather_leaves(
-                [lazy.shard for lazy in missing],
-                [lazy.leaf for lazy in missing],
-                self.axes,
-                self.limit,
-                self.announce,
-            )
+        flight = self.transport.gather(
+            [lazy.shard for lazy in missing], [lazy.leaf for lazy in missing]
         )
+        new = iter(flight.wait())
         return [next(new) if full is None else full.detach() for full in found]
 
     def reshard(self) -> None:

@@ -14,8 +14,8 @@ any time; that costs another gather, never a value.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from torch.utils import _pytree as pytree
 from fzero.eager.owned import grad_of_owned, refuse_accumulate_hook
 from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
+
+Geometry = tuple[torch.Size, tuple[int, ...], int]  # sizes, strides and offset
 
 
 class Source(Protocol):
@@ -41,6 +43,9 @@ class ParameterSource(Source, Protocol):
     device: torch.device
 
 
+L = TypeVar("L", bound=Tensor)
+
+
 class LazyLeaf(Tensor):
     """A full leaf that is gathered by the first operator that reads it; see [Note: lazy leaves].
 
@@ -55,6 +60,7 @@ class LazyLeaf(Tensor):
     leaf: LeafLayout
     leaf_index: int
     source: Source
+    geometry: Geometry | None = None  # views of it are plain tensors: it is gathered first
 
     # results are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
@@ -80,7 +86,8 @@ class LazyLeaf(Tensor):
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)  # higher-order operators have none
         if schema is not None and schema.is_mutable:
-            _refuse_writes(func, args, kwargs)
+            for x in _written(func, args, kwargs, LazyLeaf):
+                raise changed_in_place(x.leaf.name)
         args, kwargs = pytree.tree_map_only(LazyLeaf, _full, (args, kwargs))
         return func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
@@ -115,35 +122,19 @@ def changed_in_place(name: str) -> FzeroError:
     )
 
 
-def _full(leaf: LazyLeaf) -> Tensor:
-    return leaf.source.full(leaf.leaf_index)
-
-
-def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for x in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(x, LazyLeaf):
-                    raise changed_in_place(x.leaf.name)
-
-
-Geometry = tuple[torch.Size, tuple[int, ...], int]
-
-
 class LazyParameter(Tensor):
     """A full parameter, or a view of one; see [Note: lazy parameters].
 
     Attributes:
         leaf: how the parameter is split.
         leaf_index: its index among all parameters.
-        units: what gathers it.
+        source: what gathers it.
         geometry: sizes, strides and offset of a view; None for the parameter itself.
     """
 
     leaf: LeafLayout
     leaf_index: int
-    units: ParameterSource
+    source: ParameterSource
     geometry: Geometry | None
 
     fzero_plain = True
@@ -156,12 +147,12 @@ class LazyParameter(Tensor):
     @staticmethod
     def __new__(
         cls,
-        units: ParameterSource,
+        source: ParameterSource,
         index: int,
         geometry: Geometry | None = None,
         requires_grad: bool = False,
     ) -> "LazyParameter":
-        leaf = units.leaves[index]
+        leaf = source.leaves[index]
         size, stride, offset = geometry or (leaf.shape, None, None)
         self: LazyParameter = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
             cls,
@@ -169,10 +160,10 @@ class LazyParameter(Tensor):
             strides=stride,
             storage_offset=offset,
             dtype=leaf.compute or leaf.dtype,
-            device=units.device,
+            device=source.device,
             requires_grad=requires_grad,
         )
-        self.leaf, self.leaf_index, self.units, self.geometry = leaf, index, units, geometry
+        self.leaf, self.leaf_index, self.source, self.geometry = leaf, index, source, geometry
         if geometry is None:
             self._is_param = True  # what isinstance(x, nn.Parameter) asks for
         return self
@@ -187,12 +178,17 @@ class LazyParameter(Tensor):
             return _view(args[0], func, args[1:], kwargs)
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            _refuse_lost_writes(func, args, kwargs or {})
+            for x in _written(func, args, kwargs or {}, LazyParameter):
+                raise FzeroError(
+                    f"{func} would change the parameter {x.leaf.name!r} in place, and at stage 3 "
+                    "what is gathered is a copy: the change would be lost. Change parameters "
+                    "through engine.state, or train at stage 2."
+                )
         # not tree_map: this runs once an operator that reads a parameter, and lists of tensors are
         # the only containers that operators take by position
-        args = tuple([_whole(x) if type(x) is LazyParameter else _inner(x) for x in args])
+        args = tuple([_full(x) if type(x) is LazyParameter else _inner(x) for x in args])
         if kwargs:
-            kwargs = pytree.tree_map_only(LazyParameter, _whole, kwargs)
+            kwargs = pytree.tree_map_only(LazyParameter, _full, kwargs)
         return func(*args, **(kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore
@@ -225,15 +221,27 @@ class LazyParameter(Tensor):
         )
 
 
-def _whole(x: LazyParameter) -> Tensor:
-    # every time anew: what was gathered for the operator before may be freed by now
-    full = x.units.full(x.leaf_index)
+def _full(x: "LazyLeaf | LazyParameter") -> Tensor:
+    full = x.source.full(x.leaf_index)
+    # a view is taken anew every time: what was gathered for the operator before may be freed by now
     return full if x.geometry is None else full.as_strided(*x.geometry)
+
+
+def _written(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[L]
+) -> Iterator[L]:
+    """The tensors of this kind that an operator writes to, in its own words: its schema's."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for x in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(x, kind):
+                    yield x
 
 
 def _inner(x: Any) -> Any:
     if type(x) in (list, tuple) and any(type(y) is LazyParameter for y in x):
-        return [_whole(y) if type(y) is LazyParameter else y for y in x]
+        return [_full(y) if type(y) is LazyParameter else y for y in x]
     return x
 
 
@@ -246,24 +254,11 @@ def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwa
                 f"the parameter {x.leaf.name!r} was viewed as {y.dtype}, and what is written to "
                 "such a view would be lost at stage 3. View a copy: p.clone().view(dtype)."
             )
-        return LazyParameter(x.units, x.leaf_index, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
+        return LazyParameter(x.source, x.leaf_index, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
 
     with outside_inference():  # autograd gives every view a count of versions
-        view = func(_whole(x), *rest, **(kwargs or {}))
+        view = func(_full(x), *rest, **(kwargs or {}))
         return lazy(view) if type(view) is Tensor else pytree.tree_map_only(Tensor, lazy, view)
-
-
-def _refuse_lost_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for x in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(x, LazyParameter):
-                    raise FzeroError(
-                        f"{func} would change the parameter {x.leaf.name!r} in place, and at stage "
-                        "3 what is gathered is a copy: the change would be lost. Change parameters "
-                        "through engine.state, or train at stage 2."
-                    )
 
 
 def outside_inference() -> contextlib.AbstractContextManager[Any]:

@@ -20,7 +20,6 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from fzero import tree
-from fzero.distributed.batched import scatter_gradients
 from fzero.distributed.collectives import all_gather, replicate
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import LazyLeaf, changed_in_place
@@ -213,9 +212,8 @@ def _once(
     full = [grads[index] for index in lazy]
     for index in lazy:
         grads[index] = _NOTHING  # the full gradient goes as soon as its bucket has gone
-    source = call.source
-    shards = scatter_gradients(full, leaves, source.axes, source.limit, source.announce)
-    for index, shard, leaf in zip(lazy, shards, leaves, strict=True):
+    flight = call.source.transport.reduce(full, leaves, scatter=True, over=False)
+    for index, shard, leaf in zip(lazy, flight.wait(), leaves, strict=True):
         grads[index] = shard.to(leaf.dtype)
     return grads
 
@@ -231,7 +229,7 @@ def _differentiably(
     fresh = [x.view_as(x) for x in tensors]
     full = list(fresh)
     for i, lazy in call.lazy.items():
-        axes, leaf = call.source.axes, lazy.leaf
+        axes, leaf = call.source.transport.axes, lazy.leaf
         full[i] = all_gather(replicate(fresh[i], axes.replicate, leaf.name), leaf, axes.shard)
     with call.again():
         results = call.run(full)

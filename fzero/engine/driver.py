@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.config import Config
-from fzero.distributed.agree import first_says
+from fzero.distributed.rendezvous import first_says
 from fzero.eager.owned import raw_grad, set_raw_grad
 from fzero.engine import events, phases
 from fzero.engine.attach import gather_around, install, owned_hook

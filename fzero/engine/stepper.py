@@ -14,7 +14,7 @@ from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import like, locals_of
-from fzero.step.metrics import refuse_nonfinite
+from fzero.step.metrics import metrics_of, refuse_nonfinite
 from fzero.step.update_program import UpdateProgram
 from fzero.tree import PyTree
 
@@ -77,14 +77,8 @@ class Stepper:
             self.half.stage_out(trained, held, grads, loss, [], bucket_bytes=size)
         updated = self.half(trained, held, grads, loss, [])
         self.buffers.agree()
-        skipped = updated.nonfinite & (cfg.nonfinite_policy == "skip")
-        metrics = {
-            "loss": updated.loss if losses else torch.full_like(updated.loss, torch.nan),
-            "grad_norm": updated.grad_norm,
-            "nonfinite": updated.nonfinite,
-            "skipped": skipped,
-            "loss_scale": torch.ones_like(updated.loss) if scale is None else scale.scale,
-        }
+        loss = updated.loss if losses else torch.full_like(updated.loss, torch.nan)
+        metrics = metrics_of(updated, loss, None if scale is None else scale.scale, cfg)
         advance = 1 if scale is None else ~updated.nonfinite
         inner = state.inner
         if updated.inner is not None:

@@ -127,7 +127,8 @@ def _looked_at(found: set[fx.Node], node: fx.Node) -> Callable[[Any], Any] | Non
     """Wherever a kernel runs that may differ from its fake one."""
     computes = isinstance(node.target, torch._ops.OpOverload) and bool(tensors_of(node))
     computes = computes and not is_op(node, *_IN_GRAD_MODE)  # its workspace is known to nobody else
-    computes = computes and not is_op(node, *_WORKS)  # what is on its way is looked at on arrival
+    # what is on its way is looked at on arrival
+    computes = computes and not is_op(node, *works.LAUNCHES)
     return partial(_compared, node, found) if computes else None
 
 
@@ -206,9 +207,9 @@ def _statement(
     function = target._op if isinstance(target, torch._ops.OpOverload) else target
     if is_op(node, *_IN_GRAD_MODE):
         function = _in_grad_mode(function)
-    if is_op(node, *_WORKS) and all(is_op(user, _WAIT) for user in node.users):
-        function = _WORKS[target._schema.name]
-    elif is_op(node, _WAIT) and is_op(node.all_input_nodes[0], *_WORKS):
+    if is_op(node, *works.LAUNCHES) and all(is_op(user, _WAIT) for user in node.users):
+        function = works.LAUNCHES[target._schema.name]
+    elif is_op(node, _WAIT) and is_op(node.all_input_nodes[0], *works.LAUNCHES):
         function = works.wait  # which takes what torch's operators give, too
     name = bind(function, getattr(target, "__name__", "op").replace(".", "_").replace("<", "_"))
     arguments = [show(x) for x in node.args]
@@ -222,15 +223,6 @@ def _statement(
 
 
 _WAIT = "_c10d_functional::wait_tensor"
-_WORKS = {
-    f"_c10d_functional::{function.__name__}": function
-    for function in (
-        works.all_reduce,
-        works.all_to_all_single,
-        works.all_gather_into_tensor,
-        works.reduce_scatter_tensor,
-    )
-}
 
 
 # Without grad mode, which Programs run outside of, it does not keep what its backward reads.

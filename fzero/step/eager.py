@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 
 from fzero import tree
-from fzero.distributed.agree import rendezvous
-from fzero.distributed.batched import scatter_gradients, sum_gradients
-from fzero.distributed.buckets import Bucket
-from fzero.distributed.mesh import Mesh, default_store
-from fzero.distributed.whereabouts import circle_of
+from fzero.distributed.journal import EAGER, Journal
+from fzero.distributed.transport import Transport
 from fzero.eager.arrivals import Arrivals, dense
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place
@@ -70,7 +67,9 @@ class Eager:
         self.limit = int(plan.cfg.bucket_mb * 2**20)
         self.bucket_bytes = (self.limit, self.limit)
         self.update_program = UpdateProgram(plan, held, reduced=True)
-        self.journal = _Journal(plan.mesh, plan.cfg.timeout)
+        # below stage 3 leaves are reduced in a fixed order, whatever the model function does
+        self.journal = Journal(plan.mesh, EAGER, active=plan.cfg.stage == 3, limit=plan.cfg.timeout)
+        self.transport = Transport(plan.mesh, plan.axes, self.journal, limit=self.limit)
         self.order: list[int] = []  # in which leaves were used last time
 
     @property
@@ -195,18 +194,11 @@ class Eager:
     ) -> tuple[list[Tensor], Tensor, tuple[Tensor, ...]]:
         """Stage 3."""
         plan = self.plan
-        self.journal.begin()
+        self.journal.begin("micro-batch")
         layout = plan.sharding.layout
         trained_shards, frozen = layout.divide(leaves)
         trained_shards, layout = with_room(trained_shards, layout)
-        source = Gathered(
-            layout.merge(trained_shards, frozen),
-            layout,
-            plan.axes,
-            self.limit,
-            self.order,
-            self.journal.announce,
-        )
+        source = Gathered(layout.merge(trained_shards, frozen), layout, self.transport, self.order)
         scaled_loss, (loss, aux) = run(source.leaves)
         self.order = list(source.used)
         if plan.cfg.reshard_after_forward:
@@ -234,54 +226,9 @@ class Eager:
         return grads, loss, aux
 
     def _reduce(self, grads: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> list[Tensor]:
-        plan = self.plan
-        reduce = sum_gradients if plan.cfg.stage == 0 else scatter_gradients
-        announce = self.journal.announce if plan.cfg.stage == 3 else _silent
-        return reduce(grads, leaves, plan.axes, self.limit, announce)
-
-
-class _Journal:
-    """The collectives of the last micro-batch, which all ranks are known to have run.
-
-    A model function whose Python depends on data may gather other leaves than last time. Then the
-    ranks meet first, through the store, and whoever comes alone raises instead of hanging.
-    """
-
-    def __init__(self, mesh: Mesh, limit: float | None) -> None:
-        self.mesh, self.limit = mesh, limit
-        self.circle = circle_of(mesh.device_mesh)
-        self.lines: list[str] = []
-        self.position = self.turn = 0
-        self.alone = self.circle.alone
-        # ranks make their step functions in the same order: the n-th is the same on all
-        self.number = 0 if self.alone else default_store().add(f"fzero/eager/{mesh.rank}", 1)
-
-    def begin(self) -> None:
-        """A micro-batch starts."""
-        self.position = 0
-
-    def announce(self, bucket: Bucket) -> None:
-        """Return once all ranks are known to run this collective next.
-
-        Raises:
-            RankMismatchError: they are not.
-        """
-        if self.alone:
-            return
-        line = f"{bucket.kind} of {', '.join(leaf.name for leaf in bucket.leaves)}"
-        self.turn += self.position == 0
-        where = f"eager step function {self.number}, micro-batch {self.turn}"
-        where = f"{where}, collective {self.position + 1}"
-        if self.lines[self.position : self.position + 1] != [line]:
-            rendezvous(where, line, self.mesh, self.limit)
-            self.lines[self.position :] = [line]
-        else:
-            self.circle.announce(f"{where}: {line}")
-        self.position += 1
-
-
-def _silent(bucket: Bucket) -> None:
-    pass
+        # not written over: autograd may hand out memory that others see
+        scatter = self.plan.cfg.stage > 0
+        return self.transport.reduce(grads, leaves, scatter=scatter, over=False).wait()
 
 
 @contextlib.contextmanager

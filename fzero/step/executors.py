@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fzero.config import Config
-from fzero.distributed.agree import agree, rendezvous, smallest
+from fzero.distributed.agree import agree, smallest
 from fzero.distributed.mesh import Mesh, default_store
+from fzero.distributed.rendezvous import rendezvous
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import RankMismatchError
 from fzero.state.opt_state import LocalState

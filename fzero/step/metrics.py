@@ -1,13 +1,35 @@
 """What a step tells about itself, and what it refuses to go on with."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fzero.config import Config
 from fzero.distributed.collectives import all_reduce
 from fzero.errors import FzeroError
 from fzero.state.plan import Plan
+from fzero.step.update import Updated
+
+
+def metrics_of(updated: Updated, loss: Tensor, scale: Tensor | None, cfg: Config) -> dict[str, Any]:
+    """What a step tells: 0-d tensors, which nobody waits for until they are read.
+
+    Args:
+        updated: what the update returned.
+        loss: the mean over all ranks and micro-batches; NaN where none is known.
+        scale: the loss scale that the gradients came with; None without one.
+        cfg: says whether a step whose gradients are not finite is skipped.
+    """
+    skips = cfg.nonfinite_policy == "skip"
+    return {
+        "loss": loss,
+        "grad_norm": updated.grad_norm,
+        "nonfinite": updated.nonfinite,
+        "skipped": updated.nonfinite if skips else torch.zeros_like(updated.nonfinite),
+        "loss_scale": torch.ones_like(updated.loss) if scale is None else scale,
+    }
 
 
 def refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:

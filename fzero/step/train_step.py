@@ -26,7 +26,7 @@ from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
 from fzero.step.executors import Executors
 from fzero.step.frames import take_apart
 from fzero.step.gradients import ModelFn
-from fzero.step.metrics import refuse_nonfinite
+from fzero.step.metrics import metrics_of, refuse_nonfinite
 from fzero.step.update import Updated
 from fzero.tree import PyTree
 
@@ -238,16 +238,8 @@ class TrainStep:
             inner = tree.unflatten(spec, map(like, local.inner, old))
         if updated.inner is not None:
             inner = tree.unflatten(local.inner_spec, map(like, updated.inner, tree.leaves(inner)))
-        skip = self.cfg.nonfinite_policy == "skip"
-        metrics = {
-            "loss": updated.loss,
-            "grad_norm": updated.grad_norm,
-            "nonfinite": updated.nonfinite,
-            "skipped": updated.nonfinite if skip else torch.zeros_like(updated.nonfinite),
-            "loss_scale": opt_state.loss_scale.scale
-            if opt_state.loss_scale is not None
-            else torch.ones_like(updated.loss),
-        }
+        scale = opt_state.loss_scale.scale if opt_state.loss_scale is not None else None
+        metrics = metrics_of(updated, updated.loss, scale, self.cfg)
         if self.cfg.has_aux:
             metrics["aux"] = aux
         state = opt_state.model_state

@@ -8,19 +8,13 @@ import torch
 from torch import fx
 
 from fzero.distributed.buckets import (
-    ALL_REDUCE,
-    GATHER,
-    REDUCE_SCATTER,
-    Bucket,
-    pack_flat,
-    pack_full,
-    pack_shards,
-    unpack_flat,
-    unpack_full,
+    KINDS,
+    asked_for,
+    bucket_of,
+    carrier,
     unpack_into,
-    unpack_shards,
 )
-from fzero.distributed.mesh import is_gloo
+from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
 from fzero.program.graph import READS, UPDATE, copy_graph, is_op, operands, phases, tensors_of
 from fzero.program.memory import peak_bytes
@@ -34,9 +28,6 @@ from fzero.program.passes.rewrite import (
 )
 from fzero.program.passes.schedule import schedule
 from fzero.program.program import Program
-
-_PACK = {GATHER: pack_shards, REDUCE_SCATTER: pack_full, ALL_REDUCE: pack_flat}
-_UNPACK = {GATHER: unpack_full, REDUCE_SCATTER: unpack_shards, ALL_REDUCE: unpack_flat}
 
 
 def bucket(
@@ -92,8 +83,8 @@ def bucket_at(program: Program, size: int, *, prefetch: int | None = None) -> Pr
 def _with_buckets(program: Program, size: int) -> Program:
     graph = copy_graph(program.graph)
     singles = made = 0
-    for wanted in (is_gather, _is_scatter, is_reduction):
-        groups = _groups(graph, wanted, size)
+    for kind in KINDS:
+        groups = _groups(graph, kind, size)
         singles += sum(len(group.nodes) for group in groups)
         made += len(groups)
         for group in groups:
@@ -103,96 +94,72 @@ def _with_buckets(program: Program, size: int) -> Program:
     return program.logged(graph, line)
 
 
-def _is_scatter(node: fx.Node) -> bool:
-    return is_op(node, "fzero::reduce_scatter")
-
-
 @dataclass
 class _Group:
     """Nodes that will share a collective; kept in the order of the graph."""
 
-    key: tuple[Any, ...]
+    kind: str
+    phase: str
     nodes: list[fx.Node] = field(default_factory=list)
     nbytes: int = 0
 
 
-def _groups(graph: fx.Graph, wanted: Any, size: int) -> list[_Group]:
-    """Runs of collectives with the same kind, dtype, axis and phase, up to `size` bytes."""
+def _groups(graph: fx.Graph, kind: str, size: int) -> list[_Group]:
+    """Runs of collectives of a kind with the same dtype, axis and phase, up to `size` bytes."""
     phase = phases(graph)
     open_groups: dict[tuple[Any, ...], _Group] = {}
     done: list[_Group] = []
     for node in graph.nodes:
-        if not wanted(node):
+        if not is_op(node, *KINDS[kind].operators):
             if phase[node] == UPDATE and not is_cheap(node):
                 done += open_groups.values()  # an update works in place: nothing moves across it
                 open_groups = {}
             continue
-        (full,) = tensors_of(node if is_gather(node) else node.all_input_nodes[0])
-        spec = _spec(node)
-        key = (spec.kind, full.dtype, spec.group, phase[node])
+        (full,) = tensors_of(node if KINDS[kind].gathers else node.all_input_nodes[0])
+        _, axis = _leaf_and_axis(node)
+        key = (full.dtype, axis.group, phase[node])
         group = open_groups.get(key)
         if group is None or group.nbytes + full.nbytes > size:
             if group is not None:
                 done.append(group)
-            group = open_groups[key] = _Group(key)
+            group = open_groups[key] = _Group(kind, phase[node])
         group.nodes.append(node)
         group.nbytes += full.nbytes
     return done + list(open_groups.values())
 
 
-def _spec(node: fx.Node) -> Bucket:
-    """The bucket of one collective alone."""
-    args: list[Any] = list(node.args)
+def _leaf_and_axis(node: fx.Node) -> tuple[LeafLayout, Axis]:
+    """What one collective alone carries, and over which ranks."""
+    target: Any = node.target
     (value,) = tensors_of(node.all_input_nodes[0])
-    dtype = value.dtype
-    if is_op(node, "fzero::all_reduce"):
-        _, world, group, name = args
-        leaf = LeafLayout(name, tuple(value.shape), dtype)
-        return Bucket(ALL_REDUCE, (leaf,), dtype, world, group)
-    _, shape, dim, world, group, name, *rank = args
-    leaf = LeafLayout(name, tuple(shape), dtype, dim, world)
-    kind = GATHER if is_gather(node) else REDUCE_SCATTER
-    return Bucket(kind, (leaf,), dtype, world, group, *rank)
+    _, leaf, axis = asked_for(target._schema.name, value, node.args[1:])
+    return leaf, axis
 
 
 def _lower(graph: fx.Graph, group: _Group) -> None:
     """Replace the group's nodes by pack, collective, wait and unpack."""
-    specs = [_spec(node) for node in group.nodes]
-    one = specs[0]
-    leaves = tuple(leaf for spec in specs for leaf in spec.leaves)
-    exchanged = one.kind != ALL_REDUCE and is_gloo(one.group)
-    whole = replace(one, leaves=leaves, exchanged=exchanged)
+    leaves, axes = zip(*map(_leaf_and_axis, group.nodes), strict=True)
+    whole = bucket_of(group.kind, leaves, leaves[0].dtype, axes[0])
+    pack, unpack = KINDS[group.kind][:2]
     # a gather is wanted at its first use, a reduction is ready with its last gradient; in an
     # update, which works in place, what is read must have been written
-    gather = one.kind == GATHER and group.key[-1] != UPDATE
+    gather = whole.gathers and group.phase != UPDATE
     place = group.nodes[0] if gather else group.nodes[-1]
     operands = [node.all_input_nodes[0] for node in group.nodes]
     with graph.inserting_before(place):
-        send = call(graph, _PACK[one.kind], operands, whole, name=f"pack_{one.kind}")
-        c10d = torch.ops._c10d_functional
-        if whole.exchanged:
-            parts = [tensors_of(send)[0].numel() // whole.world] * whole.world
-            args: tuple[Any, ...] = (send, parts, parts, whole.group)
-            target = c10d.all_to_all_single.default
-        elif one.kind == GATHER:
-            args = (send, whole.world, whole.group)
-            target = c10d.all_gather_into_tensor.default
-        elif one.kind == REDUCE_SCATTER:
-            args = (send, "sum", whole.world, whole.group)
-            target = c10d.reduce_scatter_tensor.default
-        else:
-            args, target = (send, "sum", whole.group), c10d.all_reduce.default
-        launch = call(graph, target, *args, name=one.kind)
+        send = call(graph, pack, operands, whole, name=f"pack_{group.kind}")
+        target, arguments = carrier(whole, tensors_of(send)[0].numel())
+        launch = call(graph, target, send, *arguments, name=group.kind)
         launch.meta["bucket"] = whole
-        launch.meta["phase"] = group.key[-1]
-        wait = call(graph, c10d.wait_tensor.default, launch)
+        launch.meta["phase"] = group.phase
+        wait = call(graph, torch.ops._c10d_functional.wait_tensor.default, launch)
+        # straight to where they live: unpacked first, they would be held twice
         if targets := _written_over(group.nodes):
-            arguments: Any = (wait, whole, targets)
-            graph.call_function(unpack_into, arguments)
+            graph.call_function(unpack_into, (wait, whole, targets))  # pyright: ignore
             for node in group.nodes:
                 graph.erase_node(node)
             return
-        unpacked = call(graph, _UNPACK[one.kind], wait, whole, name=f"unpack_{one.kind}")
+        unpacked = call(graph, unpack, wait, whole, name=f"unpack_{group.kind}")
         parts = [call(graph, operator.getitem, unpacked, i) for i in range(len(group.nodes))]
     for node, part in zip(group.nodes, parts, strict=True):
         substitute(node, part)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter
 
+from fzero.distributed.buckets import KINDS
 from fzero.program.graph import is_op, order_of, tensors_of
 from fzero.program.strides import alike, shown
 
@@ -50,12 +51,16 @@ _VIEWS = frozenset(
 
 def is_gather(node: fx.Node) -> bool:
     """Whether a node gathers one leaf."""
-    return is_op(node, "fzero::gather")
+    return is_op(node, *_GATHERS)
 
 
 def is_reduction(node: fx.Node) -> bool:
     """Whether a node reduces one leaf's gradient over an axis."""
-    return is_op(node, "fzero::reduce_scatter", "fzero::all_reduce")
+    return is_op(node, *_REDUCTIONS)
+
+
+_GATHERS = [name for kind in KINDS.values() if kind.gathers for name in kind.operators]
+_REDUCTIONS = [name for kind in KINDS.values() if not kind.gathers for name in kind.operators]
 
 
 def is_cheap(node: fx.Node) -> bool:

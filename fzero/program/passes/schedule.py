@@ -4,7 +4,6 @@ import itertools
 
 from torch import fx
 
-from fzero.distributed.buckets import GATHER
 from fzero.distributed.mesh import is_gloo
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE, copy_graph
 from fzero.program.passes.rewrite import is_cheap, legalise
@@ -21,20 +20,16 @@ def schedule(program: Program, *, prefetch: int | None = None) -> Program:
     if prefetch is None:
         prefetch = 0 if any(is_gloo(node.meta["bucket"].group) for node in launches) else 1
     for phase in (FORWARD, BACKWARD) if prefetch else ():
-        gathers = [n for n in launches if _is(n, GATHER, phase)]
+        gathers = [n for n in launches if n.meta["bucket"].gathers and n.meta["phase"] == phase]
         for place, node in enumerate(gathers[1:], 1):
             _move_before(_launch_part(node), _wait_of(gathers[max(place - prefetch, 0)]))
-    reductions = [n for n in launches if n.meta["bucket"].kind != GATHER]
+    reductions = [n for n in launches if not n.meta["bucket"].gathers]
     for node, following in itertools.zip_longest(reductions, reductions[1:]):
         if node.meta["phase"] != UPDATE:
             _delay(node, following)
     legalise(graph)
     line = f"schedule: gathers launched {prefetch} ahead, one reduction in flight"
     return program.logged(graph, line)
-
-
-def _is(launch: fx.Node, kind: str, phase: str) -> bool:
-    return launch.meta["bucket"].kind == kind and launch.meta["phase"] == phase
 
 
 def _wait_of(launch: fx.Node) -> fx.Node:

@@ -1,0 +1,72 @@
+"""Ranks meet through the store, where one of them may not come at all; no collectives.
+
+When one rank stages out a new Program, the others may be running the old one: a collective that
+asked them would be the very one that hangs. Where all ranks are known to come, `agree` costs less.
+"""
+
+from fzero.distributed.agree import first_difference
+from fzero.distributed.mesh import Mesh
+from fzero.distributed.whereabouts import circle_of
+from fzero.errors import RankMismatchError
+
+
+def rendezvous(
+    key: str, text: str, mesh: Mesh, timeout: float | None = None, hint: str = ""
+) -> None:
+    """Return once every rank of `mesh` has come to `key` with the same text; no collectives.
+
+    Unlike `agree` it can be called where some rank may not come: that rank is named.
+
+    Args:
+        key: names this meeting; used once in a run, and the same on all ranks.
+        text: what must be equal, such as the listing of a Program's collectives; compared line by
+            line.
+        mesh: the ranks that must come.
+        timeout: seconds to wait for them while they live and are nowhere else; None: the process
+            group's.
+        hint: what the user can do about a difference, besides.
+
+    Raises:
+        RankMismatchError: names a rank that is elsewhere, gone or late, or the first line that
+            differs; on every rank.
+
+    >>> from fzero.distributed.mesh import resolve_mesh
+    >>> rendezvous("step 7", "all_gather 12 B", resolve_mesh(None, "cpu"))
+    """
+    circle = circle_of(mesh.device_mesh)
+    if circle.alone:
+        return
+    circle.limit = timeout
+    texts = circle.meet(key, text, hint)
+    if len(set(texts)) > 1:
+        told = [[(f"line {i}", line) for i, line in enumerate(t.split("\n"))] for t in texts]
+        raise RankMismatchError(
+            f"{first_difference(key, told, mesh.ranks)} Their collectives would not match. Give "
+            f"every rank a batch of the same structure, shapes and dtypes in the same call.{hint}"
+        )
+
+
+def first_says(key: str, text: str, mesh: Mesh, timeout: float | None = None) -> str:
+    """What the first rank of `mesh` passes, on every rank; through the store, no collectives.
+
+    Args:
+        key: names this question; used once in a run, and the same on all ranks.
+        text: this rank's answer.
+        mesh: the ranks.
+        timeout: seconds to wait for the first rank; None: the process group's.
+
+    Raises:
+        RankMismatchError: it is elsewhere, gone, or late beyond the limit.
+
+    >>> from fzero.distributed.mesh import resolve_mesh
+    >>> first_says("order", "1 2", resolve_mesh(None, "cpu"))
+    '1 2'
+    """
+    circle = circle_of(mesh.device_mesh)
+    if circle.alone:
+        return text
+    with circle.at(key, timeout):
+        if mesh.rank == 0:
+            circle.set(f"first/{key}", text)
+            return text
+        return circle.get(f"first/{key}")

@@ -1,0 +1,127 @@
+"""Bucketed collectives give plain sums and joins, whatever the buckets and who waits when."""
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from fzero.distributed import buckets, transport, works
+from fzero.distributed.journal import Journal
+from fzero.distributed.mesh import Axes, Axis, Mesh, resolve_mesh
+from fzero.distributed.transport import Transport
+from fzero.layout import LeafLayout
+from tests.ranks import fake_ranks, run_ranks
+
+F32, F64, BF16, C64 = torch.float32, torch.float64, torch.bfloat16, torch.complex64
+# shape, dim, dtype, compute dtype, dtype that gradients are reduced in
+KINDS = [
+    ((7, 3), 0, F32, BF16, F32),
+    ((4, 6), 1, F32, BF16, None),
+    ((3,), None, F32, None, F64),
+    ((1, 5), 0, F64, None, None),
+    ((8, 2), 0, C64, None, None),
+    ((), None, C64, None, None),
+    ((2, 9), 1, BF16, None, F32),
+]
+
+
+def _axes(mesh: Mesh) -> Axes:
+    return Axes(
+        Axis(mesh.shard_group, mesh.shard_size, mesh.shard_rank),
+        Axis(mesh.replicate_group, mesh.replicate_size, mesh.replicate_rank),
+    )
+
+
+def _leaves(world: int) -> list[LeafLayout]:
+    return [
+        LeafLayout(f"leaf {i}", shape, dtype, dim, world, compute=compute, reduce=reduce)
+        for i, (shape, dim, dtype, compute, reduce) in enumerate(KINDS)
+    ]
+
+
+def _values(leaf: LeafLayout, seed: int) -> Tensor:
+    """Small whole numbers, whose sums are exact in every dtype and order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 8, leaf.shape, generator=generator).to(leaf.dtype)
+
+
+def _same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y), (x, y)
+        assert x.is_contiguous()
+
+
+def _parts(full: list[Tensor], leaves: list[LeafLayout], at: int) -> list[Tensor]:
+    pairs = zip(full, leaves, strict=True)
+    return [x if leaf.dim is None else leaf.split(x, at) for x, leaf in pairs]
+
+
+def _all_ways(hybrid: bool) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = resolve_mesh(init_device_mesh("cpu", (2, world // 2)) if hybrid else None, "cpu")
+    axes = _axes(mesh)
+    leaves, at = _leaves(axes.shard.size), axes.shard.rank
+    journal = Journal(mesh, active=False)
+    full = [_values(leaf, i) for i, leaf in enumerate(leaves)]
+    shards = _parts(full, leaves, at)
+    gathered = [x.to(leaf.compute or x.dtype) for x, leaf in zip(full, leaves, strict=True)]
+    by_rank = [[_values(leaf, 100 * r + i) for i, leaf in enumerate(leaves)] for r in range(world)]
+    sums = [
+        torch.stack([x.to(leaf.reduce or x.dtype) for x in xs]).sum(0)
+        for leaf, *xs in zip(leaves, *by_rank, strict=True)
+    ]
+    parts = _parts(sums, leaves, at)
+    for limit, exchanged in itertools.product((None, 1, 100, 2**20), (True, False)):
+        with mock.patch.object(buckets, "is_gloo", return_value=exchanged):
+            carry = Transport(mesh, axes, journal, limit=limit)
+            flights = [carry.gather(shards, leaves) for _ in range(2)]
+            for flight in flights:
+                _same(flight.wait(), gathered)
+            for scatter, wanted in ((True, parts), (False, sums)):
+                mine = [x.clone() for x in by_rank[rank]]
+                _same(carry.reduce(mine, leaves, scatter=scatter, over=False).wait(), wanted)
+                _same(mine, by_rank[rank])
+                flight = carry.reduce(mine, leaves, scatter=scatter, before=0.5, after=4)
+                _same(flight.wait(), [2 * x for x in wanted])
+
+
+@pytest.mark.parametrize(("world", "hybrid"), [(2, False), (3, False), (4, True), (2, True)])
+def test_values_are_those_of_plain_sums_and_joins(world: int, hybrid: bool) -> None:
+    run_ranks(world, _all_ways, hybrid)
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_with_a_limit_one_bucket_is_under_way_at_a_time(limit: int | None) -> None:
+    log: list[str] = []
+
+    def told(name: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            log.append(name)
+            return function(*args, **kwargs)
+
+        return run
+
+    with fake_ranks(4):
+        mesh = resolve_mesh(None, "cpu")
+        leaves = _leaves(4)
+        journal = Journal(mesh, active=False)
+        carry = Transport(mesh, _axes(mesh), journal, limit=limit)
+        with (
+            mock.patch.object(journal, "announce", told("announce", journal.announce)),
+            mock.patch.object(transport, "launch", told("launch", transport.launch)),
+            mock.patch.object(works, "wait", told("wait", works.wait)),
+        ):
+            shards = [torch.zeros(leaf.shard_shape(0), dtype=leaf.dtype) for leaf in leaves]
+            carry.gather(shards, leaves).wait()
+    rounds = ["announce", "launch", "wait"]
+    if limit is None:
+        sent = len(log) // 3
+        assert log == rounds[:2] * sent + ["wait"] * sent
+    else:
+        assert log == rounds * sum(leaf.dim is not None for leaf in leaves)
