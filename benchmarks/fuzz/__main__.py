@@ -17,6 +17,7 @@ from benchmarks.fuzz.programs import Outcome
 
 
 def main() -> None:
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description="random programs against plain PyTorch")
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

@@ -177,6 +177,13 @@ class Frozen(nn.Module):
         return torch.tanh(self.base(x)) + self.high(self.low(x))
 
 
+class Symmetric(nn.Module):
+    """A matrix of its upper half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).mT
+
+
 class Weighted(nn.Module):
     """A parametrised layer: the weight is computed by another module at each read."""
 
@@ -184,7 +191,11 @@ class Weighted(nn.Module):
         super().__init__()
         how = nn.utils.parametrizations
         layer = nn.Linear(width, width)
-        self.layer = how.weight_norm(layer) if hidden % 2 else how.orthogonal(layer, use_trivialization=False)
+        if hidden % 2:
+            self.layer = how.weight_norm(layer)
+        else:
+            nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
+            self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.layer(x)) + x
@@ -243,9 +254,10 @@ class Reader(nn.Module):
         x = x * self.gain
         if self.place == "backward":
             return ScaleGradient.apply(x, self.read)  # pyright: ignore
-        if self.place == "tensor hook" and x.requires_grad:
+        if self.place == "tensor hook":
             x = x * 1
-            x.register_hook(lambda grad: use(grad, self.read()))
+            if x.requires_grad:  # it doesn't while a re-entrant checkpoint runs it first
+                x.register_hook(lambda grad: use(grad, self.read()))
             return x
         return use(x, self.read())
 
