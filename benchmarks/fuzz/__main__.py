@@ -38,6 +38,8 @@ def main() -> None:
             break
         program = programs.draw(seed)
         outcome = runner(program)
+        if os.environ.get("FUZZ_SHOW") and outcome.kind == "refused" and rank == 0:
+            print(f"seed {seed} refused: {outcome.why[:400]}", flush=True)
         counts[outcome.kind, re.sub(r"[\d.]+|'.*?'|`.*?`", "*", outcome.why)[:90]] += 1
         if outcome.kind in ("differs", "raised"):
             found += 1

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.fuzz.sources import SOURCES, VALUES, use
+from benchmarks.fuzz.sources import SOURCES, VALUES, number, use
 
 Batch = tuple[Tensor, Tensor, Tensor]  # (rows, width) floats, (rows,) ids, (rows, width) targets
 
@@ -46,7 +46,7 @@ class ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return use(grads[0], ctx.read()), None
+        return grads[0] * number(ctx.read()) * 8, None
 
 
 class Block(nn.Module):
@@ -104,7 +104,7 @@ class Normed(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(width, momentum=None if hidden % 2 else 0.1)
+        self.norm = nn.BatchNorm1d(width, momentum=None if hidden == 5 else 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(x.t().contiguous().t()) * 0.5
@@ -257,7 +257,7 @@ class Reader(nn.Module):
         if self.place == "tensor hook":
             x = x * 1
             if x.requires_grad:  # it doesn't while a re-entrant checkpoint runs it first
-                x.register_hook(lambda grad: use(grad, self.read()))
+                x.register_hook(lambda grad: grad * number(self.read()) * 8)
             return x
         return use(x, self.read())
 
