@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 # Private. The public alternative is `DTensor.from_local(local, mesh, placements, run_check=False,
-# shape=shape, stride=stride)`; tests/test_dtensor.py holds the two against each other.
+# shape=shape, stride=stride)`; tests/distributed/test_dtensor.py holds the two against each other.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 

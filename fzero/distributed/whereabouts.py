@@ -102,7 +102,7 @@ class Circle:
     # --- what a rank does ---
 
     def announce(self, text: str, hint: str = "") -> None:
-        """This rank comes to its next station; it costs no word to anybody.
+        """Note that this rank comes to its next station; nothing is sent.
 
         Args:
             text: what all ranks do here, the same on each.
@@ -123,7 +123,7 @@ class Circle:
 
     @contextlib.contextmanager
     def at(self, text: str, limit: float | None = None) -> Iterator[None]:
-        """A station, and the collectives in it.
+        """Come to the next station, and run its collectives inside.
 
         An exception before the first of them leaves this rank where it was. After one, the others
         learn of it when they wait: they can't have what this rank no longer sends.
@@ -155,7 +155,7 @@ class Circle:
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
-        """More collectives of a station that has sent some: an exception is told, as from `at`."""
+        """Run more collectives of a station that has sent some. An exception is told as in `at`."""
         try:
             with self.explained():
                 yield
@@ -186,7 +186,7 @@ class Circle:
             raise
 
     def raised(self) -> None:
-        """This rank leaves its station by an exception, with some of its collectives sent."""
+        """Tell that this rank leaves its station by an exception, with some collectives sent."""
         if self.alone or self.verdict:
             return
         number, chain, text, _ = self.here
@@ -197,7 +197,7 @@ class Circle:
             self._tell()
 
     def meet(self, key: str, text: str, hint: str = "") -> list[str]:
-        """A station that is passed once all ranks have come to it, with their texts; no collective.
+        """Wait at a station until all ranks have come to it with their texts. No collective runs.
 
         Args:
             key: names it; the same on all ranks.
@@ -258,13 +258,13 @@ class Circle:
         return False
 
     def set(self, key: str, text: str) -> str:
-        """Write a key of these ranks; its full name."""
+        """Write a text under a key of these ranks, and return the key's full name."""
         place = f"{self._place}/{key}"
         self._store.set(place, text)
         return place
 
     def get(self, key: str) -> str:
-        """What `set` wrote, on any rank, once it has."""
+        """Wait until some rank has `set` the key, and return its text."""
         place = f"{self._place}/{key}"
         self._wait_for([place])
         return self._store.get(place).decode()

@@ -84,9 +84,9 @@ class Buffers:
     def agree(self) -> None:
         """After an update: what any rank has changed becomes the same on all; all must call it.
 
-        See [Note: one model state] in `fzero.model_state`. What no rank has ever changed doesn't
-        travel: a mask, a table of angles. A buffer that some rank replaced by one of another shape,
-        before it was ever written in place, is a cache of that rank and left alone.
+        See [Note: one model state] in `fzero.state.model_state`. What no rank has ever changed
+        doesn't travel: a mask, a table of angles. A buffer that some rank replaced by one of
+        another shape, before it was ever written in place, is a cache of that rank and left alone.
         """
         if self.world == 1 or not (self._still or self._moved):
             return

@@ -1,11 +1,11 @@
-"""What autograd calls back in backward, in the surroundings of the forward that gave it.
+"""What autograd calls back in backward runs as if the call that gave it were not over.
 
 [Note: called back] The backward of a user's `autograd.Function`, a tensor's hook and the unpack
 hook of a saved tensor are Python that runs long after the call of a functionalised module that made
 them. By then the module's slots hold its own tensors again. Megatron's and DeepSpeed's
 `CheckpointFunction`, reversible layers and adjoint methods run parts of the module there: silently
-on the wrong weights. So whoever changes something for the time of a call gives a `Wrap`, and all
-that is handed to autograd meanwhile is wrapped: it runs as if the call were not over.
+on the wrong weights. So whoever changes something for the time of a call gives a `Wrap`, which
+makes that change again around a function, and what is handed to autograd meanwhile is wrapped.
 
 Autograd has no hook for "a node was made here" (torch 2.15 has the first). What is replaced, while
 somebody needs it, are public names: `autograd.Function.apply`, `Tensor.register_hook` and
@@ -30,7 +30,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @contextlib.contextmanager
 def wrapping(wrap: Wrap) -> Iterator[None]:
-    """Let what autograd is given meanwhile be called back as `wrap(it)`; see [Note: called back].
+    """Inside, autograd gets `wrap(function)` for each function to call back: [Note: called back].
 
     Examples:
         >>> def loudly(fn):

@@ -1,4 +1,4 @@
-"""Random numbers that come from elsewhere than torch's own generators, found and refused.
+"""Finds and refuses random numbers that come from elsewhere than torch's own generators.
 
 What is recorded draws nothing when it runs: a number from Python's `random` or from numpy would be
 a constant of the Program. A `torch.Generator` of the user's goes on from call to call, which a
@@ -33,12 +33,12 @@ class Source(NamedTuple):
 
     @property
     def drawn(self) -> bool:
-        """Whether it went on."""
+        """Whether somebody has drawn from it since."""
         return bool(state_of(self.generator) != self.before)
 
 
 def source(generator: Any, name: str) -> Source:
-    """A generator as it is now."""
+    """A host generator with its present state."""
     return Source(generator, name, state_of(generator))
 
 
@@ -53,7 +53,9 @@ def global_sources() -> list[Source]:
 
 
 def without_draws(run: Callable[[], T], sources: list[Source]) -> T:
-    """`run()`, refused if it draws from one of `sources`, which may become more meanwhile.
+    """Run a recording, and refuse it if it draws from one of `sources`.
+
+    `run` may add to `sources` the generators that it meets.
 
     Another thread may draw as well, so a draw counts when a second run shows the line.
 
@@ -82,7 +84,7 @@ def _refusal(what: str) -> str:
 
 
 def state_of(generator: Any) -> Any:
-    """Something that changes with every draw."""
+    """A value that is another after every draw."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, torch.Generator):
@@ -272,7 +274,7 @@ _HOST_READS = frozenset(
 
 
 def refuse_generator(generator: Any) -> None:
-    """Raise if it is one that the user made."""
+    """Raise a TraceError if the user made this generator."""
     if is_generator(generator) and generator is not torch.default_generator:
         raise TraceError(
             f"a torch.Generator was passed to a random function{users_line()}. Its state goes on "

@@ -58,7 +58,7 @@ class Fact(NamedTuple):
 
 
 class Reads:
-    """The attributes that are read, object by object, while it is entered.
+    """Watches which attributes of which objects are read between entering and leaving it.
 
     Args:
         met: told of every value that is read for the first time, before its reader has it.
@@ -85,7 +85,7 @@ class Reads:
         self._patched.clear()
 
     def watch(self, value: Any) -> bool:
-        """Watch objects of this one's class; False where that can't be."""
+        """Watch all objects of `value`'s class. False if Python lets nobody change the class."""
         cls = type(value)
         if cls not in self._known:
             self._known[cls] = self._patch(cls)
@@ -135,7 +135,7 @@ class Reads:
             self._meet(value)
 
     def keep(self, objects: Mapping[int, Any]) -> None:
-        """Forget all others, and the values."""
+        """Keep the names that were read of these objects; forget all else, the values too."""
         self.names = {
             ident: dict.fromkeys(names, MISSING)
             for ident, names in self.names.items()
@@ -182,7 +182,7 @@ class Walk:
             self.visit(root, Place(None, label))
 
     def visit(self, value: Any, place: Place) -> None:
-        """Note what `value` leads to."""
+        """Write down all facts that can be reached from `value`."""
         self._todo.append((value, place))
         while self._todo:
             value, place = self._todo.pop()

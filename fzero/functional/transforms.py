@@ -1,7 +1,7 @@
 """What `torch.func` does not tell in public: whether a transform is active, what is left of one.
 
 The public alternative is none: `torch._C._functorch` is what `torch.func` is made of. What is asked
-of it is seen in tests/test_transforms.py.
+of it is seen in tests/functional/test_transforms.py.
 """
 
 from typing import Any

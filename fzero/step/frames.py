@@ -1,4 +1,4 @@
-"""Batches and aux as programs have them: tensors, and all else that they come in.
+"""Batches and aux, taken apart: their tensors, and the frame that these came in.
 
 A batch is taken apart into its tensors, which vary from call to call, and a frame, which is part
 of what a step was staged out for: containers, dataclasses, mappings such as transformers'
@@ -80,7 +80,7 @@ class Frame:
 def take_apart(
     value: PyTree, what: str = "batch", *, numbers: bool = False
 ) -> tuple[list[Tensor], Frame]:
-    """The tensors of `value`, and the frame that they were in; `numbers`: made tensors, too.
+    """The tensors of `value`, and the frame that they were in. `numbers` become tensors, too.
 
     Raises:
         ShardError: a leaf is neither a tensor nor plain (numbers, strings, enums, dtypes).

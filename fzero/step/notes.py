@@ -46,7 +46,10 @@ class Notes:
         self._ambient = _ambient()
 
     def record(self, run: Callable[[], Program]) -> Program:
-        """`run()`, the recording.
+        """Run a recording, and note what it reads from outside.
+
+        Returns:
+            What `run` returns.
 
         Raises:
             TraceError: it draws from a host generator, or reads what it writes.
@@ -93,7 +96,7 @@ class Notes:
         return program
 
     def hold(self) -> bool:
-        """Whether everything is as noted; what was only replaced by its equal is noted anew."""
+        """Whether all is as noted. What was replaced by its equal counts as such, and is noted."""
         try:
             return self._hold() or not self.differences()
         except ValueError:  # a cell that is empty now
@@ -114,7 +117,7 @@ class Notes:
         return map(read, self._getters, self._keys, repeat(MISSING))
 
     def differences(self) -> list[str]:
-        """What is no longer as noted: at which place, from what to what."""
+        """Which place is no longer as noted, and from what to what it has changed."""
         for fact in self._facts:
             now = _look(fact)
             both = now is not fact.value and _plain(now) and _plain(fact.value)
@@ -161,14 +164,14 @@ def warn_of_recordings(what: str, count: int, changed: Sequence[str], stacklevel
 
 
 class _Snapshot:
-    """Facts and containers at one moment."""
+    """The values of facts and the contents of containers at one moment."""
 
     def __init__(self, walk: Walk) -> None:
         self.facts = {(id(f.holder), f.key): f for f in walk.facts}
         self.containers = {id(c): (c, _contents(c), p) for c, p in walk.containers}
 
     def changed(self, later: Walk, reads: Reads) -> list[str]:
-        """Places of what is other than it was, or than at its first reading."""
+        """The places that have another value than here, or than when it was first read."""
         found: dict[str, None] = {}
         for fact in later.facts:
             old = self.facts.get((id(fact.holder), fact.key))
@@ -190,7 +193,7 @@ class _Snapshot:
         return list(found)
 
     def put_back(self) -> None:
-        """Have everything as it was at that moment."""
+        """Write the values of that moment back."""
         for fact in self.facts.values():
             if _look(fact) is not fact.value:
                 put(fact, fact.value)
@@ -229,7 +232,7 @@ def _unchanged(live: Any, kept: Any) -> bool:
 
 
 def _tokens(walk: Walk, written: frozenset[str]) -> dict[tuple[str, int], Any]:
-    """What must stay, by its place; a number tells places of one name apart."""
+    """By place, what must stay as it is. A number tells places of the same name apart."""
     rows = [(f.place, f.value) for f in walk.facts]
     for container, place in walk.containers:
         rows.append((place, container))

@@ -296,7 +296,7 @@ class Update:
             start = stop
 
     def _one_for_all_ranks(self, x: Tensor, place: int) -> Tensor:
-        """See [Note: one model state] in `fzero.model_state`."""
+        """See [Note: one model state] in `fzero.state.model_state`."""
         name, axes = f"model_state {place}", self.axes
         if axes.world == 1:
             return x

@@ -1,8 +1,10 @@
 """Config: every field checked, DeepSpeed's JSON translated or refused."""
 
+import dataclasses
 import json
 import math
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ LEGAL = {
     "donate": [True, False],
     "offload": [None, "cpu"],
     "seed": [0, 2**63 - 1],
+    "timeout": [None, 30, 0.5],
 }
 ILLEGAL = [
     ("stage", 4, "0 .* to 3"),
@@ -77,8 +80,17 @@ ILLEGAL = [
     ("offload", ["cpu"], "None, 'cpu'"),
     ("seed", -1, ">= 0"),
     ("seed", 2**63, "below"),
+    ("timeout", 0, "> 0"),
 ]
 configs = st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in LEGAL.items()})
+
+
+def test_every_field_is_tried_and_explained() -> None:
+    fields = {field.name for field in dataclasses.fields(Config)}
+    assert LEGAL.keys() | {"mesh"} == fields
+    explained = str(Config.__doc__).partition("Args:")[2].partition("Raises:")[0]
+    assert set(re.findall(r"^ {8}(\w+): ", explained, re.MULTILINE)) == fields
+    assert {field for field, *_ in ILLEGAL} >= fields - {"mesh"}
 
 
 @settings(max_examples=40, deadline=None)

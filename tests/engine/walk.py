@@ -1,7 +1,7 @@
 """Random legal histories of an engine, without autograd: what can happen, and what must come of it.
 
 `Walk` plays the user and autograd: passes nest, forwards end in reverse order, a graph task brings
-each leaf at most once. Reducer are numbers in dictionaries that actions move, so that at any time
+each leaf at most once. Gradients are numbers in dictionaries that actions move, so that at any time
 it can be said where each one is; `Truth` says, from what happened alone, where each must be.
 """
 

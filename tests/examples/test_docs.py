@@ -1,4 +1,4 @@
-"""What the README and the documentation show runs as it stands."""
+"""What the README and the documentation show runs as it stands, and what they name is there."""
 
 import os
 import re
@@ -53,3 +53,53 @@ def test_relative_links_lead_somewhere(page: str) -> None:
     targets = re.findall(r"\]\((?!https?://)([^)#]+)", (ROOT / page).read_text())
     missing = [target for target in targets if not ((ROOT / page).parent / target).exists()]
     assert not missing
+
+
+TEXTS = [
+    *(ROOT / page for page in (*PAGES, "CONTRIBUTING.md", "benchmarks/README.md", ".ci/versions")),
+    *sorted((ROOT / "fzero").rglob("*.py")),
+]
+# of DeepSpeed, and of whoever reads
+OTHERS = ("ds_to_universal.py", "deepspeed/", "universal_checkpoint.py", "script.py", "train.py")
+
+
+def test_files_that_are_named_are_there() -> None:
+    for text in TEXTS:
+        for name in re.findall(r"[\w/]*\w\.py\b", text.read_text()):
+            near = (ROOT, ROOT / "fzero", text.parent, ROOT / "tests/program")
+            there = any((folder / name).exists() for folder in near)
+            assert there or name.startswith(OTHERS), f"{text.relative_to(ROOT)} names {name}"
+
+
+def test_folders_of_the_glossary_are_there() -> None:
+    glossary = (ROOT / "docs/design.md").read_text().partition("## Glossary")[2]
+    table = glossary.partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!term|-)(.*) \| (.*) \| (.*) \|$", table, re.M)
+    terms = [term for cell, *_ in rows for term in cell.split(", ")]
+    assert len(terms) > 40
+    assert len(terms) == len(set(terms))
+    for cell, _, where in rows:
+        places = re.findall(r"`([\w/.]+)`", where)
+        assert places, cell
+        assert all((ROOT / "fzero" / place).exists() for place in places), cell
+
+
+def test_notes_that_are_cited_are_written_somewhere() -> None:
+    written, cited = set(), set()
+    for path in (ROOT / "fzero").rglob("*.py"):
+        for before, note in re.findall(r"(.{0,4})\[Note: ([^]]*)\]", path.read_text()):
+            (cited if before.endswith(("ee ", "(")) else written).add(" ".join(note.split()))
+    assert written
+    assert cited <= written
+
+
+def test_the_changelog_says_nothing_twice() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    for section in re.split(r"^## ", text, flags=re.M)[1:]:
+        for part in re.split(r"^### ", section, flags=re.M)[1:]:
+            headings = re.findall(r"^#### (.*)", part, re.M)
+            assert len(headings) == len(set(headings))
+            # a heading stands on lines of its own and has something under it
+            assert not re.search(r"[^\n]\n#### |^#### .*\n+(#|\Z)", part, re.M), part
+        points = [point[:60] for point in re.findall(r"^- (.*)", section, re.M)]
+        assert len(points) == len(set(points))

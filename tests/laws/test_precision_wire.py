@@ -239,7 +239,7 @@ def test_output_is_what_apply_returns_and_what_the_model_function_returns(
 @STAGES
 def test_low_masters_and_states_are_kept_as_asked(stage: int, low: Any, state: Any) -> None:
     if low != BF16 and state == BF16:
-        return  # refused, see tests/test_precision.py
+        return  # refused, see tests/numerics/test_precision.py
     step_fn, opt = step_of(stage=stage, precision=Precision(low, master=low, optimizer=state))
     for _ in range(2):
         params, opt_state = opt = step_fn(*opt, TOKENS)

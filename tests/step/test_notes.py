@@ -135,28 +135,28 @@ def keyword_default() -> Case:
 
 
 def slots() -> Case:
-    class LocalState:
+    class Holder:
         __slots__ = ("t",)
 
-    held = LocalState()
+    held = Holder()
     held.t = 1.0
     return lambda p, x: base(p, x) * held.t, lambda v: setattr(held, "t", v)
 
 
 def behind_a_property() -> Case:
-    class LocalState:
+    class Holder:
         hidden = 1.0
 
         @property
         def t(self) -> float:
             return self.hidden
 
-    held = LocalState()
+    held = Holder()
     return lambda p, x: base(p, x) * held.t, lambda v: setattr(held, "hidden", v)
 
 
 def a_dataclass() -> Case:
-    held = dataclasses.make_dataclass("LocalState", [("t", float)])(1.0)
+    held = dataclasses.make_dataclass("Holder", [("t", float)])(1.0)
     return lambda p, x: base(p, x) * held.t, lambda v: setattr(held, "t", v)
 
 
@@ -222,11 +222,11 @@ def an_array() -> Case:
 
 
 def a_function_replaced() -> Case:
-    class LocalState:
+    class Holder:
         f = staticmethod(lambda: 1.0)
 
-    return lambda p, x: base(p, x) * LocalState.f(), lambda v: setattr(
-        LocalState, "f", staticmethod(lambda: v)
+    return lambda p, x: base(p, x) * Holder.f(), lambda v: setattr(
+        Holder, "f", staticmethod(lambda: v)
     )
 
 

@@ -1,4 +1,4 @@
-"""Reducer are found, dropped and hooked where PyTorch's users look for them, or refused."""
+"""Gradients are found, dropped and hooked where PyTorch's users look for them, or refused."""
 
 import copy
 import io

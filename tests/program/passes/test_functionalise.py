@@ -11,7 +11,7 @@ import fzero
 from fzero.errors import TraceError
 from fzero.program.codegen import compile_program
 from fzero.program.passes.functionalise import functionalise
-from tests.program.test_run import recorded
+from tests.program.test_codegen import recorded
 
 F64 = torch.float64
 Params = dict[str, Tensor]

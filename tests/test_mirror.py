@@ -1,0 +1,178 @@
+"""Tests mirror the tree: each module has a test of its name, or a law named here covers it."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+import fzero
+
+PACKAGE = Path(fzero.__file__).parent
+TESTS = Path(__file__).parent
+MODULES = sorted(
+    path.relative_to(PACKAGE).with_suffix("").as_posix()
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__init__.py"  # faces: they only name what others have
+)
+
+# A module without tests/<its folder>/test_<its name>.py -> file and test that would fail with it.
+LAWS = {
+    "tree": "state/test_sharding.py: unshard_undoes_shard",
+    # the ranks
+    "distributed/buckets": "program/passes/test_passes.py: "
+    "buckets_carry_every_leaf_once_and_in_time",
+    "distributed/journal": "engine/test_ranks_differ.py: every_rank_is_told",
+    "distributed/keepalive": "distributed/test_processes.py: a_rank_that_is_gone_is_named",
+    "distributed/rendezvous": "distributed/test_agree.py: "
+    "rendezvous_names_the_first_line_that_differs_and_all_may_go_on",
+    "distributed/transport": "step/test_eager.py: leaves_share_collectives",
+    "distributed/works": "distributed/test_whereabouts.py: each_rank_learns_what_became_of_another",
+    # values, optimizers, user code, what a user sets
+    "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
+    "numerics/rng": "program/passes/test_seed.py: mix_depends_on_every_word",
+    "optim/adam": "optim/test_torch_parity.py: adam_and_adamw_have_torchs_numbers",
+    "optim/base": "optim/test_laws.py: update_is_pure_and_keeps_structures_and_dtypes",
+    "optim/foreach": "optim/test_compose.py: "
+    "groups_hold_every_leaf_once_and_no_more_bytes_than_asked",
+    "optim/inplace": "optim/test_laws.py: apply_in_place_equals_params_plus_updates",
+    "optim/lion": "optim/test_torch_parity.py: lion_follows_its_paper",
+    "optim/sgd": "optim/test_torch_parity.py: sgd_has_torchs_numbers",
+    "optim/transforms": "optim/test_torch_parity.py: "
+    "the_composed_form_has_the_numbers_of_the_fused_one",
+    "functional/differentiate": "functional/test_callbacks.py: training_is_that_of_backward",
+    "functional/draws": "step/test_notes.py: "
+    "numbers_of_host_generators_are_refused_with_their_line",
+    "functional/outside": "step/test_notes.py: what_is_read_from_outside_counts_at_every_call",
+    "functional/patch": "functional/test_remat.py: torchs_module_is_restored_when_the_last_leaves",
+    "functional/plain": "eager/test_owned.py: a_parameter_of_another_class_is_refused_by_name",
+    "functional/slots": "functional/test_functionalize.py: only_the_passed_tensors_count",
+    "functional/tasks": "engine/test_exceptions.py: a_retry_is_exact",
+    "functional/torch_checkpoint": "program/passes/test_remat.py: a_checkpoint_changes_no_number",
+    "config/deepspeed": "config/test_config.py: what_cannot_be_honoured_is_refused_by_key",
+    # lazy parameters
+    "eager/arrivals": "step/test_eager.py: training_equals_plain_torch",
+    "eager/gathered": "step/test_eager.py: ranks_that_gather_different_leaves_raise_at_stage_3",
+    "eager/lazy": "eager/test_owned.py: views_of_lazy_parameters_are_read_under_inference_mode",
+    "eager/units": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
+    # Programs
+    "program/graph": "program/test_memory.py: timeline_equals_brute_force",
+    "program/pipeline": "program/passes/test_passes.py: values_stay_bitwise_at_world_2",
+    "program/program": "program/test_listing.py: listing_is_the_golden_one",
+    "program/strides": "program/test_codegen.py: restored_has_the_values_and_the_strides",
+    "program/trace": "test_errors.py: what_cannot_be_staged_out_is_shown_with_its_line",
+    "program/passes/bucket": "program/passes/test_passes.py: "
+    "bucket_takes_the_largest_size_that_memory_allows",
+    "program/passes/clean": "program/passes/test_passes.py: order_is_legal_and_inputs_stay",
+    "program/passes/gathers": "program/passes/test_passes.py: gathers_sink_and_are_made_again",
+    "program/passes/rewrite": "program/passes/test_passes.py: "
+    "legalise_makes_any_order_legal_and_keeps_a_legal_one",
+    "program/passes/schedule": "program/passes/test_passes.py: "
+    "gathers_without_reductions_are_scheduled_too",
+    # state and step
+    "state/follow": "laws/test_writes.py: what_is_written_counts",
+    "state/init": "state/test_builder.py: init_gives_every_rank_its_part",
+    "state/model_state": "engine/test_buffers.py: others_become_the_mean_or_the_first_ranks",
+    "state/opt_state": "laws/test_precision_memory.py: memory_by_category",
+    "state/plan": "test_errors.py: an_optimizer_state_of_another_kind_is_refused",
+    "state/replay": "state/test_builder.py: a_replay_is_a_call_bit_for_bit",
+    "step/gradients": "laws/test_parity.py: training_equals_plain_torch",
+    "step/metrics": "test_errors.py: a_step_that_is_not_finite_is_raised_and_changes_nothing",
+    "step/traced": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
+    "step/update_program": "step/test_update.py: optimizers_on_shards_equal_those_on_whole_leaves",
+    # checkpoints
+    "checkpoint/__main__": "checkpoint/test_damage.py: inspect_verify_and_export",
+    "checkpoint/background": "checkpoint/test_save.py: a_second_save_waits_for_the_first",
+    "checkpoint/compare": "checkpoint/test_trees.py: all_differences_are_told_at_once",
+    "checkpoint/fill": "checkpoint/test_trees.py: values_are_loaded_into_the_same_memory",
+    "checkpoint/flatten": "checkpoint/test_trees.py: every_leaf_has_a_key_of_its_own",
+    "checkpoint/load": "checkpoint/test_trees.py: what_is_saved_is_what_is_loaded",
+    "checkpoint/ranks": "checkpoint/test_save.py: ranks_that_differ_are_told",
+    "checkpoint/sources": "checkpoint/foreign/test_foreign.py: a_checkpoint_of_fsdp2_loads",
+    "checkpoint/foreign/dcp": "checkpoint/foreign/test_foreign.py: a_checkpoint_of_fsdp2_loads",
+    "checkpoint/foreign/deepspeed": "checkpoint/foreign/test_foreign.py: deepspeed_universal",
+    "checkpoint/format/boxes": "checkpoint/test_trees.py: boxes_are_what_dtensors_hold",
+    "checkpoint/format/disk": "checkpoint/test_kills.py: a_kill_at_any_call_loses_nothing",
+    "checkpoint/format/folders": "checkpoint/test_lineage.py: any_history_keeps_what_it_stands_on",
+    "checkpoint/format/manifest": "checkpoint/test_damage.py: "
+    "a_manifest_that_contradicts_itself_is_refused",
+    "checkpoint/format/pieces": "checkpoint/test_trees.py: pieces_cover_a_tensor_in_order",
+    "checkpoint/format/reader": "checkpoint/test_reshard.py: "
+    "every_job_reads_what_every_other_wrote",
+    "checkpoint/format/verify": "checkpoint/test_damage.py: any_flipped_bit_is_found",
+    "checkpoint/format/writer": "checkpoint/test_reshard.py: "
+    "every_value_is_stored_once_and_the_work_is_shared",
+    # the Engine
+    "engine/attach": "engine/test_corners.py: a_module_has_one_engine",
+    "engine/autograd": "engine/test_random_programs.py: any_program_on_one_rank",
+    "engine/backward_state": "engine/test_phases.py: "
+    "every_gradient_is_reduced_once_in_every_history",
+    "engine/correction": "engine/test_precision.py: the_effective_gradient_is_one_on_every_step",
+    "engine/counts": "engine/test_phases.py: an_event_costs_the_same_however_many_leaves_there_are",
+    "engine/driver": "engine/test_random_programs.py: any_program_on_one_rank",
+    "engine/engine": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
+    "engine/events": "engine/test_phases.py: every_gradient_is_reduced_once_in_every_history",
+    "engine/forward": "engine/test_exceptions.py: gradients_of_a_forward_that_raised_are_gone",
+    "engine/grouping": "engine/test_ranks_differ.py: every_rank_is_told",
+    "engine/losses": "engine/test_corners.py: the_metric_is_no_view_of_the_loss",
+    "engine/outputs": "engine/test_corners.py: inputs_of_every_container_are_cast",
+    "engine/parts": "engine/test_options.py: mean_or_sum_and_where_the_division_is",
+    "engine/reducer": "engine/test_random_programs.py: any_program_on_two_ranks",
+    "engine/stepper": "engine/test_state.py: five_steps_in_each_are_ten_in_either",
+}
+
+
+def has_own(module: str, tests: Path = TESTS) -> bool:
+    """Whether `module`, a path below fzero/, has a test file of its name."""
+    folder, _, name = module.rpartition("/")
+    return (tests / folder / f"test_{name}.py").exists()
+
+
+def faults(modules: Iterable[str], laws: Mapping[str, str], tests: Path = TESTS) -> list[str]:
+    """What the table lacks, and what in it is not so."""
+    modules = list(modules)
+    messages = []
+    for module in modules:
+        if not has_own(module, tests) and module not in laws:
+            messages.append(
+                f"fzero/{module}.py has no test: add tests/{module.rpartition('/')[0]}/test_"
+                f"{module.rpartition('/')[2]}.py, or a row in LAWS in tests/test_mirror.py"
+            )
+    for module, law in laws.items():
+        file, _, name = law.partition(": ")
+        if module not in modules:
+            messages.append(f"{module} is no module: take its row out")
+        elif has_own(module, tests):
+            messages.append(f"{module} has a test of its own: take its row out")
+        elif not (tests / file).exists():
+            messages.append(f"{module}: there is no tests/{file}")
+        elif not re.search(rf"^def test_{name}\(", (tests / file).read_text(), re.MULTILINE):
+            messages.append(f"{module}: tests/{file} has no test_{name}")
+    return messages
+
+
+def test_every_module_has_a_test_or_a_law() -> None:
+    found = faults(MODULES, LAWS)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", [p for p in sorted(TESTS.rglob("*")) if p.is_dir()], ids=str)
+def test_folders_of_tests_are_those_of_the_tree(folder: Path) -> None:
+    if list(folder.glob("test_*.py")):
+        there = (PACKAGE / folder.relative_to(TESTS)).is_dir()
+        # of no package alone: what is true of all stages and executors, of models, of examples
+        assert there or folder.name in ("laws", "models", "examples", "fuzz")
+
+
+def test_faults_are_found(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("")
+    (tmp_path / "test_laws.py").write_text("def test_adds_up() -> None: ...")
+    assert faults(["a", "b"], {"b": "test_laws.py: adds_up"}, tmp_path) == []
+    for modules, laws in [
+        (["a", "new"], {}),
+        (["a"], {"gone": "test_laws.py: adds_up"}),
+        (["a"], {"a": "test_laws.py: adds_up"}),
+        (["b"], {"b": "test_other.py: adds_up"}),
+        (["b"], {"b": "test_laws.py: adds"}),
+    ]:
+        assert len(faults(modules, laws, tmp_path)) == 1
