@@ -24,9 +24,6 @@ LAWS = {
     "buckets_carry_every_leaf_once_and_in_time",
     "distributed/journal": "engine/test_ranks_differ.py: every_rank_is_told",
     "distributed/keepalive": "distributed/test_processes.py: a_rank_that_is_gone_is_named",
-    "distributed/rendezvous": "distributed/test_agree.py: "
-    "rendezvous_names_the_first_line_that_differs_and_all_may_go_on",
-    "distributed/transport": "step/test_eager.py: leaves_share_collectives",
     "distributed/works": "distributed/test_whereabouts.py: each_rank_learns_what_became_of_another",
     # values, optimizers, user code, what a user sets
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
@@ -107,9 +104,7 @@ LAWS = {
     "engine/autograd": "engine/test_random_programs.py: any_program_on_one_rank",
     "engine/backward_state": "engine/test_phases.py: "
     "every_gradient_is_reduced_once_in_every_history",
-    "engine/correction": "engine/test_precision.py: the_effective_gradient_is_one_on_every_step",
     "engine/counts": "engine/test_phases.py: an_event_costs_the_same_however_many_leaves_there_are",
-    "engine/driver": "engine/test_random_programs.py: any_program_on_one_rank",
     "engine/engine": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
     "engine/events": "engine/test_phases.py: every_gradient_is_reduced_once_in_every_history",
     "engine/forward": "engine/test_exceptions.py: gradients_of_a_forward_that_raised_are_gone",
@@ -118,6 +113,8 @@ LAWS = {
     "engine/outputs": "engine/test_corners.py: inputs_of_every_container_are_cast",
     "engine/parts": "engine/test_options.py: mean_or_sum_and_where_the_division_is",
     "engine/reducer": "engine/test_random_programs.py: any_program_on_two_ranks",
+    # the step
+    "step/executors": "step/test_notes.py: a_step_is_plain_python_whatever_changes_between_calls",
     "engine/stepper": "engine/test_state.py: five_steps_in_each_are_ten_in_either",
 }
 

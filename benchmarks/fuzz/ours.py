@@ -212,7 +212,9 @@ class Functional(Ours):
     def round_trip(self) -> None:
         path = self.folder()
         fzero.checkpoint.save(path, self.params, self.state)
-        fresh = self.step_fn.init({k: torch.zeros_like(v) for k, v in self.full().items()}, self.buffers)
+        fresh = self.step_fn.init(
+            {k: torch.zeros_like(v) for k, v in self.full().items()}, self.buffers
+        )
         self.params, self.state = fzero.checkpoint.load(path, *fresh)
 
     def step(self, step: int) -> Snapshot:

@@ -51,7 +51,7 @@ def load(
             that differs is named), or a block of it is damaged (file and leaf are named).
 
     Examples:
-        >>> import tempfile, fzero
+        >>> import tempfile, torch, fzero
         >>> run = tempfile.mkdtemp()
         >>> _ = fzero.checkpoint.save(run, {"w": torch.ones(2)}, {"lr": 0.5})
         >>> load(run, {"w": torch.zeros(2)}, {"lr": 0.0})

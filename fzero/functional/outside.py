@@ -304,7 +304,7 @@ class Walk:
     # --------------------------------------------------------------------------------- objects
     def _object(self, value: Any, place: Place) -> None:
         cls = type(value)
-        if _is_machinery(cls) or isinstance(value, Reads):  # behind each spy: it'd watch itself
+        if _is_machinery(cls):
             return
         if cls not in self._classes:
             self._classes.add(cls)

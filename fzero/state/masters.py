@@ -113,6 +113,7 @@ def plan_leaf_dtypes(
         ConfigError: a leaf that the master dtype cannot hold, named by its path.
 
     Examples:
+        >>> from fzero.numerics.precision import resolve
         >>> leaf, bf16 = [torch.ones(2)], resolve("bf16")
         >>> plan_leaf_dtypes(leaf, [""], bf16, trained=[True], sharded=True)
         LeafDtypes(params=(torch.float32,), masters=None)

@@ -73,13 +73,21 @@ class TrainStep:
 
     def __init__(self, model_fn: ModelFn, opt: Optimizer, cfg: Config) -> None:
         _check_available(cfg)
-        self.model_fn = model_fn
         self.opt = opt
         self.cfg = cfg
         self._takes_state = _takes_state(model_fn)
         self._plan: Plan | None = None
         self._executors = Executors(model_fn, cfg)
         self._watch = Watch()
+
+    @property
+    def model_fn(self) -> ModelFn:
+        """The user's function; another one counts from the next recording on."""
+        return self._executors.model_fn
+
+    @model_fn.setter
+    def model_fn(self, model_fn: ModelFn) -> None:
+        self._executors.model_fn = model_fn
 
     def init(
         self, params: PyTree | Callable[[], PyTree], model_state: PyTree = None
@@ -113,11 +121,6 @@ class TrainStep:
             >>> {name: tuple(leaf.shape) for name, leaf in params.items()}
             {'weight': (2, 3), 'bias': (2,)}
         """
-        if model_state is not None and not self._takes_state:
-            raise ConfigError(
-                "step_fn.init was given a model_state, and model_fn takes (params, batch). Make it "
-                "model_fn(params, model_state, batch) -> (loss, new_model_state), or leave it out."
-            )
         plan, params, opt_state = start(self.cfg, self.opt, params, model_state)
         self._use(plan)
         return params, opt_state
