@@ -24,9 +24,6 @@ LAWS = {
     "buckets_carry_every_leaf_once_and_in_time",
     "distributed/journal": "engine/test_ranks_differ.py: every_rank_is_told",
     "distributed/keepalive": "distributed/test_processes.py: a_rank_that_is_gone_is_named",
-    "distributed/rendezvous": "distributed/test_agree.py: "
-    "rendezvous_names_the_first_line_that_differs_and_all_may_go_on",
-    "distributed/transport": "step/test_eager.py: leaves_share_collectives",
     "distributed/works": "distributed/test_whereabouts.py: each_rank_learns_what_became_of_another",
     # values, optimizers, user code, what a user sets
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
@@ -76,6 +73,8 @@ LAWS = {
     "state/opt_state": "laws/test_precision_memory.py: memory_by_category",
     "state/plan": "test_errors.py: an_optimizer_state_of_another_kind_is_refused",
     "state/replay": "state/test_builder.py: a_replay_is_a_call_bit_for_bit",
+    "step/executors": "test_mismatch.py: "
+    "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",
     "step/gradients": "laws/test_parity.py: training_equals_plain_torch",
     "step/metrics": "test_errors.py: a_step_that_is_not_finite_is_raised_and_changes_nothing",
     "step/traced": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
@@ -107,9 +106,7 @@ LAWS = {
     "engine/autograd": "engine/test_random_programs.py: any_program_on_one_rank",
     "engine/backward_state": "engine/test_phases.py: "
     "every_gradient_is_reduced_once_in_every_history",
-    "engine/correction": "engine/test_precision.py: the_effective_gradient_is_one_on_every_step",
     "engine/counts": "engine/test_phases.py: an_event_costs_the_same_however_many_leaves_there_are",
-    "engine/driver": "engine/test_random_programs.py: any_program_on_one_rank",
     "engine/engine": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
     "engine/events": "engine/test_phases.py: every_gradient_is_reduced_once_in_every_history",
     "engine/forward": "engine/test_exceptions.py: gradients_of_a_forward_that_raised_are_gone",
