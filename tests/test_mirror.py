@@ -73,6 +73,8 @@ LAWS = {
     "state/opt_state": "laws/test_precision_memory.py: memory_by_category",
     "state/plan": "test_errors.py: an_optimizer_state_of_another_kind_is_refused",
     "state/replay": "state/test_builder.py: a_replay_is_a_call_bit_for_bit",
+    "step/executors": "test_mismatch.py: "
+    "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",
     "step/gradients": "laws/test_parity.py: training_equals_plain_torch",
     "step/metrics": "test_errors.py: a_step_that_is_not_finite_is_raised_and_changes_nothing",
     "step/traced": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
