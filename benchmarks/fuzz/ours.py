@@ -200,12 +200,13 @@ class Functional(Ours):
     def evaluate(self, step: int) -> Tensor:
         modes = self.modes()
         self.net.eval()
-        data = batch(self.program, step, 7, self.rank, self.dtype)
+        full = self.full()
+        data = batch(self.program, step, 7, self.rank, next(iter(full.values())).dtype)
         with torch.no_grad():
             if self.buffers is None:
-                loss = self.apply(self.full(), *data)
+                loss = self.apply(full, *data)
             else:
-                loss = self.apply(self.full(), self.state.model_state, *data)[0]
+                loss = self.apply(full, self.state.model_state, *data)[0]
         self.back(modes)
         return loss
 
