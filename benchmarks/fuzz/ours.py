@@ -140,11 +140,9 @@ class Ours:
                 if not torch.equal(v, copied[k]):
                     raise AssertionError(f"the copy of {k} changed")
 
-    def placed(self, full: dict[str, Tensor], cfg: fzero.Config) -> Any:
-        """Full parameters as they live between steps."""
-        low = cfg.precision and getattr(cfg.precision, "param", torch.bfloat16)
-        if low:
-            full = {k: v.to(low) for k, v in full.items()}
+    def placed(self, full: dict[str, Tensor], like: Any, cfg: fzero.Config) -> Any:
+        """Full parameters as `like` has them: that dtype, and shards at stage 3."""
+        full = {k: v.to(like[k].dtype) for k, v in full.items()}
         return fzero.shard(full, cfg) if cfg.stage == 3 else full
 
     def modes(self) -> dict[nn.Module, bool]:
@@ -185,7 +183,7 @@ class Functional(Ours):
 
     def write(self, new: dict[str, Tensor], how: str) -> None:
         params = dict(self.params)
-        shards = self.placed(dict(self.full()) | new, self.cfg)
+        shards = self.placed(dict(self.full()) | new, params, self.cfg)
         if how == "checkpoint":
             path = self.folder()
             fzero.checkpoint.save(path, shards)
@@ -213,7 +211,9 @@ class Functional(Ours):
     def round_trip(self) -> None:
         path = self.folder()
         fzero.checkpoint.save(path, self.params, self.state)
-        fresh = self.step_fn.init({k: torch.zeros_like(v) for k, v in self.full().items()}, self.buffers)
+        fresh = self.step_fn.init(
+            {k: torch.zeros_like(v) for k, v in self.full().items()}, self.buffers
+        )
         self.params, self.state = fzero.checkpoint.load(path, *fresh)
 
     def step(self, step: int) -> Snapshot:
@@ -248,12 +248,12 @@ class Engine(Ours):
             self.net.load_state_dict(new, strict=False)
         elif how == "checkpoint":
             path, (own, state) = self.folder(), self.engine.state
-            shards = self.placed(dict(self.full()) | new, self.engine.cfg)
+            shards = self.placed(dict(self.full()) | new, own, self.engine.cfg)
             fzero.checkpoint.save(path, shards)
             self.engine.state = fzero.checkpoint.load(path, own)[0], state
         elif how == "assign":
             own, state = self.engine.state
-            shards = self.placed(dict(self.full()) | new, self.engine.cfg)
+            shards = self.placed(dict(self.full()) | new, own, self.engine.cfg)
             self.engine.state = {**own, **{k: shards[k] for k in new}}, state
         else:
             for k in new:

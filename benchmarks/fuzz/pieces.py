@@ -124,12 +124,12 @@ class Statistics(nn.Module):
         self.last: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x * self.gain + self.average - 0.1 * self.last
+        y = x * self.gain + (self.average - 0.1 * self.last).to(x.dtype)
         if self.training:
             with torch.no_grad():
-                self.average.lerp_(x.mean(0).detach(), 0.3)
+                self.average.lerp_(x.mean(0).to(self.average.dtype), 0.3)
                 self.count.add_(1)
-                self.last = x.detach().mean(0).tanh()
+                self.last = x.mean(0).tanh().to(self.average.dtype)
         return y + 0.05 * self.count
 
 
@@ -294,7 +294,9 @@ class Net(nn.Module):
         for piece, wrap in zip(self.pieces, self.wraps, strict=True):
             fn = (lambda x, p=piece: p(x, ids)) if isinstance(piece, Words) else piece
             if wrap == "re-entrant":
-                x = checkpoint(fn, x if x.requires_grad else x.detach().requires_grad_(), use_reentrant=True)  # pyright: ignore
+                x = checkpoint(
+                    fn, x if x.requires_grad else x.detach().requires_grad_(), use_reentrant=True
+                )  # pyright: ignore
             elif wrap == "not re-entrant":
                 x = checkpoint(fn, x, use_reentrant=False)  # pyright: ignore
             elif wrap == "function":
@@ -317,9 +319,7 @@ def build(program: dict[str, Any], dtype: torch.dtype) -> Net:
 
 def batch(program: dict[str, Any], step: int, micro: int, rank: int, dtype: torch.dtype) -> Batch:
     """Rows of this step, micro-batch and rank; no two are alike."""
-    draw = torch.Generator().manual_seed(
-        ((program["seed"] * 31 + step) * 7 + micro) * 5 + rank + 1
-    )
+    draw = torch.Generator().manual_seed(((program["seed"] * 31 + step) * 7 + micro) * 5 + rank + 1)
     rows, width = 3 + (step in program["longer"]), program["width"]
     x = torch.randn(rows, width, generator=draw, dtype=torch.float64)
     y = torch.randn(rows, width, generator=draw, dtype=torch.float64)

@@ -67,9 +67,7 @@ class Plain:
         self.optimizer = optimizer(program, self.trained)
         self.lr = lambda: 0.1
         if spec := program["lr"]:
-            read, self.write_lr = SOURCES[spec["source"]](
-                nn.Module(), VALUES[spec["value"]]()
-            )
+            read, self.write_lr = SOURCES[spec["source"]](nn.Module(), VALUES[spec["value"]]())
             self.lr = lambda: number(read())
 
     def change(self, change: dict[str, Any], step: int) -> Tensor | None:
