@@ -178,6 +178,14 @@ class Functional(Ours):
         params = {k: v.detach().clone() for k, v in params.items()}
         self.params, self.state = self.step_fn.init(params, self.buffers)
 
+    def change(self, change: dict[str, Any], step: int) -> Tensor | None:
+        if change["do"] != "buffer" or self.buffers is None:
+            return super().change(change, step)
+        for name, value in self.state.model_state.items():  # these count, not the module's own
+            if name.endswith(".average"):
+                value.mul_(0.5).add_(1)
+        return None
+
     def full(self) -> dict[str, Tensor]:
         return fzero.unshard(self.params)
 
