@@ -45,7 +45,9 @@ def main() -> None:
             found += 1
             small = program
             if not args.no_shrink:
-                small = programs.shrink(program, lambda p: runner(p).kind == outcome.kind)
+                small = programs.shrink(
+                    program, lambda p, kind=outcome.kind: runner(p).kind == kind
+                )
             if rank == 0:
                 print(f"seed {seed} {outcome.kind}: {outcome.why[:300]}")
                 print(f"    --program {str(small)!r}", flush=True)

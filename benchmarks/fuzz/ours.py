@@ -140,11 +140,9 @@ class Ours:
                 if not torch.equal(v, copied[k]):
                     raise AssertionError(f"the copy of {k} changed")
 
-    def placed(self, full: dict[str, Tensor], cfg: fzero.Config) -> Any:
-        """Full parameters as they live between steps."""
-        low = cfg.precision and getattr(cfg.precision, "param", torch.bfloat16)
-        if low:
-            full = {k: v.to(low) for k, v in full.items()}
+    def placed(self, full: dict[str, Tensor], like: Any, cfg: fzero.Config) -> Any:
+        """Full parameters as `like` has them: that dtype, and shards at stage 3."""
+        full = {k: v.to(like[k].dtype) for k, v in full.items()}
         return fzero.shard(full, cfg) if cfg.stage == 3 else full
 
     def modes(self) -> dict[nn.Module, bool]:
@@ -180,12 +178,20 @@ class Functional(Ours):
         params = {k: v.detach().clone() for k, v in params.items()}
         self.params, self.state = self.step_fn.init(params, self.buffers)
 
+    def change(self, change: dict[str, Any], step: int) -> Tensor | None:
+        if change["do"] != "buffer" or self.buffers is None:
+            return super().change(change, step)
+        for name, value in self.state.model_state.items():  # these count, not the module's own
+            if name.endswith(".average"):
+                value.mul_(0.5).add_(1)
+        return None
+
     def full(self) -> dict[str, Tensor]:
         return fzero.unshard(self.params)
 
     def write(self, new: dict[str, Tensor], how: str) -> None:
         params = dict(self.params)
-        shards = self.placed(dict(self.full()) | new, self.cfg)
+        shards = self.placed(dict(self.full()) | new, params, self.cfg)
         if how == "checkpoint":
             path = self.folder()
             fzero.checkpoint.save(path, shards)
@@ -200,12 +206,13 @@ class Functional(Ours):
     def evaluate(self, step: int) -> Tensor:
         modes = self.modes()
         self.net.eval()
-        data = batch(self.program, step, 7, self.rank, self.dtype)
+        full = self.full()
+        data = batch(self.program, step, 7, self.rank, next(iter(full.values())).dtype)
         with torch.no_grad():
             if self.buffers is None:
-                loss = self.apply(self.full(), *data)
+                loss = self.apply(full, *data)
             else:
-                loss = self.apply(self.full(), self.state.model_state, *data)[0]
+                loss = self.apply(full, self.state.model_state, *data)[0]
         self.back(modes)
         return loss
 
@@ -249,12 +256,12 @@ class Engine(Ours):
             self.net.load_state_dict(new, strict=False)
         elif how == "checkpoint":
             path, (own, state) = self.folder(), self.engine.state
-            shards = self.placed(dict(self.full()) | new, self.engine.cfg)
+            shards = self.placed(dict(self.full()) | new, own, self.engine.cfg)
             fzero.checkpoint.save(path, shards)
             self.engine.state = fzero.checkpoint.load(path, own)[0], state
         elif how == "assign":
             own, state = self.engine.state
-            shards = self.placed(dict(self.full()) | new, self.engine.cfg)
+            shards = self.placed(dict(self.full()) | new, own, self.engine.cfg)
             self.engine.state = {**own, **{k: shards[k] for k in new}}, state
         else:
             for k in new:

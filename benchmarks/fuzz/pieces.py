@@ -124,12 +124,12 @@ class Statistics(nn.Module):
         self.last: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x * self.gain + self.average - 0.1 * self.last
+        y = x * self.gain + (self.average - 0.1 * self.last).to(x.dtype)
         if self.training:
             with torch.no_grad():
-                self.average.lerp_(x.mean(0).detach(), 0.3)
+                self.average.lerp_(x.mean(0).to(self.average.dtype), 0.3)
                 self.count.add_(1)
-                self.last = x.detach().mean(0).tanh()
+                self.last = x.mean(0).tanh().to(self.average.dtype)
         return y + 0.05 * self.count
 
 

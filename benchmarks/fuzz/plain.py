@@ -4,14 +4,13 @@ Every rank and micro-batch has its own forward and backward; gradients are avera
 the docs say: the mean over ranks of floating ones, the first rank's integers.
 """
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.fuzz import changes
-from benchmarks.fuzz.pieces import Net, batch, build
+from benchmarks.fuzz.pieces import batch, build
 from benchmarks.fuzz.sources import SOURCES, VALUES, number
 
 Snapshot = dict[str, Tensor]
@@ -42,7 +41,7 @@ class Lion:
 def optimizer(program: dict[str, Any], params: dict[str, nn.Parameter]) -> Any:
     """torch.optim's."""
     name, lr = program["opt"], 0.1
-    each = [p for p in params.values()]
+    each = list(params.values())
     if name == "lion":
         return Lion(each, lr)
     if name == "adam":
@@ -134,6 +133,3 @@ class Plain:
                 value = torch.stack([each[k] for each in buffers]).mean(0)
             for each in buffers:
                 each[k].copy_(value.clone())
-
-
-__all__ = ["Net", "Plain", "Snapshot", "Unstable", "copy"]

@@ -487,6 +487,7 @@ def iterated(module: nn.Module, value: Any) -> Any:
     def read() -> Any:
         for item in held.values():
             return item
+        return None
 
     return read, lambda new: held.update(x=new)
 
@@ -534,7 +535,7 @@ def dir_of_object(module: nn.Module, value: Any) -> Any:
     box = types.SimpleNamespace(a=value)
     return (
         lambda: list(vars(box).values())[-1],
-        lambda new: setattr(box, "b" if hasattr(box, "b") else "b", new),
+        lambda new: setattr(box, "b", new),
     )
 
 
