@@ -158,8 +158,11 @@ class Driver:
     # --- what hooks tell ---
 
     def called_directly(self, out: Any) -> None:
-        """The module has run without the engine's call: a forward like any other."""
-        if self._calling:
+        """The module has run without the engine's call: a forward like any other.
+
+        A function made of it by `functionalize` runs it too, with tensors of its caller's.
+        """
+        if self._calling or self.writes.is_lent():
             return
         self.recover()
         forward = Forward(self, next(self._forwards))

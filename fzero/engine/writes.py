@@ -66,6 +66,10 @@ class Writes:
             )
         self._note()
 
+    def is_lent(self) -> bool:
+        """Whether none of its parameters is ours just now: `functionalize`d calls put theirs in."""
+        return bool(self.slots) and not any(map(operator.is_, self._slots(), self.slots))
+
     def versions(self) -> list[int]:
         """How often each parameter has been written that is to be the same on several ranks."""
         return [param._version for _, param in self.watched]

@@ -17,7 +17,7 @@ from fzero.checkpoint import latest, load, save
 from fzero.checkpoint.__main__ import main
 from fzero.checkpoint.format.manifest import _digest, loads, read
 from fzero.checkpoint.format.verify import problems
-from tests.checkpoint.test_foreign import Touch
+from tests.checkpoint.foreign.test_foreign import Touch
 
 
 def _tree(step: int = 0) -> dict[str, Any]:
