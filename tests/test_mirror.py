@@ -115,8 +115,6 @@ LAWS = {
     "engine/outputs": "engine/test_corners.py: inputs_of_every_container_are_cast",
     "engine/parts": "engine/test_options.py: mean_or_sum_and_where_the_division_is",
     "engine/reducer": "engine/test_random_programs.py: any_program_on_two_ranks",
-    # the step
-    "step/executors": "step/test_notes.py: a_step_is_plain_python_whatever_changes_between_calls",
     "engine/stepper": "engine/test_state.py: five_steps_in_each_are_ten_in_either",
 }
 

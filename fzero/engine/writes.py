@@ -68,7 +68,9 @@ class Writes:
 
     def is_lent(self) -> bool:
         """Whether none of its parameters is ours just now: `functionalize`d calls put theirs in."""
-        return bool(self.slots) and not any(map(operator.is_, self._slots(), self.slots))
+        pairs = zip(self.slots, self._slots(), strict=False)  # the module may have grown since
+        ours = [(x, now) for x, now in pairs if isinstance(x, Tensor)]
+        return bool(ours) and not any(x is now for x, now in ours)
 
     def versions(self) -> list[int]:
         """How often each parameter has been written that is to be the same on several ranks."""

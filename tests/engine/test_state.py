@@ -174,13 +174,13 @@ def test_a_state_that_does_not_fit(stage: int) -> None:
 
 
 def test_a_function_of_the_engines_module_is_no_forward_of_the_engines() -> None:
-    module = torch.nn.Linear(3, 1)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Tanh())
     engine = fzero.Engine(module, fzero.optim.sgd(0.1), fzero.Config(accum_steps=2))
     apply, _ = fzero.functionalize(module)
-    theirs = {"weight": torch.ones(1, 3, requires_grad=True), "bias": torch.zeros(1)}
+    theirs = {"0.weight": torch.ones(1, 3, requires_grad=True), "0.bias": torch.zeros(1)}
     for _ in range(3):
         apply(theirs, torch.ones(2, 3)).mean().backward()
-    assert engine.full_grad("weight") is None
+    assert engine.full_grad("0.weight") is None
     module(torch.ones(2, 3)).mean().backward()
     engine.step()  # one micro-batch of two
     assert int(engine.state[1].step) == 0
