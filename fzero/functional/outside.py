@@ -16,6 +16,7 @@ their functions are, since they hold functions of the user's.
 import collections
 import enum
 import functools
+import gc
 import os
 import sys
 import sysconfig
@@ -225,6 +226,9 @@ class Walk:
             self._later(value.func, place)
         elif isinstance(value, weakref.ref):
             self._later(value(), place)
+        elif isinstance(value, _VIEWS):  # has no name for what it shows
+            for inner in gc.get_referents(value):
+                self._later(inner, place)
         elif is_generator(value):
             self.generators.append((value, place))
         elif _is_array(value):
@@ -473,6 +477,7 @@ _OPEN = ("torch.nn.", "torch.distributions.", "torch.optim.")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+_VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 _DEFINED = (types.FunctionType, types.ModuleType, type, types.BuiltinFunctionType)
 _PLAIN = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype, torch.device}

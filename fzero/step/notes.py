@@ -83,9 +83,12 @@ class Notes:
         if written:
             after = _Snapshot(last)
             again = watched()
+            # what is written the first time alone (a default that is put in) is noted as it is now
+            every_time = set(after.changed(Walk(self.roots, reads)))
             after.put_back()
             if not _same_program(program, again):
                 raise _reads_its_writes(written)
+            written = [place for place in written if place in every_time]
         self._written = frozenset(written)
         self._take(last)
         reads.keep(last.seen)
@@ -170,15 +173,16 @@ class _Snapshot:
         self.facts = {(id(f.holder), f.key): f for f in walk.facts}
         self.containers = {id(c): (c, _contents(c), p) for c, p in walk.containers}
 
-    def changed(self, later: Walk, reads: Reads) -> list[str]:
-        """The places that have another value than here, or than when it was first read."""
+    def changed(self, later: Walk, reads: Reads | None = None) -> list[str]:
+        """The places that have another value than here, or than when `reads` first saw it."""
         found: dict[str, None] = {}
         for fact in later.facts:
             old = self.facts.get((id(fact.holder), fact.key))
             value = fact.value if old is None else old.value
             if old is not None and value is not fact.value and not _equal(value, fact.value):
                 found[str(fact.place)] = None
-        names = {id(attributes_of(reads.objects[i])): names for i, names in reads.names.items()}
+        seen = {} if reads is None else reads.names
+        names = {id(attributes_of(reads.objects[i])): seen[i] for i in seen} if reads else {}
         for fact in later.facts:
             value = names.get(id(fact.holder), {}).get(fact.key, MISSING)
             if value is MISSING or fact.value is MISSING:  # the class has it

@@ -611,3 +611,27 @@ def test_a_function_may_reach_its_own_step_function() -> None:
     trainer.weight = 3.0
     state = trainer.step_fn(*state, torch.ones(3))
     assert float(state[1].metrics["loss"]) == 9.0
+
+
+def test_read_only_views_and_defaults_that_reading_puts_in_count() -> None:
+    shown = {"v": 1.0}
+    view = types.MappingProxyType(shown)
+    made: dict[str, float] = collections.defaultdict(lambda: 1.0)
+    lazy = SimpleNamespace(scale=None)
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        if lazy.scale is None:
+            lazy.scale = 1.0
+        return (params["w"] * x).sum() * view["v"] * made["v"] * lazy.scale
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.0))
+    state = step_fn.init({"w": torch.ones(3)})
+    for change, want in (
+        (lambda: None, 3.0),
+        (lambda: shown.update(v=2.0), 6.0),
+        (lambda: made.update(v=5.0), 30.0),
+        (lambda: setattr(lazy, "scale", 2.0), 60.0),
+    ):
+        change()
+        state = step_fn(*state, torch.ones(3))
+        assert float(state[1].metrics["loss"]) == want
