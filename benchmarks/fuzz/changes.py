@@ -68,7 +68,7 @@ def to_module(net: Net, change: dict[str, Any]) -> None:
             handles.pop(change.get("piece", 0) % len(handles)).remove()
 
 
-def _hook(net: Net, piece: nn.Module, change: dict[str, Any]) -> Any:
+def _hook(net: Net, piece: Any, change: dict[str, Any]) -> Any:
     kind, value = change["kind"], VALUES[change["value"]]()
     if kind == "forward":
         return piece.register_forward_hook(lambda module, args, out: use(out, value))

@@ -41,7 +41,7 @@ class Lion:
 def optimizer(program: dict[str, Any], params: dict[str, nn.Parameter]) -> Any:
     """torch.optim's."""
     name, lr = program["opt"], 0.1
-    each = list(params.values())
+    each: list[Any] = list(params.values())
     if name == "lion":
         return Lion(each, lr)
     if name == "adam":
@@ -107,8 +107,8 @@ class Plain:
                 loss.backward()
                 losses.append(loss.detach())
             for k in sums:
-                if params[k].grad is not None:
-                    sums[k] += params[k].grad
+                if (grad := params[k].grad) is not None:
+                    sums[k] += grad
         for k, p in self.trained.items():
             p.grad = sums[k] / (self.world * program["accum"])
         if program["clip"]:

@@ -145,9 +145,11 @@ def use(x: Tensor, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return x * value.to(x.dtype)
     if isinstance(value, type):
-        return value()(x)
+        layer: Any = value()
+        return layer(x)
     if callable(value):
-        return value(x)
+        made: Any = value(x)
+        return made
     if isinstance(value, dict):
         for key, item in value.items():
             x = use(x, item) + 0.01 * len(key)
@@ -390,7 +392,7 @@ def nested_dataclass(module: nn.Module, value: Any) -> Any:
     return lambda: options.inner.value, lambda new: setattr(options, "inner", Options(new))  # pyright: ignore
 
 
-def namespace(module: nn.Module, value: Any) -> Any:
+def namespace(module: Any, value: Any) -> Any:
     module.config = types.SimpleNamespace(value=value)  # pyright: ignore
     return lambda: module.config.value, lambda new: setattr(module.config, "value", new)
 
@@ -492,7 +494,7 @@ def iterated(module: nn.Module, value: Any) -> Any:
     return read, lambda new: held.update(x=new)
 
 
-def child_module(module: nn.Module, value: Any) -> Any:
+def child_module(module: Any, value: Any) -> Any:
     child = nn.Identity()
     child.value = value  # pyright: ignore
     module.child = child
