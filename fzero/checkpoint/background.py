@@ -57,11 +57,13 @@ class Background:
         def run() -> None:
             try:
                 job()
+            # whatever ends the thread, the next save has to hear of it
             except BaseException as error:
                 self._error = error
 
         self._what = what
         self._thread = threading.Thread(target=run, name=f"fzero: {what}")
+        # The interpreter waits for the thread by itself; this is for what it raised.
         atexit.register(self._at_exit)
         self._thread.start()
 

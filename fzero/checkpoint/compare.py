@@ -54,6 +54,7 @@ def compare(flat: Flat, metadata: Metadata, scalars: Mapping[str, Scalar]) -> Re
     """How what a checkpoint holds differs from what is to be filled."""
     held = metadata.state_dict_metadata
     wanted = {**flat.tensors, **flat.scalars}
+    # A tree that nobody asked for, such as the state of a load of params, is not extra.
     asked = tuple({key.split(".")[0].split("[")[0] for key in wanted})
     missing = [key for key in wanted if key not in held and key not in scalars]
     extra = [key for key in (*held, *scalars) if key not in wanted and key.startswith(asked)]

@@ -41,9 +41,11 @@ def fill(
         open_source: opens it there, on every rank.
         params_like, opt_state_like, strict, cast, timeout: as for `load`.
     """
+    # What is to be loaded may be what is still being written.
     background.wait()
     flat = flatten(params_like, opt_state_like)
     ranks = ranks_of(flat.tensors.values(), timeout)
+    # One rank chooses: a save may come between the looks of two.
     found = together(ranks, "which checkpoint", lambda: choose() if ranks.leads else None, UNREAD)[
         0
     ]
@@ -86,6 +88,7 @@ def _read(flat: Flat, source: Source, skip: set[str]) -> None:
         if key in flat.tensors and key not in skip:
             local_tensor(flat.tensors[key]).copy_(value)
     done = {*skip, *source.values}
+    # one after the other, since they have the same keys
     for tensors in (flat.tensors, flat.rounded):
         wanted: dict[str, Any] = {key: x for key, x in tensors.items() if key not in done}
         if not wanted:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _HEAD_BYTES = 2**16
+# So many entries fit into what `peek` reads, with room to spare.
 _LONGEST = 1000
 _FIELD = re.compile(r'"lineage": (\{[^{}]*\})')
 
@@ -96,6 +97,7 @@ def ranked(entries: Sequence[Entry]) -> list[Entry]:
         return []
     newest = by_order[0]
     places = {key: place for place, key in enumerate((newest.key, *newest.lineage.line))}
+    # Stable: those that are not in the line stay by order.
     return sorted(by_order, key=lambda e: places.get(e.key, len(places)))
 
 
@@ -110,6 +112,7 @@ def following(entries: Sequence[Entry], step: int, parent: int | None) -> Lineag
     there = {entry.step: entry for entry in entries}
     if parent is None or parent not in there:
         return Lineage(order)
+    # One of this step will be replaced, and a line names only what stays.
     staying = {entry.key for entry in entries if entry.step != step}
     line = (there[parent].key, *there[parent].lineage.line)
     return Lineage(order, tuple(key for key in line if key in staying)[:_LONGEST])

@@ -64,6 +64,7 @@ class Ranks:
         data = json.dumps(value).encode()
         try:
             with self.circle.at(f"a checkpoint's exchange of {what}", self.timeout):
+                # two rounds: what is gathered must be of one length, and nobody knows the others'
                 lengths = [int(n) for n in self._gather(torch.tensor([len(data)]))]
                 padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
                 told = self._gather(padded)
@@ -80,6 +81,7 @@ class Ranks:
         Raises:
             CheckpointError: on every rank, with the first difference.
         """
+        # Digests first: as a rule all is well, and a few bytes have told so.
         told = self.gather(what, _digest(items))
         if len(set(told)) == 1:
             return
@@ -98,6 +100,8 @@ class Ranks:
         """The same ranks with a group of their own, for use beside training; all must call it."""
         if self.group is None:
             return self
+        # Gloo, whatever training uses: a thread's messages must not queue on its device. Local
+        # synchronization: ranks that are not in it need not come.
         group = dist.new_group(
             list(self.members),
             timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
@@ -168,6 +172,7 @@ def together(
     failed = {r: t["failed"] for r, t in zip(ranks.members, by_rank, strict=True) if "failed" in t}
     if not failed:
         return [told["is"] for told in by_rank]
+    # All that failed say the same: a list by rank would only repeat it.
     if isinstance(cause, CheckpointError) and len(set(failed.values())) == 1:
         raise cause
     listing = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())

@@ -125,6 +125,7 @@ class StopOnSignal:
         """True once any rank got the signal; every rank must call it, once a step."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self._asked
+        # A group of NCCL alone takes no tensors of the host.
         device = "cpu" if "gloo" in str(dist.get_backend_config()) else None
         flag = torch.tensor(
             int(self._asked), device=device or torch.accelerator.current_accelerator()
@@ -140,4 +141,5 @@ class StopOnSignal:
         signal.signal(self._number, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # No more than a flag: a signal may come in the middle of a step or a save.
         self._asked = True

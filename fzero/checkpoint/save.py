@@ -158,7 +158,9 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
             _UNWRITTEN,
         )[0]
         if asynchronous:
+            # its messages must not come between training's own
             ranks = background.apart_from(ranks)
+            # a copy on the host, too: the next step writes over these tensors
             mine = {i: x.to("cpu", copy=True) for i, x in mine.items()}
         shown = progress(f"saving step {step}", total, shown=ranks.leads)
         metadata = _metadata(flat, step, lineage, chunks, ranks)
@@ -172,6 +174,7 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
             with ThreadPoolExecutor(1) as pool:
                 job(pool)
     except BaseException:
+        # for a job that never ran; one that did has let go, and to close twice does nothing
         held.close()
         raise
     return step_folder(where, step)

@@ -136,6 +136,7 @@ def shared_prefix(names: Sequence[str], foreign: Iterable[str]) -> str:
     'model.'
     """
     held = set(foreign)
+    # Candidates from three names: from all of them it would be quadratic in the leaves.
     found = {key[: -len(n)] for n in names[:3] for key in held if f".{key}".endswith(f".{n}")}
     ranked = [(-sum(f"{p}{n}" in held for n in names), len(p), p) for p in found]
     return min(ranked)[2] if ranked else ""

@@ -159,6 +159,7 @@ def update(state: LossScaleState, finite: Tensor, cfg: LossScale) -> LossScaleSt
     return LossScaleState(
         scale=torch.where(grows, grown, scale),
         good_steps=torch.where(grows, torch.zeros_like(good_steps), good_steps),
+        # Left at 1 after backing off: until the scale grows again each overflow backs off.
         hysteresis=torch.where(
             grows, torch.full_like(hysteresis, cfg.hysteresis), hysteresis - counts_down.int()
         ),
@@ -207,6 +208,7 @@ class Watch:
         """
         if len(self._flags) >= self.LAG:
             flag, there = self._flags.popleft()
+            # as a rule done by now: it waits for a device that is LAG steps behind
             there.synchronize()
             if flag.item():
                 self._flags.clear()

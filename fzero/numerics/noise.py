@@ -77,6 +77,7 @@ class WholeLeafNoise(TorchDispatchMode):
         return result
 
     def _leaf_of(self, x: Tensor) -> LeafLayout | None:
+        # An id is given to another tensor once its own is gone.
         ref = self._refs.get(id(x))
         return self._leaf[id(x)] if ref is not None and ref() is x else None
 

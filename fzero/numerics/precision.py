@@ -79,6 +79,7 @@ class Precision:
             )
         if self.lower_precision_safe_modules is not None:
             modules = _check_modules(self.lower_precision_safe_modules)
+            # It is frozen; names are looked up once, here.
             object.__setattr__(self, "lower_precision_safe_modules", modules)
         self._check_master()
         self._check_autocast()
@@ -255,6 +256,7 @@ def _module_class(given: Any) -> type[nn.Module]:
 def _find(name: str) -> Any:
     """What a dotted name stands for, or None."""
     parts = name.split(".")
+    # The longest module first. What is left are attributes: of a nested class, several.
     for length in range(len(parts) - 1, 0, -1):
         try:
             found: Any = importlib.import_module(".".join(parts[:length]))

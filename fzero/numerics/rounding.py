@@ -35,6 +35,7 @@ def stochastically(x: Tensor, bits: Tensor) -> Tensor:
     """
     # bfloat16 is the upper half of float32: what is added below carries into it, or does not
     raised = x.view(torch.int32) + (bits & _HALF)
+    # a NaN could become infinite or carry over into a number
     return torch.where(x.isfinite(), (raised & ~_HALF).view(torch.float32), x).bfloat16()
 
 
@@ -65,6 +66,7 @@ def random_bits(
     first, second = struct.unpack("<ii", digest)
     step = step.to(part.device).to(torch.int32)
     key = _mixed(_mixed(step ^ first) ^ second)
+    # The key twice: after one xor alone, leaves would share their numbers in another order.
     return _mixed(_mixed(_places(leaf, part, rank) ^ key) + key)
 
 
@@ -84,6 +86,7 @@ def _places(leaf: LeafLayout, part: Tensor, rank: int | None) -> Tensor:
 def _mixed(x: Tensor) -> Tensor:
     """A bijection of 32 bits in which every bit of the result depends on every bit of `x`."""
     x = (x ^ _shifted(x, 16)) * 0x7FEB352D
+    # less 2**32: the same bits as an int32, in which products wrap around
     x = (x ^ _shifted(x, 15)) * (0x846CA68B - 2**32)
     return x ^ _shifted(x, 16)
 

@@ -178,6 +178,7 @@ def _adam(
         rate = lr(state.step) if callable(lr) else lr
         leaves, spec = tree.flatten(grads)
         columns = (leaves_like(spec, params, "params"), leaves, *_moments(spec, state))
+        # After the schedule, whose first step is 0 (the kernels' is 1), and after what can raise.
         state.step.add_(1)
 
         def kernel(params: list[Tensor], grads: list[Tensor], mu: Any, nu: Any) -> None:

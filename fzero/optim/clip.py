@@ -60,6 +60,7 @@ def tree_norm(values: PyTree, p: float) -> Tensor:
         >>> tree_norm(values, math.inf), tree_norm(values, 1)
         (tensor(4.), tensor(7.))
     """
+    # An empty shard has no largest number, and torch raises for it.
     leaves = [x for x in tree.leaves(values) if x.numel()]
     if p == 2 or not leaves:
         return tree_global_norm(leaves)
@@ -73,6 +74,7 @@ def _norm(x: Tensor, p: float) -> Tensor:
     if p in (1, math.inf):
         return torch.linalg.vector_norm(x, p)
     largest = torch.linalg.vector_norm(x, math.inf)
+    # Divided by the largest no power overflows; zeros alone would be divided by zero.
     unit = torch.where(largest > 0, largest, 1.0)
     return torch.linalg.vector_norm(x / unit, p) * largest
 

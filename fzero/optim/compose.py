@@ -66,6 +66,7 @@ def chain(*transforms: Any) -> Optimizer:
         keep = tree.leaves(params)
         for part, own in zip(first, state[:-1], strict=True):
             grads, new = part.update(grads, own, params, **options)
+            # written at the end: if a later part raises, this state is as it was
             stored.append(Overwrite(own, new, keep))
         assert last.apply_ is not None  # as_optimizer has filled it in
         final = last.apply_(grads, state[-1], params, **options)
@@ -124,6 +125,7 @@ def masked(inner: Any, mask: PyTree | Callable[[PyTree], PyTree]) -> Optimizer:
         inner_state = part.apply_(
             _select(grads, flags), state.inner, _select(params, flags), **options
         )
+        # A gradient that passes through is its leaf's update, as `update` gives it.
         others = [not flag for flag in flags]
         add_(tree.leaves(_select(params, others)), tree.leaves(_select(grads, others)))
         return MaskedState(inner_state)

@@ -147,6 +147,7 @@ def scale_(leaves: Leaves, factor: float | Tensor) -> None:
 def subtract_(leaves: Leaves, directions: Leaves, lr: float | Tensor) -> None:
     """`leaf -= lr * direction`. The leaves are of one group."""
     if isinstance(lr, Tensor):
+        # alpha takes a number: a tensor's would have to be read, and waited for
         torch._foreach_sub_(leaves, scaled(directions, lr))
     else:
         torch._foreach_add_(leaves, directions, alpha=-lr)
@@ -192,6 +193,7 @@ def _groups(leaves: Leaves, max_bytes: Callable[[torch.device], int] | None) -> 
         part: list[int] = []
         size = 0
         for row in rows:
+            # `part` first: a leaf beyond the limit goes alone, and no group is empty
             if part and size + leaves[row].nbytes > limit:
                 yield part
                 part, size = [], 0

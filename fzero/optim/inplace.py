@@ -97,6 +97,7 @@ class Overwrite:
                 continue
             aliased = taken.get(id(value), place) != place
             value = shard_like(value, before)
+            # a tensor that another place overwrites would change under this one
             self._new.append(value.clone() if aliased else value)
 
     def write(self) -> PyTree:

@@ -129,6 +129,7 @@ def lion(
             grads = cast_like(grads, params)
             directions = torch._foreach_lerp(mu, grads, 1.0 - b1)
             torch._foreach_sign_(directions)
+            # after the direction, which is mixed from the mean of the steps before
             torch._foreach_lerp_(mu, grads, 1.0 - b2)
             if weight_decay:
                 scale_(params, 1.0 - rate * weight_decay)

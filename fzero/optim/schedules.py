@@ -97,6 +97,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     def schedule(step: Tensor) -> Tensor:
         value = schedules[0](step)
         for border, following in zip(boundaries, schedules[1:], strict=True):
+            # both sides are computed, later ones at negative steps; `where` drops those
             value = torch.where(step < border, value, following(step - border))
         return value
 

@@ -89,6 +89,7 @@ def stand_ins(values: PyTree, where: str) -> PyTree:
             return tree.map(lambda x: _empty(tuple(x.shape), x.dtype), values)
         for path, x in zip(tree.paths(values), tree.leaves(values), strict=True):
             found = leaves.by_path.get(path)
+            # an optimizer that knows nothing of shards is given whole leaves
             if found is None or tuple(x.shape) not in (found.part, found.shape):
                 raise ConfigError(
                     f"{where}: it was given {path or 'a leaf'} {tuple(x.shape)}, which is no leaf "

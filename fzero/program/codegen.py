@@ -67,6 +67,7 @@ Then = Callable[[fx.Node], Callable[[Any], Any] | None]
 def _function(program: Program, then: Then) -> Executable:
     source, scope = generate(program, then)
     filename = f"<fzero program {program.name} {next(_NUMBERS)}>"
+    # Without a time of change (None) linecache keeps it, so tracebacks show the generated line.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), scope)
     return scope["program"]
@@ -158,6 +159,7 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
 
     def bind(value: Any, hint: str) -> str:
         """A global that holds `value`."""
+        # By identity: some can't be hashed. The scope keeps each alive, so no id is used twice.
         key = id(value)
         if key not in bound:
             name = f"{hint}_{len(bound)}"
@@ -175,8 +177,10 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
             if isinstance(value, list):
                 return f"[{inner}]"
             return f"({inner},)" if value else "()"
+        # Exact types: the repr of a subclass, such as an IntEnum, is no expression.
         if value is None or type(value) in (bool, int, str):
             return repr(value)
+        # NaN and infinity have no literal.
         if type(value) is float and value == value and abs(value) != float("inf"):
             return repr(value)
         return bind(value, type(value).__name__.lower())
@@ -209,6 +213,7 @@ def _statement(
     function = target._op if isinstance(target, torch._ops.OpOverload) else target
     if is_op(node, *_IN_GRAD_MODE):
         function = _in_grad_mode(function)
+    # Ours gives a work in flight where torch's gives a tensor, so only waits may read it.
     if is_op(node, *works.LAUNCHES) and all(is_op(user, _WAIT) for user in node.users):
         function = works.LAUNCHES[target._schema.name]
     elif is_op(node, _WAIT) and is_op(node.all_input_nodes[0], *works.LAUNCHES):
@@ -234,6 +239,7 @@ _IN_GRAD_MODE = ("aten::mkldnn_rnn_layer",)
 def _in_grad_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> list[Tensor]:
         with torch.enable_grad():
+            # detached: what autograd noted would keep the operands alive
             return [x.detach() for x in function(*args)]
 
     return run
@@ -247,6 +253,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[str]]:
         for operand in reads(node):
             if operand not in seen:
                 seen.add(operand)
+                # what is returned goes with the frame, and nothing follows a return
                 if node.op != "output":
                     result.setdefault(node, []).append(operand.name)
     return result

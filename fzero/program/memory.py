@@ -60,6 +60,7 @@ def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Byte
         if new:
             born[node] = new
             size.update(new)
+        # what nobody reads dies where it is made
         for key in new:
             last[key] = node
     kept = {same.get(key, key) for key in _storages(output_node(graph).all_input_nodes)}

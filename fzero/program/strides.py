@@ -22,6 +22,7 @@ def agree(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
     """
     if tuple(a) == tuple(b) or 0 in shape:
         return True
+    # along a dim of one element there is no next one: its stride is of no account
     return all(i == j for size, i, j in zip(shape, a, b, strict=True) if size > 1)
 
 

@@ -77,17 +77,20 @@ def _recorded(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModul
     try:
         return _record(fn, inputs)
     except Exception as error:
+        # Only what torch has put on the meta device by itself (see `devices`) needs a second try.
         if "meta" not in str(error):
             raise
         return _record(devices_kept(fn), inputs)
 
 
 def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    # Non-fake inputs are what the function closes over.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [_fake(x, mode) for x in inputs]
     with (
         transformers_is_tracing(),
         checkpoints_taken_over(),
+        # a caller's no_grad is not to reach the gradients that are recorded
         torch.enable_grad(),
     ):
         return make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
@@ -122,6 +125,7 @@ def _program(
 # ------------------------------------------------------------------------------------ messages
 def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
     _, last = refusals[-1]
+    # A value that is read tells the user most, whichever front end met it.
     cause = next((e for _, e in refusals if isinstance(e, _DATA_DEPENDENT)), last)
     where = _user_frame(cause)
     said = "\n".join(f"  through {label}: {_first_line(error)}" for label, error in refusals)

@@ -64,6 +64,7 @@ def _verify(program: Part) -> None:
 
 
 def _mode(program: Part) -> FakeTensorMode:
+    # Fake tensors of two modes can't meet in one operator.
     fakes = (x for node in program.graph.nodes for x in tensors_of(node))
     found = next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
     return found or FakeTensorMode(allow_non_fake_inputs=True)
@@ -71,6 +72,7 @@ def _mode(program: Part) -> FakeTensorMode:
 
 def _value(node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode) -> Any:
     """What a node makes of what is made before it, on fake tensors."""
+    # It reads nothing that a pass could have replaced.
     if node.op != "call_function" or not node.all_input_nodes:
         return node.meta["val"]
     # a generator is made anew at each run and is no value; a fake tensor's numbers need none

@@ -296,6 +296,7 @@ class _Recorder(TorchDispatchMode):
         player = self.player
         player.starts = self.starts()
         generators = [generator for generator, _ in player.starts]
+        # Preserved: the replay draws, and the recording has to find its marks again.
         with _disable_current_modes(), torch.no_grad(), preserved(generators):
             player.advance(len(self.ops))
             player.fetch(wanted)
@@ -340,6 +341,7 @@ class _Stream:
         draw = self.change() or Draw(self.generator, mark)
         with _disable_current_modes():
             self.generator.manual_seed(mix(0x5EED, mark))
+            # a number drawn makes it a state that no manual_seed leaves behind
             torch.rand(1, generator=self.generator, device=self.generator.device)
         self.expected = digest(self.generator.get_state())
         self.marks[self.expected] = mark

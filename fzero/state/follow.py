@@ -65,6 +65,7 @@ def _follow_(masters: list[Tensor], parts: list[Tensor]) -> None:
 
 
 def _selected(master: Tensor, part: Tensor) -> Tensor:
+    # it has all the digits, so it is the master, written or not
     if part.dtype == master.dtype:
         return part
     written = _bits(part) != _bits(master.to(part.dtype))
@@ -96,6 +97,7 @@ _BLOCK, _SMALL = 2**18, 2**12
 
 
 def _differs(master: Tensor, part: Tensor) -> bool:
+    # A copy in any case: the xor writes into it.
     cast = master.to(part.dtype, copy=True)
     low, high = torch.aminmax(_bits(cast).bitwise_xor_(_bits(part)))
     return bool(low) or bool(high)

@@ -62,6 +62,7 @@ def start(
         apart=cfg.offload is not None,
     )
     pairs = zip(leaves, kept.params, strict=True)
+    # On the meta device: plans need no values, and casts of all leaves at once would cost memory.
     low = [noted_like(x.detach().to("meta", dtype), x) for x, dtype in pairs]
     low = tree.unflatten(tree.flatten(shapes)[1], low)
     sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)

@@ -73,6 +73,7 @@ def copied(x: Any) -> Any:
         return x
     if x.device.type != "cpu" or not x.is_pinned():
         return x.clone()
+    # A clone would be pageable.
     return torch.empty_like(x, pin_memory=True).copy_(x)
 
 

@@ -40,15 +40,18 @@ def columns(x: Tensor, *, world: int, first: bool) -> Tensor:
         scaled = x * 0.5 ** _doublings(world)
         mask = -(1 << _LOW_BITS)
         high = (scaled.view(torch.int64) & mask).view(torch.float64)
+        # infinity less itself is NaN
         low = torch.where(torch.isfinite(x), scaled - high, 0.0)
         return torch.stack([high, low])
     if x.is_floating_point():
         return x.double().unsqueeze(0)
     if not first:
+        # zeros from all others: the sum is the first rank's
         return x.new_zeros((_width(x.dtype), x.numel()), dtype=torch.float64)
     if _width(x.dtype) == 1:
         return x.double().unsqueeze(0)
     x = x.view(torch.int64)
+    # 64 bits don't fit into a float64, two halves do
     return torch.stack([x >> 32, x & 0xFFFFFFFF]).double()
 
 
@@ -68,6 +71,7 @@ def joined(total: Tensor, like: Tensor, *, world: int) -> Tensor:
     if dtype.is_complex:
         dtype = torch.view_as_real(like).dtype
     if dtype == torch.float64:
+        # Divided apart, which is exact: their sum would be rounded before.
         flat = (total[0] / world + total[1] / world) * 2.0 ** _doublings(world)
     elif dtype.is_floating_point:
         flat = (total[0] / world).to(dtype)

@@ -79,6 +79,7 @@ class Plan:
 
     def parts(self, trained: Sequence[Tensor]) -> Sequence[Tensor]:
         """What of the trained leaves, as they live between steps, is this rank's; as views."""
+        # Stage 0 updates whole leaves; at stage 3 they live as shards already.
         if self.cfg.stage in (0, 3) or self.mesh.shard_size == 1:
             return trained
         return [self.part(x, leaf) for x, leaf in zip(trained, self.trained, strict=True)]
@@ -111,6 +112,7 @@ class Plan:
         leaves, spec = tree.flatten(inner)
         wrapped = []
         for x, path in zip(leaves, tree.paths(inner), strict=True):
+            # a moment's path ends with its parameter's, .mu['w'] with ['w']: the longest first
             starts = (i for i, char in enumerate(path) if char in "[.")
             leaf = next((paths[path[i:]] for i in starts if path[i:] in paths), None)
             if leaf and isinstance(x, Tensor) and tuple(x.shape) == leaf.shard_shape(rank):

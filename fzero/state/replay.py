@@ -43,6 +43,7 @@ class Place:
         x = torch.empty(0, dtype=self.dtype, device=self.device)
         x.set_(memory[self.storage], self.offset, self.shape, self.stride)  # pyright: ignore
         x = x.conj() if self.conjugated else x
+        # Private. No public function makes such a view.
         return torch._neg_view(x) if self.negated else x
 
 
@@ -96,6 +97,7 @@ class Op:
         results = pytree.tree_leaves(self.func(*args, **kwargs))
         for i, place in self.made:
             x: Tensor = results[i]
+            # a kernel may choose another layout than its fake one, which views are recorded in
             if (x.stride(), x.storage_offset()) != (place.stride, place.offset):
                 storage = torch.UntypedStorage(sizes[place.storage], device=x.device)
                 x = place.tensor({place.storage: storage}).copy_(x)  # as it was recorded
@@ -141,6 +143,7 @@ class Player:
                 self._writers.setdefault(key, []).append(turn)
             self.done += 1
             for key in op.reads | op.makes:
+                # to the end of the dict, whose order says what was used last
                 self.memory[key] = self.memory.pop(key)
             done(turn)
             self._forget(keep=op.reads | op.makes)
@@ -151,6 +154,7 @@ class Player:
         if not missing:
             return
         needed: set[int] = set()
+        # apart: what is in memory is of now, and these run as of then
         scratch: Memory = {}
         todo = [(key, self.done) for key in missing]
         while todo:
@@ -158,6 +162,7 @@ class Player:
             writers = self._writers.get(key, [])
             place = bisect_left(writers, stop)
             if place == 0:
+                # a clone: what runs may write into it, and constants are the builder's
                 scratch[key] = self.constants[key].clone()
             elif (turn := writers[place - 1]) not in needed:
                 needed.add(turn)

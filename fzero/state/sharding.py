@@ -164,6 +164,7 @@ def unshard(sharded: PyTree, *, rank0_only: bool = False, copy: bool = True) -> 
         if not isinstance(leaf, Tensor):
             full.append(leaf if keep else None)
             continue
+        # also where it is dropped at once: a gather needs all ranks
         whole = _whole(leaf) if isinstance(leaf, DTensor) else leaf
         if keep and copy and _in_its_memory(whole, leaf):
             whole = whole.clone()
@@ -184,6 +185,7 @@ def _whole(leaf: DTensor) -> Tensor:
     split = [i for i, placement in enumerate(placements) if type(placement) is Shard]
     rest = [placement for placement in placements if type(placement) is not Shard]
     plain = len(split) == 1 and all(type(placement) is Replicate for placement in rest)
+    # DTensor's own way leads back to a gradient, and knows every other placement.
     if not plain or leaf.requires_grad or circle_of(mesh).alone:
         return leaf.full_tensor()
     (axis,) = split

@@ -212,6 +212,7 @@ class _Unpickler(pickle.Unpickler):
             return tuple
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
+        # dtypes are pickled by name; nothing else of torch gets through here
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (module, name) == ("torch.serialization", "_get_layout"):
@@ -239,6 +240,7 @@ def _tensor(x: Any) -> TensorStorageMetadata | None:
         return None  # of bytes, which are never read
     size = torch.Size(x.size)
     chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in x.chunks]
+    # TensorProperties pickle themselves as a tuple, the dtype first.
     return TensorStorageMetadata(TensorProperties(dtype=x.properties.state[0]), size, chunks)
 
 

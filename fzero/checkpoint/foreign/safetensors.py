@@ -119,6 +119,7 @@ def write_folder(
     def write(place: int) -> None:
         name, rows = files[place], [leaves[i] for i in members[place]]
         if place % len(ranks.members) != ranks.index:
+            # a gather needs all ranks, also those that don't write
             for leaf in rows:
                 leaf.make(False)
             return
@@ -143,6 +144,7 @@ def write_folder(
     together(ranks, "whether the folder is there", prepare, _UNWRITTEN)
     for place, name in enumerate(files):
         together(ranks, f"whether {name} is written", partial(write, place), _UNWRITTEN)
+    # Last: readers find the files through the index, and by then all are there.
     together(ranks, "whether the index is written", finish, _UNWRITTEN)
     shown.close()
     return folder

@@ -80,7 +80,9 @@ def plan_save(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> list[Chunk
         else:
             holders[Box((0,) * tensor.dim(), tuple(tensor.shape))] = everyone
         for box, who in holders.items():
+            # an empty shard has no bytes, and a manifest no empty boxes
             if box.numel:
+                # of equals the first: every rank makes the same plan
                 least = min(who, key=load.__getitem__)
                 load[least] += box.numel * tensor.element_size()
                 chunks.append(Chunk(key, box, least))

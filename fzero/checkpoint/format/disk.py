@@ -25,6 +25,7 @@ def create(path: Path) -> int:
 
 def append(file: int, data: memoryview) -> None:
     """Write all of `data` at the end of the file."""
+    # the system may take a part of it only
     while data:
         data = data[os.write(file, data) :]
 

@@ -71,6 +71,7 @@ def steps(path: Path) -> list[Path]:
         return []
     there = list(path.iterdir())
     found = {int(match[1]): e for e in there if (match := _REPLACED.fullmatch(e.name))}
+    # A step's own name goes before what was put aside for it.
     found |= {int(match[1]): e for e in there if (match := _STEP.fullmatch(e.name))}
     return [found[step] for step in sorted(found)]
 
@@ -124,6 +125,7 @@ def whole(folder: Path) -> Manifest:
     """
     found = manifest.read(folder)
     for name, file in found.files.items():
+        # opened for the checks alone: nothing is read
         open_checked(folder / name, file).__exit__()
     return found
 
@@ -167,8 +169,10 @@ def publish(folder: Path, there: Path, *, replaces: bool) -> None:
         CheckpointError: the name was taken meanwhile, and is not to be replaced.
     """
     try:
+        # not looked up first: between a look and the rename another save could come
         disk.rename(folder, there)
     except OSError:
+        # the name is free, so it is the disk that failed
         if not there.exists():
             raise
         if not replaces:
@@ -176,6 +180,7 @@ def publish(folder: Path, there: Path, *, replaces: bool) -> None:
                 f"{there} was published by another save in the meantime; that one stays. Let one "
                 "process save a step, or pass overwrite=True."
             ) from None
+        # once swapped, the old one lies where the new one was written
         old = folder
         if not disk.exchange(folder, there):
             old = _hidden(there, "replaced")
@@ -186,6 +191,7 @@ def publish(folder: Path, there: Path, *, replaces: bool) -> None:
                 disk.rename(old, there)
                 raise
         disk.sync_folder(there.parent)
+        # only now: a crash before the sync may bring the old name back
         disk.remove(old)
     else:
         disk.sync_folder(there.parent)
@@ -215,6 +221,7 @@ def retain(path: Path, keep: int, never: Collection[int | None] = ()) -> None:
         never: steps of those that stay in any case.
     """
     there = [entry for entry in ranked(entries(path)) if is_whole(entry.folder)]
+    # Least wanted first: if it is cut short, the better ones are left.
     for entry in reversed(there[keep:]):
         if entry.step not in never:
             drop(entry.folder)

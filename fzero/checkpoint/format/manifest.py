@@ -43,6 +43,7 @@ BLOCK = 2**20
 MAX_BYTES = 2**30
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+# One name for each: no aliases such as torch.half. Quantised ones are never saved.
 _DTYPES = {
     name: dtype
     for name, dtype in vars(torch).items()
@@ -224,6 +225,7 @@ def blocks(nbytes: int) -> int:
 
 
 def _digest(body: Any) -> str:
+    # JSON keeps the order of keys and every digit: what was read digests as it was written.
     return hashlib.blake2b(json.dumps(body).encode(), digest_size=16).hexdigest()
 
 
@@ -236,6 +238,7 @@ def _parse(found: Any, where: str) -> Manifest:
             f"{where} has version {body['version']!r}, and this release of fzero reads version "
             f"{VERSION}. Load it with the release that wrote it, or a newer one."
         )
+    # After the version: another one may have another checksum.
     if found["checksum"] != _digest(body):
         raise CheckpointError(
             f"{where} does not have the checksum that it says: the file is damaged. Load another "

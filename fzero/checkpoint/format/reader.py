@@ -214,6 +214,7 @@ class Boxed(NamedTuple):
         """Bytes of the box, from blocks that are as they were written."""
         whole = torch.Size(self.sizes).numel() * self.dtype.itemsize
         first = start // BLOCK
+        # To the end of the last block: a part of one has no checksum.
         stop = min(-(-(start + nbytes) // BLOCK) * BLOCK, whole)
         # a bytearray, because torch wants memory that may be written to
         data = memoryview(bytearray(stop - first * BLOCK))
@@ -226,6 +227,7 @@ class Boxed(NamedTuple):
         while filled < len(data):
             at = self.extent.start + first * BLOCK + filled
             got = os.preadv(self.file.descriptor, [data[filled:]], at)
+            # cut off since it was opened: the checksum will not fit
             if not got:
                 break
             filled += got

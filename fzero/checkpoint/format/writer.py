@@ -132,6 +132,7 @@ class Writer(StorageWriter):
             disk.sync(file)
         finally:
             os.close(file)
+        # The ranks' files are entries of it as well; all must be there before it gets its name.
         disk.sync_folder(self.folder)
 
     @classmethod

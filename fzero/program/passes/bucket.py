@@ -66,6 +66,7 @@ def bucket(
         share = slack * min(1.0, _LARGE / max(candidate.bucket_bytes, 1))
         return peak <= max(lowest * (1 + share), budget)
 
+    # Sizes fall, so this is the largest that fits; the one of the lowest peak always does.
     return next(c for c, peak in zip(candidates, peaks, strict=True) if fits(c, peak))
 
 
@@ -89,6 +90,7 @@ def _with_buckets(program: Program, size: int) -> Program:
         made += len(groups)
         for group in groups:
             _lower(graph, group)
+        # now, not at the end: the next kind is grouped by the order of the graph
         legalise(graph)
     line = f"bucket: {singles} -> {made} collectives, at most {size / 2**20:.3g} MiB each"
     return program.logged(graph, line)

@@ -35,6 +35,7 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         return node.all_input_nodes[0].all_input_nodes[0]
     if is_op(node, *_RESHAPES):
         source = node.all_input_nodes[0]
+        # Strides that allow two steps may not allow one; contiguous ones always do.
         if is_op(source, *_RESHAPES) and _contiguous(source.all_input_nodes[0]):
             node.replace_input_with(source, source.all_input_nodes[0])
             source = source.all_input_nodes[0]
@@ -47,6 +48,7 @@ def _same_as(node: fx.Node) -> fx.Node | None:
 def _seen_before(node: fx.Node, seen: dict[object, fx.Node]) -> fx.Node | None:
     if not is_op(node, *_PURE_VIEWS):
         return None
+    # As text: lists among the arguments can't be hashed, and a node's name is unique.
     key = (node.target, str(node.args))
     return None if seen.setdefault(key, node) is node else seen[key]
 

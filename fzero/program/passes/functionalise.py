@@ -54,6 +54,7 @@ def functionalise(program: Program) -> Program:
     fakes = [node.meta["val"] for node in placeholders(program.graph)]
     functional = dispatch_functionalize(_Again(module).run)
     try:
+        # no_grad: backward is in the graph already
         with torch.no_grad(), preserve_node_meta():
             traced = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
     except FzeroError:
@@ -69,6 +70,7 @@ def functionalise(program: Program) -> Program:
     graph.set_codegen(CodeGen())
     _restore_outputs(graph, operands(output_node(program.graph)))
     note_reads(graph)
+    # The second recording names constants anew.
     constants = {
         str(node.target): getattr(traced, str(node.target))
         for node in graph.nodes

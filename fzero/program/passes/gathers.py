@@ -47,11 +47,13 @@ def sink_gathers(program: Program) -> Program:
     anchor = order_of(graph)  # where a node stands; for a moved one, the node it stands before
     before: dict[int, list[fx.Node]] = {}
     nodes = list(graph.nodes)
+    # Users first: a cast goes to where the gather that reads it has gone.
     for node in reversed(nodes):
         if node.users and (_gathered(node) or _prepares_gather(node)):
             anchor[node] = min(anchor[user] for user in node.users)
             before.setdefault(anchor[node], []).append(node)
     for place, moved in before.items():
+        # collected from the end, so this is the order of the graph
         for node in reversed(moved):
             nodes[place].prepend(node)
     count = sum(is_gather(node) for moved in before.values() for node in moved)
@@ -72,10 +74,12 @@ def hoist_reductions(program: Program) -> Program:
     after: dict[int, list[fx.Node]] = {}
     for node in nodes:
         ready = max((anchor[x] for x in node.all_input_nodes), default=-1)
+        # what reads inputs alone stays: nothing goes between the placeholders
         if node in only_reduced and ready >= 0 and nodes[ready].op != "placeholder":
             anchor[node] = ready
             after.setdefault(ready, []).append(node)
     for place, moved in after.items():
+        # each goes directly after the place, so the last one first
         for node in reversed(moved):
             nodes[place].append(node)
     count = sum(is_reduction(node) for moved in after.values() for node in moved)

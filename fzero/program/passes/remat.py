@@ -45,9 +45,11 @@ def _level(
     """Do the outermost regions of `paths`; returns the paths inside of them, of copies too."""
     order = order_of(graph)
     inside = {n for n in paths if _is_pure(n) and not paths[n][0].saved}
+    # Their values are kept for somebody else in any case: a copy would only cost.
     inside -= {n for n in inside if _escapes(n, paths, gradients)}
     inner = {n: path[1:] for n, path in paths.items() if path[1:] and not path[0].saved}
     again: dict[fx.Node, fx.Node] = {}
+    # In the graph's order: a copy for an early reader stands before the later ones too.
     for place in [n for n in graph.nodes if n in gradients]:
         missing: set[fx.Node] = set()
         todo = [x for x in place.all_input_nodes if x in inside]

@@ -165,6 +165,7 @@ def legalise(graph: fx.Graph) -> None:
                 waiting[user] -= 1
                 if waiting[user] == 0:
                     freed.append(user)
+            # a stack: the one that stood first is to come off first
             todo.extend(reversed(freed))
 
     for node in list(graph.nodes):

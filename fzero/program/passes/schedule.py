@@ -22,9 +22,11 @@ def schedule(program: Program, *, prefetch: int | None = None) -> Program:
     for phase in (FORWARD, BACKWARD) if prefetch else ():
         gathers = [n for n in launches if n.meta["bucket"].gathers and n.meta["phase"] == phase]
         for place, node in enumerate(gathers[1:], 1):
+            # before that wait, not after it: then both are in flight at once
             _move_before(_launch_part(node), _wait_of(gathers[max(place - prefetch, 0)]))
     reductions = [n for n in launches if not n.meta["bucket"].gathers]
     for node, following in itertools.zip_longest(reductions, reductions[1:]):
+        # an update works in place: nothing moves across it
         if node.meta["phase"] != UPDATE:
             _delay(node, following)
     legalise(graph)

@@ -95,8 +95,10 @@ def _dropout(
 ) -> tuple[Tensor, Tensor]:
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    # torch takes 0 as the scale here; 1 / (1 - p) would divide by zero
     if p == 1:
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+    # Operation by operation what torch's kernel does on a CPU, so that it rounds alike.
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
     return (x * mask).mul_(1.0 / (1 - p)), mask
 
