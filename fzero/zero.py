@@ -116,6 +116,7 @@ def zero3(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> Gra
 
     def loss_of_shards(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Tensor, Any]:
         full = [
+            # in this order: backward then sums over the replicate axis what is scattered already
             all_gather(replicate(shard, axes.replicate, leaf.name), leaf, axes.shard)
             for shard, leaf in zip(layout.merge(trained, frozen), layout, strict=True)
         ]
@@ -167,6 +168,7 @@ def ddp_local(loss_fn: LossFn, layout: Layout, grad: Grad = grad) -> GradFn:
 def scatter(grads: Sequence[Tensor], layout: Layout, axes: Axes) -> Leaves:
     """Gradient shards, summed over all ranks, from every rank's full gradients."""
     return tuple(
+        # scattered first: a shard, not a whole gradient, travels over the other axis
         all_reduce(reduce_scatter(grad, leaf, axes.shard), axes.replicate, leaf.name)
         for grad, leaf in zip(grads, layout.trained, strict=True)
     )
@@ -194,6 +196,7 @@ def scaled(loss_fn: LossFn, factor: float | Tensor) -> LossFn:
     def fn(leaves: Leaves, *args: Any) -> tuple[Tensor, tuple[Tensor, Any]]:
         loss, aux = loss_fn(leaves, *args)
         loss = boundary(loss)
+        # a multiplication by one would be recorded, and run in every step
         unit = isinstance(factor, float) and factor == 1.0
         return (loss if unit else loss * factor), (loss, aux)
 

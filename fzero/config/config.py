@@ -253,6 +253,7 @@ class Config:
         if not ok or not all(isinstance(glob, str) and glob for glob in globs):
             self._refuse(field, f"{rule} (non-empty strings)")
         if isinstance(globs, set | frozenset):
+            # a set of strings has another order in each process, and ranks compare their configs
             globs = sorted(globs)
         object.__setattr__(self, field, tuple(globs))
 

@@ -55,11 +55,13 @@ def agree(
     with circle.at(f"a comparison of {what}", timeout):
         if len(set(_all_gather_bytes(_digest(text), mesh, circle))) == 1:
             return
+        # a collective takes one length from all: so the lengths go first, and the texts padded
         lengths = _all_gather_bytes(len(text).to_bytes(8, "big"), mesh, circle)
         length = [int.from_bytes(n, "big") for n in lengths]
         padded = _all_gather_bytes(text.ljust(max(length), b"\0"), mesh, circle)
     texts = [t[:n] for t, n in zip(padded, length, strict=True)]
     told = [[(path, value) for path, value in json.loads(t)] for t in texts]
+    # all ranks hold the same texts, so all raise, with the same words
     raise RankMismatchError(f"{first_difference(what, told, mesh.ranks)} {hint}")
 
 

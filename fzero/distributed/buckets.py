@@ -68,6 +68,7 @@ class Bucket:
     @property
     def wire_bytes(self) -> int:
         """Bytes that each rank sends in a ring: what bandwidth-optimal collectives move."""
+        # a ring's all-reduce is a reduce-scatter and then an all-gather
         hops = 2 if self.kind == ALL_REDUCE else 1
         return hops * self.nbytes * (self.world - 1) // self.world
 
@@ -165,12 +166,14 @@ def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
         return [buffer.view(bucket.leaves[0].shape)]
     sizes = [math.prod(leaf.padded_shape) for leaf in bucket.leaves]
     table = buffer.view(bucket.world, -1)
+    # copied: the rows that ranks have of a leaf lie apart in the buffer, and no view joins them
     columns: Any = torch.split_with_sizes_copy(table, sizes, dim=1) if len(sizes) > 1 else [table]
     full = []
     for column, leaf in zip(columns, bucket.leaves, strict=True):
         assert leaf.dim is not None
         rows, *rest = leaf.padded_shape
         x = column.view(rows * bucket.world, *rest)
+        # only the last ranks have padding, so all real rows come first
         if rows * bucket.world != leaf.shape[leaf.dim]:
             x = x.narrow(0, 0, leaf.shape[leaf.dim])
         full.append(x.movedim(0, leaf.dim).contiguous() if leaf.dim else x)
@@ -203,6 +206,7 @@ def pack_full(grads: Sequence[Tensor], bucket: Bucket) -> Tensor:
         grad.movedim(leaf.dim, 0) if leaf.dim else grad
         for grad, leaf in zip(grads, bucket.leaves, strict=True)
     ]
+    # Private; FSDP2 uses it, too. One kernel pads each leaf, cuts it by rank and joins the parts.
     return torch._chunk_cat(fronts, 0, bucket.world).view(-1)
 
 

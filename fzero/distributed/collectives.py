@@ -80,6 +80,7 @@ class _AllGather(Function):
     def forward(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
         low = shard.to(leaf.compute) if leaf.compute else shard
         if leaf.dim is None or axis.size == 1:
+            # a Function that gives its argument back must give another tensor
             return low.view_as(low)
         return torch.ops.fzero.gather(low, *_op_args(leaf, axis))
 
@@ -89,6 +90,7 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # summed in `leaf.reduce`: only the sum is rounded to the shard's own dtype
         return _ReduceScatter.apply(grad, ctx.leaf, ctx.axis).to(ctx.leaf.dtype), None, None
 
     @staticmethod
@@ -152,6 +154,7 @@ class _Replicate(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # not _AllReduce: the sum is a whole value, whose transpose must not sum once more
         return _SumOfUses.apply(grad, ctx.axis, ctx.name), None, None
 
     @staticmethod
@@ -207,6 +210,7 @@ def _gather(shard: Tensor, shape: list[int], dim: int, world: int, group: str, l
     send = pad_rows(shard.movedim(dim, 0), rows).contiguous()
     full = works.wait(works.all_gather_into_tensor(as_wire(send), world, group))
     full = full.view(send.dtype).narrow(0, 0, shape[dim]).movedim(0, dim)
+    # as `_fake_gather` says: see [Note: strides are part of a value]
     return full.contiguous()
 
 
@@ -225,6 +229,7 @@ def _all_reduce(x: Tensor, world: int, group: str, leaf: str) -> Tensor:
 
 
 def _boundary(loss: Tensor) -> Tensor:
+    # a copy: an operator whose schema tells of no alias must not return its argument
     return loss.clone()
 
 
@@ -260,6 +265,7 @@ def _define() -> torch.library.Library:
         ("all_reduce", _all_reduce, _fake_same),
         ("boundary", _boundary, _fake_same),
     ):
+        # one kernel for every device, without a derivative: the Functions above have that
         lib.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fzero::{name}", fake, lib=lib)
     return lib

@@ -92,6 +92,8 @@ class Journal:
             return
         at = len(self.cycle)
         self.on_track &= at < len(self.before)
+        # one phase is followed by others at other times (a forward by a backward, or by a forward):
+        # its place in the cycle tells more than the phase before it, while all goes as last time
         expected = self.before[at] if self.on_track else self.next.get(self.phase)
         self.on_track &= expected == phase
         if expected != phase:
@@ -108,6 +110,7 @@ class Journal:
 
     def raised(self, *, sent: bool) -> None:
         """A pass has raised, after it `sent` collectives or before."""
+        # `sent` knows of reductions only: where parameters are gathered, something may have gone
         if not self.alone and (sent or self.active):
             self.broke_off = True
             self.circle.raised()

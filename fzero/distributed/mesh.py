@@ -184,6 +184,7 @@ def _start_from_environment(environ: Mapping[str, str], device_type: str) -> Non
         backend = "gloo"
     else:
         backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+        # a rank's collectives run on its current device, which is the first one on all unless set
         torch.accelerator.set_device_index(int(environ.get("LOCAL_RANK", environ["RANK"])))
     dist.init_process_group(backend, **_meeting_place(environ))
     atexit.register(functools.partial(_end, dist.group.WORLD))

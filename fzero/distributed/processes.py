@@ -16,6 +16,7 @@ import torch.distributed as dist
 # A connection breaks a moment before its process counts as ended.
 GRACE_SECONDS = 2.0
 
+# Some without their first letter: backends write "Connection" and "connection".
 _OF_COLLECTIVES = ("gloo", "NCCL", "onnection", "imed out", "TCPStore", "recvValue", "sendBytes")
 
 
@@ -58,7 +59,9 @@ def own_name() -> dict[str, str]:
             boot = file.read().strip()
         space = os.readlink("/proc/self/ns/pid")
     pid = os.getpid()
+    # host names repeat, among containers above all; pids are of one namespace and one boot
     host = f"{socket.gethostname()} {boot} {space}"
+    # pids are given out again: only with its start does one name a process
     return {"host": host, "pid": str(pid), "started": _stat(pid)[1]}
 
 
@@ -67,6 +70,7 @@ def _state(name: Mapping[str, str]) -> str:
     state, started = _stat(int(name["pid"]))
     if not name["started"]:
         return ""  # no way to tell on this system
+    # a zombie has ended, though nobody has asked for its exit status yet
     if started != name["started"] or state in "ZX":
         return "ended"
     return "is stopped" if state in "Tt" else ""
@@ -79,4 +83,5 @@ def _stat(pid: int) -> tuple[str, str]:
             fields = file.read().rpartition(")")[2].split()  # its name may hold anything
     except OSError:
         return "X", ""
+    # fields 3 and 22 of proc(5): the first two are cut off
     return fields[0], fields[19]

@@ -178,6 +178,7 @@ class Transport:
         """
         axis = self.axes.shard
         if kind == ALL_REDUCE and axis.size == 1:
+            # whole leaves are summed over both axes: where one has a single rank, the other carries
             axis = self.axes.replicate
         for indices in _filled(dtypes, leaves, wanted, self.limit):
             bucket = bucket_of(kind, [leaves[i] for i in indices], dtypes[indices[0]], axis)
@@ -192,6 +193,7 @@ class Transport:
             # summed over this axis first: one shard, not one a rank, travels over the other
             part = summed(works.wait(flying), bucket)
             part = _times(self._sum(part, self.axes.replicate), after)
+            # summed already, which `unpack_shards` would do again for an exchange
             return unpack_shards(part.view(bucket.dtype), replace(bucket, exchanged=False))
 
         return finish
@@ -237,6 +239,7 @@ def _filled(
             yield held.pop(dtype)
         filled[dtype] = nbytes + (filled[dtype] if dtype in held else 0)
         held.setdefault(dtype, []).append(i)
+    # in the order in which leaves opened them: the same on every rank
     yield from held.values()
 
 

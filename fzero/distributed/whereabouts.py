@@ -250,6 +250,7 @@ class Circle:
                 self.look()
             if waited > (self.limit or _group_limit()):
                 self._give_up_late(waited)
+            # soon there where the others are about to come, few questions where they are late
             time.sleep(min(max(waited / 8, 0.001), PAUSE))
 
     def _there(self, keys: Sequence[str]) -> bool:
@@ -349,6 +350,7 @@ class Circle:
             stations = self._look()
         except RuntimeError:
             stations = {}
+        # a stopped process may go on, so it is to blame only when the time is up
         self._blame_the_gone(stations, stopped=True)
         behind = [rank for rank, there in stations.items() if there.number < self.here.number]
         if not behind:  # they have all come by now; what is missing is one of their messages
@@ -474,6 +476,7 @@ def _differ(*pairs: tuple[int, Station]) -> str:
 def _leave(circle: "weakref.ref[Circle]", pid: int) -> None:
     """The program ends: say so, to whoever waits for this rank."""
     self = circle()
+    # a fork inherits this handler, and its end is not the rank's
     if self is None or os.getpid() != pid or self.verdict:
         return
     gone = Processes(self._names).gone()

@@ -35,6 +35,7 @@ class Flying(NamedTuple):
 
 def all_reduce(x: Tensor, op: str, group: str, circle: Circle | None = None) -> Any:
     """The sum over the group, in new memory; to be given to `wait`."""
+    # options are left at torch's defaults, which are those of a sum
     met = _watched(group, circle) if op == "sum" else None
     if met is None:
         return torch.ops._c10d_functional.all_reduce(x, op, group)

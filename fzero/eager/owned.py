@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fzero.errors import BackwardError
 
+# Torch's own descriptor, which the classes below put a property in front of.
 _GRAD: Any = torch.Tensor.grad
 raw_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 set_raw_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
@@ -90,6 +91,7 @@ def _write(param: Tensor, grad: Tensor | None) -> None:
     if grad is None:
         set_raw_grad(param, None)
         return holder.drop(owner.leaf_index)
+    # p.grad = p.grad: what was read is put back
     if isinstance(grad, HeldGradient) and grad.owner == owner:
         return None
     return owner.refuse("p.grad was assigned a tensor")

@@ -174,6 +174,7 @@ class _Stage(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call, *tensors = inputs
         ctx.save_for_backward(*tensors)
+        # None tells which outputs nothing depends on: zeros would be pulled back through `fn`
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[x for x in output if not _can_have_gradient(x)])
 
@@ -206,6 +207,7 @@ def _once(
     _refuse_captured(call, results, inputs)
     del fresh
     grads = _pull_back(results, inputs, cotangents)
+    # full parameters go before the buckets of their gradients take memory
     del results, inputs
     lazy = [index for index, i in enumerate(wanted) if i in call.lazy]
     leaves = [call.lazy[wanted[index]].leaf for index in lazy]

@@ -54,6 +54,7 @@ class Units:
 
     def reshard(self) -> None:
         """Free everything; what is under way and was not asked for, too."""
+        # what is under way holds its memory until it is there
         for flight in self.flying.values():
             flight.wait()
         self.flying.clear()
@@ -87,6 +88,7 @@ class Units:
         self.expected, self.order = self.order, []
 
     def _bring(self, unit: int) -> None:
+        # one unit at a time: what autograd saved is lazy, and gathers again
         if not self.keep:
             self.here.clear()
             self.here.update(self.pinned)
@@ -97,6 +99,7 @@ class Units:
             self.here[index] = full
         self.order.append(unit)
         at = len(self.order)
+        # only while the order is that of the update before: a wrong guess would gather for nobody
         if self.expected[at - 1 : at] == [unit]:
             for ahead in self.expected[at : at + self.prefetch]:
                 if ahead not in self.flying and self.plan[ahead][0] not in self.here:

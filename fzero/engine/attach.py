@@ -83,11 +83,14 @@ def install(
             new[name] = now = param
             param.data = held[index]
             param.requires_grad_(trainable)
+            # others are of an engine that is gone, or stand for plain ones in a simulation
             if type(param) is nn.Parameter:
                 param.__class__ = OwnedParameter
         own(now, Owner(holder, index, name))
+        # who still holds the former parameter asks the same engine for its gradient
         own(param, Owner(holder, index, name))
         if trainable:
+            # past the method of the parameter's own class, which refuses
             Tensor.register_post_accumulate_grad_hook(now, taker(index))
     slots.install(new)
     return {indices[name]: x for name, x in new.items()}
@@ -138,6 +141,7 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
 def frozen_too(cfg: Config, params: dict[str, nn.Parameter]) -> Config:
     """`cfg` with the names of what is frozen, by it or by `requires_grad=False`."""
     frozen = [n for n, p in params.items() if not p.requires_grad or cfg.is_frozen(n)]
+    # the config takes globs, and a name may hold what a glob takes for a pattern
     return cfg.replace(frozen=tuple(glob.escape(name) for name in frozen))
 
 
@@ -166,9 +170,12 @@ def _hook(caller: nn.Module, name: str, units: Units, wanted: Sequence[int]) -> 
         if torch.is_grad_enabled():
             for x in tensors_in(out):
                 if x.grad_fn is not None:
+                    # backward comes to the special modules from here; a pin elsewhere, or a
+                    # reshard, lets go of them
                     x.register_hook(lambda grad: units.pin(name, wanted))
 
     caller.register_forward_pre_hook(before)
+    # after an exception, too: what is pinned would stay
     caller.register_forward_hook(after, always_call=True)
 
 

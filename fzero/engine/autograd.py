@@ -26,6 +26,7 @@ def accumulates(node: Any) -> bool:
     Args:
         node: of a graph that the task runs through.
     """
+    # down any path to a leaf: what accumulates there is run by a backward alone
     while inner := [x for x, _ in node.next_functions if x is not None]:
         node = inner[0]
     with contextlib.suppress(RuntimeError):  # a leaf that autograd.grad was asked for

@@ -54,6 +54,7 @@ class Buffers:
         with torch.no_grad():
             for name, value in values.items():
                 self._put(name, value)
+        # what is assigned is the same on all ranks: no change that `agree` should find
         for name in self._still:
             if name in values:
                 self._still[name] = values[name].detach().clone()
@@ -112,6 +113,7 @@ class Buffers:
         for name, old in self._still.items():
             new = own.get(name)
             if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+                # moved, and a misfit: on one rank that is enough to keep it from travelling on all
                 flags += [True, True]
             else:
                 flags += [not _same(new, old), False]
@@ -129,6 +131,7 @@ class Buffers:
         old = held[key]
         assert old is not None
         if _overlaps(old):
+            # elements that share memory can't be written one by one
             held[key] = value.detach().to(old.device, copy=True)
         else:
             old.detach().copy_(value)

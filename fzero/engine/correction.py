@@ -44,6 +44,7 @@ class Correction:
         Raises:
             BackwardError: others carry another one.
         """
+        # by identity: a comparison of values would wait for the device
         if self.carried is not None and self.carried is not scale:
             raise BackwardError(
                 "two different loss scales met in one backward of this engine, and its gradients "

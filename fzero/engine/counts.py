@@ -20,6 +20,7 @@ def count(counts: Counts, bits: int) -> Counts:
     new: list[int] = []
     for mask in counts:
         new.append(mask | bits)
+        # what was in this mask already has come once more often: it goes on to the next
         bits &= mask
         if not bits:
             return (*new, *counts[len(new) :])
@@ -41,6 +42,7 @@ def as_often(seen: Counts, last: Counts) -> int:
             break
         more_last = last[k + 1] if k + 1 < len(last) else 0
         more_seen = seen[k + 1] if k + 1 < len(seen) else 0
+        # in the k-th mask and not in the next: exactly k + 1 times
         same |= mask & ~more_last & seen[k] & ~more_seen
     return same
 

@@ -94,6 +94,7 @@ class Driver:
             self.units.reshard()  # engine.state may have been written since they were gathered
         forward = Forward(self, next(self._forwards))
         self.journal.enter("forward" if torch.is_grad_enabled() else "evaluation")
+        # a checkpoint computes again: backwards inside this forward are nested in that task
         if (task := current_task()) != -1:
             self.on(events.TaskMet(task))
         self.on(events.ForwardStarted(forward.number))
@@ -257,6 +258,7 @@ class Driver:
                 self.losses.discard()
                 reducer.discard()
             case events.Flush():
+                # where leaves are counted, a rank may be alone with what it kept, or without
                 if not self.rules.counts or reducer.anywhere(bool(reducer.kept))[0]:
                     self.journal.enter("flush")
                     reducer.flush()

@@ -142,6 +142,7 @@ class Engine:
                 ".detach() and outside of torch.no_grad(). The engine's gradients are as before."
             )
         shown = loss.detach().clone()
+        # another copy: the caller may write to the one that is returned
         self._driver.losses.given.append(shown.clone().reshape(()))
         return shown / self.cfg.accum_steps if scale_wrt_gas else shown
 

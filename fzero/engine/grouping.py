@@ -57,6 +57,7 @@ def plan_units(
         for block, size in zip(blocks, sizes, strict=True)
         if _BLOCK.match(leaves[block[0]].name)
     ]
+    # no smaller than the largest block, which is to be one unit; larger where units are too many
     wanted = max(max(numbered or sizes or [0]), sum(sizes) // _MOST_UNITS)
     limit = min(limit, wanted)
     parts: list[list[int]] = []
@@ -172,6 +173,7 @@ def plan_order(
     turn = {index: i for i, index in enumerate(trained)}
     parts = [[index for index in unit if index in turn] for unit in units]
     common = len(units) - len(special)
+    # a unit can be reduced when the last of its gradients has come
     first = sorted(filter(None, parts[:common]), key=lambda unit: max(turn[i] for i in unit))
     last = [unit for unit in parts[common:] if unit]
     # ranks may run parts of the special ones only: they wait for the end, on an extra bit

@@ -33,6 +33,7 @@ def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
         inner = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    # what can be called is no output: a module would bring all its parameters
     elif hasattr(value, "__dict__") and not callable(value):
         inner = list(vars(value).values())
     else:
@@ -79,6 +80,7 @@ def _map(fn: Callable[[Tensor], Tensor], value: Any, depth: int) -> Any:
         items = [_map(fn, x, depth - 1) for x in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list | MutableMapping):
+        # keeps the class, and whatever else a user's container carries
         new: Any = copy.copy(value)
         for key, x in list(new.items() if isinstance(new, MutableMapping) else enumerate(new)):
             new[key] = _map(fn, x, depth - 1)

@@ -153,6 +153,7 @@ def factors(
     if predivide is None:
         low = cfg.dtypes.reduce or cfg.dtypes.param or torch.float32
         predivide = 1.0
+        # FairScale's rule; wider sums have room, and need one division only
         while low.itemsize == 2 and world % predivide == 0 and world / predivide > predivide:
             predivide *= 2
     return 1 / predivide, share * predivide

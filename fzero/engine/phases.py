@@ -95,6 +95,7 @@ def is_boundary(rules: Rules, state: BackwardState) -> bool:
     >>> is_boundary(rules, BackwardState()), is_boundary(rules, BackwardState(reached={0}))
     (False, True)
     """
+    # `fresh` stands for the micro-batch of now, which no backward has reached yet
     return len(state.reached) + state.fresh >= rules.accum_steps
 
 
@@ -107,6 +108,7 @@ def _forward_started(rules: Rules, state: BackwardState, event: ForwardStarted) 
 
 def _forward_ended(rules: Rules, state: BackwardState, event: ForwardEnded) -> Result:
     running = _up_to(state.running, event.forward)
+    # an evaluation in between leaves the last one that a backward can be of
     latest = (event.forward,) if event.graph else state.latest
     return state._replace(running=running, latest=latest), ()
 
@@ -308,6 +310,7 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
     state = state._replace(moved=False, fresh=True, counted=False)
     if rules.accum_steps > 1 and len(state.reached) < rules.accum_steps:
         return state, ()
+    # where leaves are counted another rank may have kept something: all ask
     flush = (Flush(),) if rules.reduces and (state.kept or rules.counts) else ()
     state = state._replace(reached=frozenset(), kept=False, latest=())
     return state, (*flush, Update(), Reshard())

@@ -64,6 +64,7 @@ class Stepper:
         scale = LossScaleState(*held.scale) if held.scale else None
         known = [loss.to(self.loss_dtype) for loss in losses]
         loss = torch.stack(known).mean() if known else torch.zeros((), dtype=self.loss_dtype)
+        # the update sums it over ranks, and the sum is to be the mean
         loss = loss.to(plan.mesh.device_type) / plan.axes.world
         if scale is not None and cfg.scaling is not None and cfg.scaling.external:
             loss = loss * scale.scale  # which the update takes off again
@@ -77,8 +78,10 @@ class Stepper:
             self.half.stage_out(trained, held, grads, loss, [], bucket_bytes=size)
         updated = self.half(trained, held, grads, loss, [])
         self.buffers.agree()
+        # the update wants some loss; of one that nobody named nothing can be told
         loss = updated.loss if losses else torch.full_like(updated.loss, torch.nan)
         metrics = metrics_of(updated, loss, None if scale is None else scale.scale, cfg)
+        # not read: no host waits to learn whether the step was skipped
         advance = 1 if scale is None else ~updated.nonfinite
         inner = state.inner
         if updated.inner is not None:

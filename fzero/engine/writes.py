@@ -64,6 +64,7 @@ class Writes:
                 f"the parameter {min(lost)!r} is no longer in the module: its layer was taken "
                 f"away, or tied to another one after the engine was made. {_SETTLED}"
             )
+        # all that came or went has no parameters
         self._note()
 
     def is_lent(self) -> bool:
@@ -96,6 +97,7 @@ class Writes:
         self.slots = self._slots()
 
     def _slots(self) -> list[Any]:
+        # tables, not `named_parameters`, which builds a string for each: this runs in every forward
         return [
             x
             for module in self.modules

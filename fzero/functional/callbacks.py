@@ -89,6 +89,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 _SURROUNDINGS: ContextVar[Callable[..., Any]] = ContextVar("fzero_surroundings", default=_call)
 
 
+# Kept, as making a class is slow; not for ever, as users may make Functions at each call.
 @functools.lru_cache(maxsize=256)
 def _called_back(cls: type[Function]) -> type[Function]:
     """A Function like `cls` whose context knows the surroundings that its backward runs in."""

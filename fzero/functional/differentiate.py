@@ -61,6 +61,7 @@ def _others(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
             if below is not None and below not in seen:
                 seen.add(below)
                 nodes.append(below)
+    # only a user's node runs backward inside; else more leaves cost gradients for nobody
     return list(found.values()) if has_users else []
 
 

@@ -98,6 +98,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
 
     def apply(params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         _check_params(plan)
+        # the call runs on copies: a change that is refused has not been made
         own = {s.name: _clone(s.tensor(plan)) for s in plan.buffers}
         _check_device(plan, params, own)
         before = {name: buffer._version for name, buffer in own.items()}

@@ -110,6 +110,7 @@ class Reads:
 
     def _spy(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         def __getattribute__(this: Any, name: str) -> Any:
+            # `met` looks into objects itself, and other threads are not what is recorded
             if self._busy or threading.get_ident() != self._owner:
                 return original(this, name)
             if name[:2] == "__":
@@ -152,6 +153,7 @@ class Reads:
             self._busy = False
 
 
+# Py_TPFLAGS_HEAPTYPE: of classes that Python code made, whose attributes can be set.
 _HEAP_TYPE = 1 << 9
 
 

@@ -78,6 +78,7 @@ def plan_slots(root: nn.Module) -> SlotTable:
 
     slots = [(t, Slots(name, shape, tuple(places))) for t, name, shape, places in found.values()]
     names = {ident: entry[1] for ident, entry in found.items()}
+    # the tables of a module are its slots, not caches of them
     base = nn.Module().__dict__.keys()
     caches = [
         (index, attr, template)

@@ -152,10 +152,12 @@ class Eager:
             # who checkpoints a closure must get its gradient: the re-entrant form gives it to the
             # arguments only, unless `.backward()` runs it
             with torch.enable_grad(), Watch(), recomputing(lambda function: function):
+                # copies of the state: the model function may write into it, as BatchNorm does
                 return loss_fn(tuple(given), tuple(x.clone() for x in state), tuple(inputs))
 
         differentiate = self._sharded if cfg.stage == 3 else self._whole
         grads, loss, aux = differentiate(leaves, run)
+        # aux may be a parameter, whose memory the update writes over
         held_by_us = {x.untyped_storage()._cdata for x in leaves}
         own = [x.clone() if x.untyped_storage()._cdata in held_by_us else x for x in aux]
         grads = [g.contiguous() for g in grads]

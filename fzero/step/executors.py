@@ -75,6 +75,7 @@ class Executors:
         traced = next((one for one in known if one.hold()), None)  # see [Note: stale]
         if traced is None:
             self._warn_of_many(key, known)
+            # where only the optimizer's reads have changed, the half of the gradients still holds
             like = next((one for one in known if one.notes.hold()), None)
             with ONE_AT_A_TIME:
                 traced = Traced(
@@ -97,11 +98,13 @@ class Executors:
             RankMismatchError: ranks would run different collectives.
         """
         executor = self.find(plan, leaves, local, micro)
+        # counted here and not in `find`, which `lower` may call on one rank alone
         self._calls += 1
         if self._bucket_bytes is None:
             mine, limit = executor.bucket_bytes, self.cfg.timeout
             first, second = smallest("the size of buckets", mine, plan.mesh, limit)
             self._bucket_bytes = (first, second)
+        # made with this rank's own sizes: once more, with those of all
         if executor.bucket_bytes != self._bucket_bytes:
             self._forget(executor)
             executor = self.find(plan, leaves, local, micro)

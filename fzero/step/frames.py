@@ -130,6 +130,7 @@ def _apart(
             names.append(name)
         elif isinstance(leaf, _PLAIN):
             parts.append(Static(type(leaf), leaf))
+        # an object that holds itself would be opened for ever
         elif (found := _opened(leaf)) is not None and id(leaf) not in above:
             inner, rest = found
             more, frame = _apart(inner, what, here, (*above, id(leaf)), numbers)
@@ -153,6 +154,7 @@ def _opened(x: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]] | None
     if isinstance(x, UserDict | dict):
         items = dict(x.items())
         held = {k: v for k, v in getattr(x, "__dict__", {}).items() if k not in items}
+        # the items of a UserDict once more
         held.pop("data", None)
         rest = [(k, v if isinstance(v, _PLAIN) else None) for k, v in held.items()]
         return items, tuple(rest)
@@ -163,6 +165,7 @@ def _opened(x: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]] | None
 
 def _closed(part: Opened, items: Mapping[str, Any]) -> Any:
     made_by: Any = OrderedDict if issubclass(part.kind, OrderedDict) else dict
+    # past __init__, whose arguments nobody knows
     new: Any = (made_by if issubclass(part.kind, dict) else object).__new__(part.kind)
     if isinstance(new, UserDict):
         vars(new).update(part.rest, data=dict(items))

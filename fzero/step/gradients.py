@@ -166,6 +166,7 @@ def stage_gradients(
         TraceError: it can't be staged out.
     """
     autograd = functools.partial(zero.autograd, must_depend=True)
+    # in this order: the first is the definition, the second for what it refuses
     front_ends = [
         ("torch.func.vjp", gradient_fn(model_fn, cfg, signature, axes, zero.vjp)),
         ("torch.autograd.grad", gradient_fn(model_fn, cfg, signature, axes, autograd)),

@@ -40,6 +40,7 @@ def refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: in
         if not bool(torch.isfinite(grad).all())
     ]
     bad += [] if bool(torch.isfinite(loss)) else ["the loss"]
+    # none may raise alone: the others would wait for it in the update
     found = torch.tensor(float(len(bad)), device=loss.device)
     for axis in plan.axes:
         found = all_reduce(found, axis, "nonfinite")

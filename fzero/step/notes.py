@@ -85,6 +85,7 @@ class Notes:
             again = watched()
             # what is written the first time alone (a default that is put in) is noted as it is now
             every_time = set(after.changed(Walk(self.roots, reads)))
+            # the second recording was a test only: what it wrote is taken back
             after.put_back()
             if not _same_program(program, again):
                 raise _reads_its_writes(written)
@@ -150,6 +151,7 @@ class Notes:
         self._keys = [f.key for f in facts]
         self._kept = [f.value for f in facts]
         held = [(c, p) for c, p in walk.containers if not _under(p, self._written)]
+        # apart, as most are empty (tables of hooks), and a length is compared fastest
         self._empty = [c for c, _ in held if not len(c)]
         self._full = [(c, _contents(c)) for c, _ in held if len(c)]
         self._arrays = [(a, a.copy()) for a, _ in walk.arrays]
@@ -203,6 +205,7 @@ class _Snapshot:
                 put(fact, fact.value)
         for live, kept, _ in self.containers.values():
             if not _unchanged(live, kept):
+                # in place: others hold the same container
                 live.clear()
                 if isinstance(live, dict):
                     live.update(zip(*kept, strict=True))
@@ -221,6 +224,7 @@ def _look(fact: Fact) -> Any:
 
 def _contents(container: Any) -> Any:
     if isinstance(container, dict):
+        # past the methods of its class, which may run a user's code
         return list(dict.keys(container)), list(dict.values(container))
     return set(container) if isinstance(container, set) else list(container)
 

@@ -61,6 +61,7 @@ class Traced:
         names += ["loss_scale"] * bool(held.scale)
         inputs = [*trained, *frozen, *held.state, *batch, *held.scale[:1]]
         fed = sum(x.nbytes for x in batch)
+        # the other micro-batches: parts of one batch, which stays there as a whole
         beside = held.nbytes() + (cfg.accum_steps - 1) * fed
         if cfg.accum_steps > 1:  # the sum so far
             beside += sum(
@@ -91,6 +92,7 @@ class Traced:
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
         self.update_program = UpdateProgram(plan, held, reduced=not reduces_once(cfg))
         self.program = gradients
+        # an optimizer that knows nothing of shards runs as it is, and is not recorded
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
             update = self.update_program.stage_out(
@@ -134,6 +136,7 @@ class Traced:
             if self.seeded:
                 flat.append(mix(plan.cfg.seed, int(step), i, plan.mesh.rank))  # pyright: ignore
             results = self.run_gradients(*flat)
+            # aux on the memory of a parameter, which the update writes over
             for place in self.borrowed:
                 results[place] = results[place].clone()
             grads, loss, state, aux = self.signature.results(results)
@@ -143,6 +146,7 @@ class Traced:
                     total = [g.clone() if s else g for g, s in zip(grads, self.shared, strict=True)]
             elif total:
                 torch._foreach_add_(total, grads)
+            # or they would live on while the next micro-batch makes its own
             del grads, results
             losses.append(loss)
             auxes.append(aux)

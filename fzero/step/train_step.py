@@ -153,6 +153,7 @@ class TrainStep:
                 and gradients overflowed (nothing was changed; from a GPU it is told two calls
                 later).
         """
+        # before any collective of this call: here all ranks raise alike, or none
         self._watch.look()
         plan, leaves, local = self._unpack(params, opt_state)
         micro = micro_batches(batch, self.cfg.accum_steps)
@@ -166,8 +167,10 @@ class TrainStep:
         if self.cfg.nonfinite_policy == "raise":
             refuse_nonfinite(loss, grads, plan, int(opt_state.step))
 
+        # not before: gradients only read what came in, and copies would take memory meanwhile
         if not self.cfg.donate:
             trained, local = tuple(map(copied, trained)), local.copied()
+        # not `at`: this call's station is the one that the gradients came to
         with circle_of(plan.mesh.device_mesh).within():
             updated = executor.update(trained, local, grads, loss, state)
         if self.cfg.scaling is not None:
@@ -248,6 +251,7 @@ class TrainStep:
         state = opt_state.model_state
         if local.state_spec is not None:
             state = tree.unflatten(local.state_spec, updated.model_state)
+        # not read: no host waits to learn whether the step was skipped
         advance = 1 if self.cfg.scaling is None else ~updated.nonfinite
         new = OptState(opt_state.step + advance, inner, master, updated.loss_scale, state, metrics)
         return params, new

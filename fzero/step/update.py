@@ -118,8 +118,10 @@ class Update:
             if self.cfg.scaling.external:
                 loss = loss / loss_scale.scale
         loss, norm = self._statistics(loss, grads)
+        # one bad element makes the norm bad: gradients need no pass of their own
         nonfinite = ~(torch.isfinite(norm) & torch.isfinite(loss))
         if self.cfg.clip_norm is not None:
+            # the same small term as in torch.nn.utils.clip_grad_norm_
             factor = (self.cfg.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             grads = _times(grads, factor)
         targets = list(masters) if masters else self._shards(params)
@@ -148,8 +150,10 @@ class Update:
         for grad, leaf in zip(grads, self.layout.trained, strict=True):
             (parts if split and leaf.dim is not None else whole).append(grad)
         shares = self._shares(parts, loss.device)
+        # in double: a square in float32 overflows from a norm of 2e19 on
         stats = torch.stack([loss.detach().double(), *shares])
         stats = all_reduce(stats, self.axes.shard, "loss, grad_norm")
+        # not the norm's shares: gradients are summed over both axes, so copies of a shard agree
         total = all_reduce(stats[0], self.axes.replicate, "loss")
         norm = self._joined(stats, whole)
         wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
@@ -195,6 +199,7 @@ class Update:
         """One step of the optimizer, in float32 where masters of 16 bits need it."""
         del nonfinite
         assert self.opt.apply_ is not None
+        # masters may be in host memory, and are updated there
         grads = [g.to(x.device) for g, x in zip(grads, targets, strict=True)]
         wide, held = targets, list(inner)
         if self._widens:
