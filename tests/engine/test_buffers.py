@@ -267,10 +267,11 @@ def test_a_model_function_without_model_state_carries_it_along() -> None:
     assert (module[1].running_mean == 3).all()
 
 
-def test_model_state_for_a_function_that_takes_none_is_refused() -> None:
+def test_model_state_of_a_function_that_takes_none_is_carried_along() -> None:
     step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), fzero.optim.sgd(0.1))
-    with pytest.raises(fzero.ConfigError, match=r"model_fn takes \(params, batch\)"):
-        step_fn.init({"w": torch.ones(2)}, {"ema": torch.ones(2)})
+    params, opt_state = step_fn.init({"w": torch.ones(2)}, {"ema": torch.ones(2)})
+    _, opt_state = step_fn(params, opt_state, torch.ones(2))
+    assert torch.equal(opt_state.model_state["ema"], torch.ones(2))
 
 
 def test_buffers_that_do_not_fit_are_named() -> None:
