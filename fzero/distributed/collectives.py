@@ -196,7 +196,11 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
 def as_wire(x: Tensor) -> Tensor:
     """A contiguous view in a dtype that all backends move (gloo knows no bool, complex or fp8)."""
     x = x.contiguous()
-    return x if x.dtype in _WIRE_DTYPES else x.view(torch.uint8)
+    if x.dtype in _WIRE_DTYPES:
+        return x
+    # a dim of one row is contiguous with any stride, and a view in bytes takes no stride but 1
+    dense = torch.empty(x.shape, device="meta").stride()
+    return x.as_strided(x.shape, dense).view(torch.uint8)
 
 
 _WIRE_DTYPES = frozenset(

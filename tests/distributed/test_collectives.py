@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero.distributed.collectives import (
     all_gather,
     all_reduce,
+    as_wire,
     boundary,
     reduce_scatter,
     replicate,
@@ -236,3 +237,10 @@ def test_a_boundary_is_the_identity_at_every_order() -> None:
     assert grad(x) == 12
     assert torch.func.grad(grad)(x) == 12
     assert torch.func.jvp(grad, (x,), (torch.ones_like(x),))[1] == 12
+
+
+def test_what_travels_as_bytes_may_have_any_stride_at_a_dim_of_one_row() -> None:
+    x = torch.arange(6, dtype=torch.complex64).view(3, 2)[:, :1].movedim(1, 0)[:, :1]
+    assert x.is_contiguous()
+    assert x.stride(-1) != 1
+    assert torch.equal(as_wire(x).view(torch.complex64), x)
