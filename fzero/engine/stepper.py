@@ -75,7 +75,7 @@ class Stepper:
             self.half = UpdateProgram(plan, held, reduced=self.reduced)
         if not self.half.hold():
             size = int(cfg.bucket_mb * 2**20)
-            self.half.stage_out(trained, held, grads, loss, [], bucket_bytes=size)
+            self.half.trace(trained, held, grads, loss, [], bucket_bytes=size)
         updated = self.half(trained, held, grads, loss, [])
         self.buffers.agree()
         # the update wants some loss; of one that nobody named nothing can be told

@@ -36,7 +36,7 @@ from fzero.program.program import Program
 FrontEnd = tuple[str, Callable[..., Any]]
 
 
-def stage_out(
+def trace_program(
     name: str,
     front_ends: Sequence[FrontEnd],
     inputs: Sequence[Tensor],

@@ -132,7 +132,7 @@ class Eager:
         """Overwrite `trained` and what `held` has of masters and optimizer state."""
         half = self.update_program
         if not half.hold():
-            half.stage_out(trained, held, grads, loss, state, bucket_bytes=self.limit)
+            half.trace(trained, held, grads, loss, state, bucket_bytes=self.limit)
         return half(trained, held, grads, loss, state)
 
     def _one(

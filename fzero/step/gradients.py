@@ -24,7 +24,7 @@ from fzero.numerics.casts import cast, in_force, widened
 from fzero.program import Program
 from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
-from fzero.program.trace import stage_out
+from fzero.program.trace import trace_program
 from fzero.step.frames import Frame, take_apart
 from fzero.step.notes import Notes
 from fzero.tree import PyTree
@@ -141,7 +141,7 @@ def reduces_once(cfg: Config) -> bool:
     return cfg.stage < 2 and cfg.accum_steps > 1
 
 
-def stage_gradients(
+def trace_gradients(
     model_fn: ModelFn,
     cfg: Config,
     signature: Signature,
@@ -173,7 +173,7 @@ def stage_gradients(
     ]
     notes = notes or Notes({"model_fn": model_fn})
     program = replace(
-        notes.record(lambda: stage_out("gradients", front_ends, inputs, names)),
+        notes.record(lambda: trace_program("gradients", front_ends, inputs, names)),
         times=cfg.accum_steps,
         resident=resident,
     )

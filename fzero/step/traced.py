@@ -15,7 +15,7 @@ from fzero.program.graph import output_node, tensors_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.frames import Frame, stacked, take_apart
-from fzero.step.gradients import ModelFn, Signature, reduces_once, stage_gradients
+from fzero.step.gradients import ModelFn, Signature, reduces_once, trace_gradients
 from fzero.step.notes import Notes
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram, outputs_on, shared_outputs
@@ -73,7 +73,7 @@ class Traced:
             self.run_gradients, self.module_params = shared.run_gradients, shared.module_params
         else:
             with calls_noted() as called:
-                gradients = stage_gradients(
+                gradients = trace_gradients(
                     model_fn,
                     cfg,
                     self.signature,
@@ -95,7 +95,7 @@ class Traced:
         # an optimizer that knows nothing of shards runs as it is, and is not recorded
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
-            update = self.update_program.stage_out(
+            update = self.update_program.trace(
                 trained,
                 held,
                 grads,

@@ -16,7 +16,7 @@ from fzero.program.codegen import Executable, compile_program
 from fzero.program.graph import output_node, tensors_of
 from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
-from fzero.program.trace import stage_out
+from fzero.program.trace import trace_program
 from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
@@ -117,7 +117,7 @@ class UpdateProgram:
         with torch.no_grad():
             return self.step_update(trained, masters, inner, grads, loss, state, scaling, *rest)
 
-    def stage_out(
+    def trace(
         self,
         trained: Sequence[Tensor],
         held: LocalState,
@@ -163,7 +163,7 @@ class UpdateProgram:
         notes = Notes({"the optimizer": self.plan.opt})
         with ONE_AT_A_TIME:
             recorded = notes.record(
-                lambda: stage_out("update", [("make_fx", flat_fn)], inputs, names)
+                lambda: trace_program("update", [("make_fx", flat_fn)], inputs, names)
             )
             if draws(recorded):
                 recorded = number_sites(recorded)

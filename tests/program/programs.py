@@ -12,7 +12,7 @@ from fzero import zero
 from fzero.distributed.mesh import Axes, Axis, resolve_mesh
 from fzero.layout import Layout, plan_layout
 from fzero.program import Program
-from fzero.program.trace import stage_out
+from fzero.program.trace import trace_program
 
 Leaves = tuple[Tensor, ...]
 
@@ -61,6 +61,6 @@ class Recorded:
             return (*[grad.contiguous() for grad in grads], loss)
 
         self.inputs = [*shards, batch]
-        self.program: Program = stage_out(
+        self.program: Program = trace_program(
             "gradients", [("torch.func", flat_fn)], self.inputs, [*names, "batch"]
         )

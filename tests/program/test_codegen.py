@@ -11,7 +11,7 @@ from fzero.errors import TraceError
 from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.strides import restored
-from fzero.program.trace import stage_out
+from fzero.program.trace import trace_program
 
 
 @torch.library.custom_op("fzero_tests::turned", mutates_args=())
@@ -38,7 +38,7 @@ def _(x: Tensor) -> Tensor:
 
 def recorded(fn: Any, *inputs: Tensor) -> Program:
     names = [f"x{i}" for i, _ in enumerate(inputs)]
-    return stage_out("test", [("make_fx", fn)], inputs, names)
+    return trace_program("test", [("make_fx", fn)], inputs, names)
 
 
 def test_an_operator_with_a_wrong_fake_layout_is_followed_by_a_copy() -> None:

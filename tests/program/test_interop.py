@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fzero.errors import TraceError
-from fzero.program.trace import stage_out
+from fzero.program.trace import trace_program
 
 utils = pytest.importorskip("transformers.utils")
 masking = pytest.importorskip("transformers.masking_utils")
@@ -25,7 +25,7 @@ def test_it_is_answered_while_staging_wherever_it_is_bound() -> None:
         answers.extend([utils.is_tracing(), masking.is_tracing(x)])
         return x + 1
 
-    stage_out("question", [("torch.func", torch.func.vmap(ask))], [torch.ones(2)], ["x"])
+    trace_program("question", [("torch.func", torch.func.vmap(ask))], [torch.ones(2)], ["x"])
     assert answers == [True, True]
     assert not utils.is_tracing()
     assert not masking.is_tracing(torch.ones(2))
@@ -36,5 +36,5 @@ def test_an_error_restores_it() -> None:
         return x if x.sum() > 0 else -x
 
     with pytest.raises(TraceError):
-        stage_out("failure", [("make_fx", fail)], [torch.ones(2)], ["x"])
+        trace_program("failure", [("make_fx", fail)], [torch.ones(2)], ["x"])
     assert not utils.is_tracing()

@@ -29,7 +29,7 @@ from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.seed import insert_seeds, number_sites
-from fzero.program.trace import stage_out
+from fzero.program.trace import trace_program
 from tests.ranks import run_ranks
 
 FRONT_ENDS = {
@@ -75,7 +75,7 @@ def staged(
         return (*grads, loss)
 
     names = [f"x{i}" for i in range(len(inputs))]
-    program = stage_out("gradients", [(front_end, fn)], inputs, names)
+    program = trace_program("gradients", [(front_end, fn)], inputs, names)
     return clean(number_sites(functionalise(program)))
 
 

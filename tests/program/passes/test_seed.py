@@ -18,7 +18,7 @@ from fzero.program.graph import copy_graph, output_node
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.seed import SITE, insert_seeds, number_sites
-from fzero.program.trace import stage_out
+from fzero.program.trace import trace_program
 from tests.program.programs import Recorded
 
 WORDS = st.integers(0, 2**63 - 1)
@@ -30,7 +30,7 @@ def masks() -> Program:
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         return F.dropout(x, 0.5), F.dropout(x, 0.5)
 
-    return number_sites(stage_out("masks", [("make_fx", fn)], [torch.ones(64)], ["x"]))
+    return number_sites(trace_program("masks", [("make_fx", fn)], [torch.ones(64)], ["x"]))
 
 
 @settings(max_examples=50, deadline=None)
@@ -101,6 +101,6 @@ def test_a_new_mask_in_backward_is_refused() -> None:
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         return boundary(x.sum()), F.dropout(x, 0.5)
 
-    program = stage_out("p", [("make_fx", fn)], [torch.ones(4)], ["x"])
+    program = trace_program("p", [("make_fx", fn)], [torch.ones(4)], ["x"])
     with pytest.raises(TraceError, match=r"draws random numbers in backward.*\(4,\)"):
         number_sites(program)
