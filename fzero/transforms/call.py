@@ -19,7 +19,7 @@ from fzero.layout import Layout
 from fzero.numerics.casts import cast, in_force
 from fzero.transforms.function import Function
 from fzero.transforms.loss import with_room
-from fzero.transforms.parts import Opened, Part, joined, opened
+from fzero.transforms.parts import Opened, Part, from_part, has_parts, joined, opened
 from fzero.tree import PyTree
 from fzero.zero import gathered
 
@@ -86,6 +86,12 @@ class Call:
         dtypes = self.cfg.dtypes
         with in_force(dtypes, self.trees[0].mesh.device_type):
             return cast(self.fn(*args, **kwargs), dtypes.output)
+
+    def outward(self, result: PyTree) -> PyTree:
+        """A result as the caller gets it: outside of all transforms shards are DTensors."""
+        if self.trees[0].as_parts or not has_parts(result):
+            return result
+        return tree.map(from_part, result)
 
     def columns(self, values: Sequence[Any]) -> list[Sequence[Any]]:
         """The joined leaves, tree by tree."""

@@ -71,7 +71,7 @@ def sharded(
     def body(*args: Any, **kwargs: Any) -> PyTree:
         call = Call(fn, cfg, (0,), args, kwargs)
         _begin(call, FORWARD)
-        result = call.run(call.values)
+        result = call.outward(call.run(call.values))
         if reduce is None:
             return result
         tensors, frame = take_apart(result, "the result", numbers=True)
@@ -181,7 +181,8 @@ def jvp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Function:
         values, changes = torch.func.jvp(local, (primals,), (slopes,))  # pyright: ignore
         (found,) = results
         value = found.with_values(values, call.axes)
-        return value, found.with_values(changes, call.axes, torch.zeros_like)
+        tangent = found.with_values(changes, call.axes, torch.zeros_like)
+        return call.outward(value), call.outward(tangent)
 
     return Function(name, body, fn, cfg)
 
@@ -211,7 +212,7 @@ def vjp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Callable[..., A
         call = Call(fn, cfg, (0,), args, kwargs)
         _begin(call, FORWARD)
         found = Results.of(call.run(call.values))
-        return found.with_values(found.values, call.axes)
+        return call.outward(found.with_values(found.values, call.axes))
 
     def pulled(cotangent: PyTree, args: Any, kwargs: Any) -> PyTree:
         call = Call(fn, cfg, (0,), args, kwargs)

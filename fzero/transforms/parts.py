@@ -13,7 +13,9 @@ own), `as_whole` (own, but equal -> whole). A parameter that comes in whole is o
 that an outer function has gathered is its own, and opened through `as_whole`.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,9 +131,26 @@ def opened(values: PyTree, cfg: Config, what: str) -> Opened:
 def mesh_of(leaves: Sequence[Any], cfg: Config) -> Mesh:
     """The ranks that a function of these leaves runs on: the DTensors', or else the config's."""
     there = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
+    wanted = cfg.mesh if cfg.mesh is not None else there
+    outer = _OUTER.get()
+    if outer is not None and wanted in (None, outer.device_mesh):
+        return outer
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    device = tensors[0].device.type if tensors else "cpu"
-    return resolve_mesh(cfg.mesh if cfg.mesh is not None else there, device)
+    return resolve_mesh(wanted, tensors[0].device.type if tensors else "cpu")
+
+
+# Of the function that is being staged out: no mesh can be looked up on fake tensors.
+_OUTER: ContextVar[Mesh | None] = ContextVar("fzero_outer_mesh", default=None)
+
+
+@contextlib.contextmanager
+def on_mesh(mesh: Mesh) -> Iterator[None]:
+    """What runs inside runs on these ranks, unless it says otherwise."""
+    token = _OUTER.set(mesh)
+    try:
+        yield
+    finally:
+        _OUTER.reset(token)
 
 
 def has_parts(values: PyTree) -> bool:

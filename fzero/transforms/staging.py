@@ -26,6 +26,7 @@ from fzero.program.trace import trace_program
 from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import ONE_AT_A_TIME, Notes
+from fzero.transforms.parts import on_mesh
 from fzero.tree import PyTree
 
 # How a gradient is taken that nothing differentiates again; each front end of a recording has its
@@ -105,7 +106,7 @@ class Staged:
             def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
                 pairs = zip(self.inputs, flat, strict=True)
                 args, kwargs = frame.unflatten([leaf.wrapped(x) for leaf, x in pairs])
-                with _taking(grad):
+                with _taking(grad), on_mesh(mesh):
                     result = body(*args, **kwargs)
                 found, self.result = take_apart(result, "what the function returned")
                 found = [_settled(x) for x in found]
