@@ -112,8 +112,11 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def has_effect(target: Any) -> bool:
-    """Whether an operator returns nothing: it is there for what it does, such as to assert."""
-    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns
+    """Whether an operator returns nothing and writes nothing: it asserts, say, or marks a place."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    # foreach operators in place return nothing either
+    return not target._schema.returns and not target._schema.is_mutable
 
 
 def is_wanted(node: fx.Node) -> bool:
