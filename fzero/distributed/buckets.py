@@ -41,7 +41,7 @@ class Bucket:
         dtype: of all of them.
         world: ranks on the axis.
         group: name of its process group.
-        rank: this rank's place on it.
+        rank: this rank's number on it.
         exchanged: carried by an all-to-all, which has the same result. Gloo's own reduce-scatter is
             an all-reduce whose rest is thrown away, and its all-gather takes twice the processor
             time of its all-to-all.
@@ -276,17 +276,17 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 # ----------------------------------------------------------------------- which leaves share one
 def plan_buckets(nbytes: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Places in this order, in groups of at most `limit` bytes, or one.
+    """Indices in this order, in groups of at most `limit` bytes, or one.
 
     >>> plan_buckets([4, 4, 8], [2, 1, 0], limit=8)
     [[2], [1, 0]]
     """
     groups: list[list[int]] = []
     filled = 0
-    for place in order:
-        if not groups or filled + nbytes[place] > limit:
+    for index in order:
+        if not groups or filled + nbytes[index] > limit:
             groups.append([])
             filled = 0
-        groups[-1].append(place)
-        filled += nbytes[place]
+        groups[-1].append(index)
+        filled += nbytes[index]
     return groups

@@ -95,7 +95,7 @@ class Circle:
         key = hashlib.blake2b(f"{self.ranks} {name}".encode(), digest_size=8).hexdigest()
         # a process group may be ended and started again on the same store
         turn = self._store.add(f"fzero/circle {key}/made by {rank}", 1)
-        self._place = f"fzero/circle {key}/{turn}"
+        self._prefix = f"fzero/circle {key}/{turn}"
         self._tell()
         atexit.register(_leave, weakref.ref(self), os.getpid())
 
@@ -216,7 +216,7 @@ class Circle:
         if len(text) < 200 and "\n" not in text:  # for messages alone: the chain has the key
             self.here = self._past[-1] = self.here._replace(text=f"{key}: {text}")
         number = self.here.number
-        entries = {rank: f"{self._place}/station {number}/{rank}" for rank in self.ranks}
+        entries = {rank: f"{self._prefix}/station {number}/{rank}" for rank in self.ranks}
         mine = f"{key}\n{text}"
         self._store.set(entries[self.rank], mine)
 
@@ -229,12 +229,12 @@ class Circle:
                     )
 
         self._wait_for(list(entries.values()), differs)
-        told = [self._store.get(entry).decode() for entry in entries.values()]
-        if len(set(told)) > 1:  # all know, and nobody has done anything: they may go on
+        texts = [self._store.get(entry).decode() for entry in entries.values()]
+        if len(set(texts)) > 1:  # all know, and nobody has done anything: they may go on
             self.here = Station(number, self._past[-2].chain, f"{key} (ranks differed)")
             self._past[-1] = self.here
             self._tell()
-        return told
+        return texts
 
     def _wait_for(self, keys: Sequence[str], also: Callable[[], None] | None = None) -> None:
         """Return once all these keys, which are written at this station, are in the store."""
@@ -260,15 +260,15 @@ class Circle:
 
     def set(self, key: str, text: str) -> str:
         """Write a text under a key of these ranks, and return the key's full name."""
-        place = f"{self._place}/{key}"
-        self._store.set(place, text)
-        return place
+        name = f"{self._prefix}/{key}"
+        self._store.set(name, text)
+        return name
 
     def get(self, key: str) -> str:
         """Wait until some rank has `set` the key, and return its text."""
-        place = f"{self._place}/{key}"
-        self._wait_for([place])
-        return self._store.get(place).decode()
+        name = f"{self._prefix}/{key}"
+        self._wait_for([name])
+        return self._store.get(name).decode()
 
     # --- what it learns of the others ---
 
@@ -289,7 +289,7 @@ class Circle:
         return max(PAUSE, len(self.ranks) / 100)
 
     def _look(self) -> dict[int, Station]:
-        verdict = f"{self._place}/verdict"
+        verdict = f"{self._prefix}/verdict"
         if self._store.check([verdict]):
             self._raise(self._store.get(verdict).decode())
         stations, hints = self._stations()
@@ -297,8 +297,8 @@ class Circle:
             mine = self._passed(there.number)
             # where the one that is behind stands: the other has been there, and remembers
             if mine is not None and mine.chain != there.chain:
-                told = _differ((self.rank, mine), (rank, there))
-                self._give_up(told + (hints[rank] or self.hint))
+                text = _differ((self.rank, mine), (rank, there))
+                self._give_up(text + (hints[rank] or self.hint))
         behind = {r: there for r, there in stations.items() if there.number < self.here.number}
         for rank, there in behind.items():
             if there.left:
@@ -342,8 +342,8 @@ class Circle:
                     f"a collective failed: no process on rank {self.rank}'s host is gone; look at "
                     f"ranks {far} on other hosts. It said: {error}"
                 )
-        except RankMismatchError as told:
-            raise told from error
+        except RankMismatchError as reason:
+            raise reason from error
 
     def _give_up_late(self, waited: float) -> None:
         try:
@@ -366,13 +366,13 @@ class Circle:
     def _give_up(self, text: str) -> None:
         """Raise on this rank, and on all that look from now on; the first one's words hold."""
         with contextlib.suppress(RuntimeError):  # without a store it has its own words
-            text = self._store.compare_set(f"{self._place}/verdict", "", text).decode() or text
+            text = self._store.compare_set(f"{self._prefix}/verdict", "", text).decode() or text
         self._raise(text)
 
     def _raise(self, text: str) -> None:
         self.verdict = text
-        for held in self._groups:  # its operations will never end, so it must not be destroyed
-            if (group := held()) is not None:
+        for reference in self._groups:  # its operations will never end, so it must not be destroyed
+            if (group := reference()) is not None:
                 keep_alive(group)
         raise RankMismatchError(text)
 
@@ -382,14 +382,14 @@ class Circle:
         here = self.here._replace(left=left)
         if here != self._told:  # who waits looks each second, and mostly has not moved
             entry = {"at": here, "process": own_name(), "hint": self.hint}
-            self._store.set(f"{self._place}/at {self.rank}", json.dumps(entry))
+            self._store.set(f"{self._prefix}/at {self.rank}", json.dumps(entry))
             self._told = here
 
     def _stations(self) -> tuple[dict[int, Station], dict[int, str]]:
         """Where the other ranks last said they are, and their hints."""
         stations = {r: Station(0, 0, "(nothing)") for r in self.ranks if r != self.rank}
         hints = dict.fromkeys(stations, "")
-        keys = {rank: f"{self._place}/at {rank}" for rank in stations}
+        keys = {rank: f"{self._prefix}/at {rank}" for rank in stations}
         # a key that is not there would be waited for
         keys = {r: k for r, k in keys.items() if r in self._names or self._store.check([k])}
         for rank, value in zip(keys, _read(self._store, list(keys.values())), strict=True):

@@ -131,13 +131,13 @@ class HeldGradient(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        held = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HeldGradient)]
+        gradients = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HeldGradient)]
         if func in _ZEROS:  # zero_grad(set_to_none=False)
-            for x in held:
+            for x in gradients:
                 if (holder := x.owner.holder()) is not None:
                     holder.drop(x.owner.leaf_index)
             return args[0] if func is torch.ops.aten.zero_.default else None
-        return held[0].owner.refuse(f"{func} was to run on p.grad")
+        return gradients[0].owner.refuse(f"{func} was to run on p.grad")
 
     @property
     def is_sparse(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -177,8 +177,8 @@ def _swapped(
     saved = _snapshot(plan.modules)
     try:
         for tensors, slots in ((params, plan.params), (buffers, plan.buffers)):
-            for name, _, places in slots:
-                for index, table, key in places:
+            for name, _, entries in slots:
+                for index, table, key in entries:
                     plan.modules[index].__dict__[table][key] = tensors[name]
         if plan.caches:
             tensors = {**params, **buffers}
@@ -218,7 +218,7 @@ class _Call(NamedTuple):
         are those of now; what a recomputation changes in them is lost, as it was done before. See
         [Note: called back] in `fzero.functional.callbacks`.
         """
-        held = {
+        buffers_then = {
             name: self.given[name]
             if value is self.buffers[name] and value._version == self.versions[name]
             else _clone(value)
@@ -228,7 +228,7 @@ class _Call(NamedTuple):
         def swapped(*args: Any, **kwargs: Any) -> Any:
             params, buffers = (
                 {name: _there(name, value) for name, value in tensors.items()}
-                for tensors in (self.params, held)
+                for tensors in (self.params, buffers_then)
             )
             clones = {name: x if isinstance(x, Over) else _clone(x) for name, x in buffers.items()}
             with _swapped(self.plan, params, clones, buffers):
@@ -297,9 +297,9 @@ def _clone(tensor: Tensor) -> Tensor:
 def _read_buffers(plan: SlotTable, given: Mapping[str, Tensor]) -> Buffers:
     """The buffers after the call: changed in place, or replaced (`self.ema = 0.9 * self.ema`)."""
     new: Buffers = {}
-    for name, shape, places in plan.buffers:
-        held = [plan.modules[index].__dict__[table].get(key) for index, table, key in places]
-        replaced = {id(value): value for value in held if value is not given[name]}
+    for name, shape, entries in plan.buffers:
+        found = [plan.modules[index].__dict__[table].get(key) for index, table, key in entries]
+        replaced = {id(value): value for value in found if value is not given[name]}
         value = next(iter(replaced.values())) if replaced else given[name]
         if len(replaced) > 1 or not isinstance(value, Tensor) or value.shape != shape:
             found = ", ".join(_show(v) for v in replaced.values())

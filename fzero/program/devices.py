@@ -27,14 +27,14 @@ def devices_kept(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(fn)
-    def kept(*args: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
         devices = {x.device for x in args if isinstance(x, Tensor)}
         if len(devices) != 1:
             return fn(*args)
         with _On(devices.pop()):
             return fn(*args)
 
-    return kept
+    return wrapped
 
 
 class _On(TorchDispatchMode):

@@ -31,7 +31,7 @@ from fzero import tree
 from fzero.errors import FzeroError, ShardError, TraceError
 from fzero.functional.owners import noted_like
 from fzero.numerics.rng import generator_of, is_random, mix, preserved
-from fzero.state.replay import START, Draw, Memory, Op, Place, Player, digest, real
+from fzero.state.replay import START, Draw, Memory, Op, Player, StorageView, digest, real
 from fzero.tree import PyTree
 
 Take = Callable[[int, Tensor], None]
@@ -45,7 +45,7 @@ class Recording:
         spec: structure of what it returned.
         leaves: of that, on the meta device; a leaf that is no tensor as it is.
         device: of the first leaf.
-        places: of the leaves that are tensors, by index.
+        views: of the leaves that are tensors, by index.
         ops: in order.
         constants: real storages that the builder read or returned.
         sizes: bytes of every storage.
@@ -56,7 +56,7 @@ class Recording:
     spec: tree.Spec
     leaves: list[Any]
     device: torch.device
-    places: dict[int, Place]
+    views: dict[int, StorageView]
     ops: list[Op]
     constants: Memory
     sizes: dict[int, int]
@@ -74,8 +74,8 @@ class Recording:
         copy what is to stay.
         """
         waiting: dict[int, list[int]] = {}
-        for i, place in self.places.items():
-            waiting.setdefault(place.storage, []).append(i)
+        for i, view in self.views.items():
+            waiting.setdefault(view.storage, []).append(i)
         last_use: dict[int, int] = {}
         for turn, op in enumerate(self.ops):
             last_use.update(dict.fromkeys(op.reads | op.makes, turn))
@@ -87,14 +87,14 @@ class Recording:
         def done(turn: int) -> None:
             for key in dies.get(turn, ()):
                 for i in waiting.pop(key, ()):
-                    take(i, self.places[i].tensor(player.memory))
+                    take(i, self.views[i].tensor(player.memory))
                 del player.memory[key]
 
         with torch.no_grad():
             player.advance(len(self.ops), done)
-            for places in waiting.values():  # constants that no operator has touched
-                for i in places:
-                    take(i, self.places[i].tensor(self.constants))
+            for indices in waiting.values():  # constants that no operator has touched
+                for i in indices:
+                    take(i, self.views[i].tensor(self.constants))
             for generator, state in self.starts:
                 generator.set_state(player.find(Draw(generator, START)) if self.ops else state)
             for draw in self.ends:
@@ -144,7 +144,7 @@ def record(builder: Callable[[], PyTree]) -> Recording:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             built = builder()
             leaves, spec = tree.flatten(built)
-            places = {i: recorder.place(x) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+            views = {i: recorder.view(x) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         ends = recorder.ends()
     except FzeroError:
         raise
@@ -173,7 +173,7 @@ def record(builder: Callable[[], PyTree]) -> Recording:
             for x in leaves
         ],
         tensors[0].device if tensors else torch.device("cpu"),
-        places,
+        views,
         recorder.ops,
         recorder.constants,
         recorder.sizes,
@@ -222,7 +222,7 @@ class _Recorder(TorchDispatchMode):
         )
         args, named = given
         inputs = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
-        described = pytree.tree_map_only(Tensor, self.place, given)
+        described = pytree.tree_map_only(Tensor, self.view, given)
         reads = {self._key(x) for x in inputs}
         written = list(_written(func, args, named))
         try:
@@ -233,7 +233,7 @@ class _Recorder(TorchDispatchMode):
         self.fakes.fake_tensor_converter.tensor_memo.clear()
         results = pytree.tree_leaves(result)
         made = [
-            (i, self.place(x))
+            (i, self.view(x))
             for i, x in enumerate(results)
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.alive
         ]
@@ -253,14 +253,14 @@ class _Recorder(TorchDispatchMode):
             return set()
         (x,) = written
         key = self._key(x)
-        others = [p.storage for p in args[1:] if isinstance(p, Place)]
+        others = [p.storage for p in args[1:] if isinstance(p, StorageView)]
         whole = x.numel() * x.itemsize == self.sizes[key]
         return {key} if whole and key not in others else set()
 
-    def place(self, x: Tensor) -> Place:
+    def view(self, x: Tensor) -> StorageView:
         """Where `x` lies."""
         x = self._fake(x)
-        return Place(
+        return StorageView(
             self._key(x),
             tuple(x.shape),
             x.stride(),
@@ -292,7 +292,7 @@ class _Recorder(TorchDispatchMode):
 
     def _value(self, func: Any, described: tuple[Any, Any]) -> Any:
         """The result of an operator that returns a number, which the builder decides by."""
-        wanted = {x.storage for x in pytree.tree_leaves(described) if isinstance(x, Place)}
+        wanted = {x.storage for x in pytree.tree_leaves(described) if isinstance(x, StorageView)}
         player = self.player
         player.starts = self.starts()
         generators = [generator for generator, _ in player.starts]

@@ -146,7 +146,7 @@ def hold(path: Path, seconds: float) -> Callable[[], None]:
         CheckpointError: another process has had it all the time.
     """
     start = time.monotonic()
-    while (held := disk.lock(path)) is None:
+    while (lock := disk.lock(path)) is None:
         if time.monotonic() - start > seconds:
             raise CheckpointError(
                 f"another process has been saving to {path} for {seconds:g} s. One process (or one "
@@ -154,7 +154,7 @@ def hold(path: Path, seconds: float) -> Callable[[], None]:
                 "to another folder."
             )
         time.sleep(0.02)
-    return lambda: disk.unlock(held)
+    return lambda: disk.unlock(lock)
 
 
 def publish(folder: Path, there: Path, *, replaces: bool) -> None:

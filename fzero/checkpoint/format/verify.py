@@ -43,7 +43,7 @@ def problems(folder: Path, *, shown: bool = False) -> list[str]:
         found = manifest.read(folder)
     except CheckpointError as error:
         return [str(error)]
-    told = progress(f"verifying {folder.name}", found.nbytes, shown=shown)
+    on_bytes = progress(f"verifying {folder.name}", found.nbytes, shown=shown)
     wrong = []
     for name, file in found.files.items():
         try:
@@ -56,12 +56,12 @@ def problems(folder: Path, *, shown: bool = False) -> list[str]:
                         if extent.file != name:
                             continue
                         try:
-                            Boxed(opened, key, extent, box.sizes, leaf.dtype).check(told)
+                            Boxed(opened, key, extent, box.sizes, leaf.dtype).check(on_bytes)
                         except CheckpointError as error:
                             wrong.append(str(error))
         except CheckpointError as error:
             wrong.append(str(error))
-    told.close()
+    on_bytes.close()
     return wrong
 
 
