@@ -13,7 +13,8 @@ import torch
 
 from fzero.distributed import works
 from fzero.distributed.mesh import Mesh
-from fzero.distributed.whereabouts import Circle, circle_of, ranks_text
+from fzero.distributed.stations import ranks_text
+from fzero.distributed.whereabouts import Circle, circle_of
 from fzero.errors import RankMismatchError
 
 Items = list[tuple[str, str]]
