@@ -145,6 +145,7 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
     ranks = ranks_of(flat.tensors.values(), timeout)
     step = _step_of(opt_state) if step is None else step
     asked = {"path": str(where), "step": str(step), "keep": str(keep), "overwrite": str(overwrite)}
+    # before the plan, which each rank makes by itself and which is the same if these are
     _agree(flat, ranks, asked)
     chunks = plan_save(flat.tensors, ranks.members)
     mine = {i: _value_of(flat, c) for i, c in enumerate(chunks) if c.rank == ranks.index}
@@ -229,11 +230,14 @@ class Job:
         def write() -> list[Any]:
             planner = _Planner(self.chunks, self.mine, self.metadata)
             results = writer.write_data(planner.create_local_plan(), planner).wait()
+            # tuples: ranks tell each other in JSON, which makes lists of them, and `_results` reads
+            # those
             return [result.storage_data for result in results]
 
         def finish(by_rank: Sequence[Any]) -> None:
             if ranks.leads:
                 writer.finish(self.metadata, self._results(by_rank))
+                # the name comes last: what has it has its manifest, and all that the manifest names
                 publish(folder, there, replaces=self.replaces)
 
         def let_go() -> None:
@@ -249,6 +253,7 @@ class Job:
                 with contextlib.suppress(OSError):
                     disk.remove(folder)
             raise
+        # only now: a lineage must not name what was never published
         background.heads.saved(self.path, self.step)
         on_every_rank(ranks, "whether older ones are removed", let_go, _UNREMOVED)
 
@@ -336,9 +341,11 @@ def _prepare(
     if not ranks.leads:
         return None
     disk.make_folder(path)
+    # or a crash could take the run's folder along with its name
     disk.sync_folder(path.parent)
     # half of what the other ranks wait for this one
     lock.callback(hold(path, (ranks.timeout or _PATIENCE) / 2))
+    # under the lock: what lies about now belongs to nobody who still writes
     sweep(path)
     there = step_folder(path, step)
     if not overwrite and is_whole(there):

@@ -94,6 +94,8 @@ class Transport:
         Returns:
             One tensor a leaf. What needs no collective shares the shard's memory.
         """
+        # before it travels, not after: half the bytes, and rounded as `collectives.all_gather`
+        # rounds
         low = [
             shard.detach().to(leaf.compute or leaf.dtype)
             for shard, leaf in zip(shards, leaves, strict=True)
@@ -180,6 +182,7 @@ class Transport:
         if kind == ALL_REDUCE and axis.size == 1:
             # whole leaves are summed over both axes: where one has a single rank, the other carries
             axis = self.axes.replicate
+        # one dtype a bucket: its buffer has one, and a sum in another would be another sum
         for indices in _filled(dtypes, leaves, wanted, self.limit):
             bucket = bucket_of(kind, [leaves[i] for i in indices], dtypes[indices[0]], axis)
             self.journal.announce(bucket)
@@ -192,6 +195,8 @@ class Transport:
         def finish() -> list[Tensor]:
             # summed over this axis first: one shard, not one a rank, travels over the other
             part = summed(works.wait(flying), bucket)
+            # the factor last, as it is of the whole sum: scaled down before, low dtypes would lose
+            # digits
             part = _times(self._sum(part, self.axes.replicate), after)
             # summed already, which `unpack_shards` would do again for an exchange
             return unpack_shards(part.view(bucket.dtype), replace(bucket, exchanged=False))
@@ -253,5 +258,6 @@ def _times(buffer: Tensor, factor: float) -> Tensor:
 
 def _real(buffer: Tensor) -> Tensor:
     """A flat view that backends can add up: they know no complex numbers."""
+    # a view of what was packed, which is contiguous: factors and sums are written into it
     flat = buffer.reshape(-1)
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

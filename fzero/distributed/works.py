@@ -58,6 +58,7 @@ def all_to_all_single(
     met = _watched(group, circle)
     if met is None:
         return torch.ops._c10d_functional.all_to_all_single(x, receives, sends, group)
+    # receives are rows of the first dim; the others travel whole
     out = x.new_empty((sum(receives), *x.shape[1:]))
     return Flying(out, exchange_into(out, x, *met, receives, sends), met[1])
 
@@ -175,6 +176,7 @@ def _watched(group: str, own: Circle | None) -> tuple[ProcessGroup, Circle] | No
     # Private. Only this finds the group of a name.
     pg = dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
     first = circle_on(pg)
+    # None also for gloo groups that no circle was made on: torch's own operators wait for those
     return None if first is None else (pg, own or first)
 
 

@@ -28,6 +28,8 @@ def check_fit(
             f"apply takes {what} as a dict from name to tensor; got {shown(tensors)}. Pass the "
             f"{what} that functionalize returned, or a dict with the same names."
         )
+    # each call comes by here: names and shapes are looked at once, and a text is made if one is
+    # wrong
     if len(tensors) == len(slots):
         for name, shape, _ in slots:
             tensor = tensors.get(name)
@@ -92,6 +94,7 @@ def rebuilt(plan: SlotTable, index: int, what: str) -> ShardError:
 
 def check_device(plan: SlotTable, params: Mapping[str, Tensor], own: Buffers) -> None:
     """Raise for buffers without values beside params that have some."""
+    # a module on meta is fine beside parameters on meta: it is recorded, and never run
     meta = [name for name, buffer in own.items() if buffer.device.type == "meta"]
     first = next(iter(params.values()), None) if isinstance(params, Mapping) else None
     if meta and isinstance(first, Tensor) and first.device.type != "meta":

@@ -86,6 +86,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         # the call runs on copies: a change that is refused has not been made
         own = {s.name: clone(s.tensor(plan)) for s in plan.buffers}
         check_device(plan, params, own)
+        # versions, not values: to compare those a device would be waited for
         before = {name: buffer._version for name, buffer in own.items()}
         args, kwargs = as_input((args, kwargs))
         with _no_mix(params), swapped(plan, params, own, own), edges_in(Edges()):

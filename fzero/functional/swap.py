@@ -40,8 +40,10 @@ def swapped(
                 attrs = plan.modules[index].__dict__
                 try:
                     attrs[attr] = fill_template(attrs[attr], template, tensors)
+                # forward has rebuilt the attribute in another form since its template was made
                 except (LookupError, TypeError):
                     raise rebuilt(plan, index, f"its attribute {attr!r}") from None
+        # what tells, when something is called back, whether forward has written into a copy
         versions = {name: buffer._version for name, buffer in buffers.items()}
         call = _Call(plan, params, buffers, versions, given)
         _wrap_hooks(plan, call.again)
@@ -97,6 +99,8 @@ def _wrap_hooks(plan: SlotTable, wrap: Callable[[Callable[..., Any]], Callable[.
         attrs = module.__dict__
         for table in ("_backward_hooks", "_backward_pre_hooks"):
             if hooks := attrs.get(table):
+                # a dict of the call's own: handles that were given out go on removing from the
+                # module's
                 attrs[table] = OrderedDict((key, wrap(hook)) for key, hook in hooks.items())
 
 
@@ -154,6 +158,7 @@ def read_buffers(plan: SlotTable, given: Mapping[str, Tensor]) -> Buffers:
     new: Buffers = {}
     for name, shape, entries in plan.buffers:
         found = [plan.modules[index].__dict__[table].get(key) for index, table, key in entries]
+        # of a tied buffer forward may have replaced one slot only: that one is the new value
         replaced = {id(value): value for value in found if value is not given[name]}
         value = next(iter(replaced.values())) if replaced else given[name]
         if len(replaced) > 1 or not isinstance(value, Tensor) or value.shape != shape:

@@ -79,6 +79,8 @@ class Recording:
         last_use: dict[int, int] = {}
         for turn, op in enumerate(self.ops):
             last_use.update(dict.fromkeys(op.reads | op.makes, turn))
+        # after its last use a storage is what it will be: the leaves on it can be cut, and it can
+        # go
         dies: dict[int, list[int]] = {}
         for key, turn in last_use.items():
             dies.setdefault(turn, []).append(key)
@@ -90,11 +92,13 @@ class Recording:
                     take(i, self.views[i].tensor(player.memory))
                 del player.memory[key]
 
+        # initialisers write into leaves that ask for a gradient, which autograd refuses
         with torch.no_grad():
             player.advance(len(self.ops), done)
             for indices in waiting.values():  # constants that no operator has touched
                 for i in indices:
                     take(i, self.views[i].tensor(self.constants))
+            # as the last random operator left them; then what the builder did after that
             for generator, state in self.starts:
                 generator.set_state(player.find(Draw(generator, START)) if self.ops else state)
             for draw in self.ends:
@@ -136,6 +140,7 @@ def record(builder: Callable[[], PyTree]) -> Recording:
         >>> torch.equal(leaves[1], torch.nn.Linear(2, 3).weight)
         True
     """
+    # a builder may read real tensors: they are its constants
     fakes = _Fakes(allow_non_fake_inputs=True)
     recorder = _Recorder(fakes)
     try:
@@ -254,6 +259,7 @@ class _Recorder(TorchDispatchMode):
         (x,) = written
         key = self._key(x)
         others = [p.storage for p in args[1:] if isinstance(p, StorageView)]
+        # a fill of a view leaves the rest of the storage; `x.copy_(x.T)` reads what it overwrites
         whole = x.numel() * x.itemsize == self.sizes[key]
         return {key} if whole and key not in others else set()
 
@@ -285,6 +291,7 @@ class _Recorder(TorchDispatchMode):
         if id(x) not in self.imported:
             with _disable_current_modes():
                 storage = x.untyped_storage()
+            # sizes as numbers: a builder loops over them, and each has one value here
             fake = self.fakes.from_tensor(x, static_shapes=True)
             self.constants.setdefault(self._key(fake), storage)
             self.imported[id(x)] = x, fake
@@ -294,6 +301,7 @@ class _Recorder(TorchDispatchMode):
         """The result of an operator that returns a number, which the builder decides by."""
         wanted = {x.storage for x in pytree.tree_leaves(described) if isinstance(x, StorageView)}
         player = self.player
+        # random operators since the last value may have brought new generators
         player.starts = self.starts()
         generators = [generator for generator, _ in player.starts]
         # Preserved: the replay draws, and the recording has to find its marks again.
@@ -357,6 +365,7 @@ class _Stream:
         seed = self.generator.initial_seed()
         with _disable_current_modes():
             fresh = torch.Generator(self.generator.device).manual_seed(seed)
+        # a seed leads to one state; from any other the seed can't be read
         if digest(fresh.get_state()) != now:
             raise TraceError(
                 "the function that builds the parameters sets the state of a random generator to "

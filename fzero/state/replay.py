@@ -168,6 +168,7 @@ class Player:
                 needed.add(turn)
                 op = self.ops[turn]
                 todo += [(k, turn) for k in op.reads - op.covers]
+        # in the order of the recording: generators aside, who writes later overwrites
         for turn in sorted(needed):
             self._play(turn, scratch)
         self.memory.update({key: scratch[key] for key in missing})

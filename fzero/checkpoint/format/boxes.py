@@ -68,6 +68,7 @@ def plan_save(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> list[Chunk
         holders: dict[Box, list[int]] = {}
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh.mesh
+            # of all ranks, not only this one: each makes the plan of the whole job
             for coordinate in _coordinates(tuple(mesh.shape)):
                 rank = int(mesh[coordinate])
                 if rank not in index_of:
@@ -78,6 +79,7 @@ def plan_save(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> list[Chunk
                 box = box_at(key, tensor.shape, tensor.placements, tuple(mesh.shape), coordinate)
                 holders.setdefault(box, []).append(index_of[rank])
         else:
+            # the same on all ranks, so any may write it, and the least busy one does
             holders[Box((0,) * tensor.dim(), tuple(tensor.shape))] = everyone
         for box, who in holders.items():
             # an empty shard has no bytes, and a manifest no empty boxes
@@ -113,6 +115,7 @@ def box_at(
         if type(placement) is Shard:
             dim = placement.dim
             rows = -(-sizes[dim] // world)
+            # as torch.chunk: the last ranks may have fewer rows, or none
             start = min(number * rows, sizes[dim])
             offsets[dim] += start
             sizes[dim] = min(rows, sizes[dim] - start)

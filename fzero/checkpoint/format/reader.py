@@ -74,6 +74,7 @@ class Reader(StorageReader):
         for item in plan.items:
             leaf = self.manifest.leaves[item.storage_index.fqn]
             offsets = tuple(item.storage_index.offset or (0,) * len(leaf.shape))
+            # boxes of a leaf don't overlap, so the first element tells them apart
             box, extent = next((b, e) for b, e in leaf.boxes.items() if b.offsets == offsets)
             by_file.setdefault(extent.file, []).append((extent, box, item))
         for name in sorted(by_file):
@@ -83,6 +84,7 @@ class Reader(StorageReader):
                 ThreadPoolExecutor(THREADS) as pool,
             ):
                 waiting = []
+                # in the order of the file, which disks read ahead in
                 for extent, box, item in sorted(by_file[name], key=lambda row: row[0].start):
                     key = item.storage_index.fqn
                     source = Boxed(file, key, extent, box.sizes, self.manifest.leaves[key].dtype)
@@ -167,6 +169,7 @@ class Boxed(NamedTuple):
         if first is not None:
             self._read_into(bytes_of(target), first, on_bytes)
             return
+        # by way of a buffer: the target has other columns, strides or dtype, or is on a device
         for piece in pieces(self.sizes, self.dtype.itemsize):
             box = _region(piece.cuts, self.sizes)
             low = [max(a, b) for (a, _), b in zip(box, offsets, strict=True)]
@@ -175,6 +178,7 @@ class Boxed(NamedTuple):
             ]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
+            # only now: of a piece that nobody asked for not a byte is read
             data = self._read(piece.start, piece.nbytes)
             source = torch.frombuffer(data, dtype=self.dtype).view([n for _, n in box])
             part = target

@@ -109,6 +109,7 @@ class Writer(StorageWriter):
             for item, (_, dtype, shape), one in zip(plan.items, items, written, strict=True):
                 nbytes = torch.Size(shape).numel() * dtype.itemsize
                 results.append(WriteResult(item.index, nbytes, one))
+        # torch wants a future; nothing is left to wait for, as the caller may already be a thread
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -116,6 +117,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest, on the leading rank, once all ranks' boxes are there."""
         found = {result.index: result.storage_data for rank in results for result in rank}
+        # a rank without a box has no file: it is named by no box either
         files = {one.extent.file: one.file for one in found.values()}
         leaves = {}
         for key, leaf in metadata.state_dict_metadata.items():
@@ -173,6 +175,7 @@ def write_file(
         disk.append(file, memoryview(header))
         start = len(header)
         for (key, dtype, shape), tensor in zip(items, tensors, strict=True):
+            # the header is on the disk already, and has said so
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), key
             checks, first = Checks(), start
             for data in stream(tensor):
@@ -217,6 +220,7 @@ def _described(item: WriteItem) -> tuple[str, torch.dtype, tuple[int, ...]]:
             f"{item.index.fqn} is no tensor, and would be pickled. Save tensors only."
         )
     whole = data.chunk.sizes == data.size
+    # names must differ within a file, and a rank may write several boxes of a leaf
     where = "" if whole else f"@{','.join(map(str, data.chunk.offsets))}"
     return f"{item.index.fqn}{where}", data.properties.dtype, tuple(data.chunk.sizes)
 
