@@ -58,7 +58,6 @@ def all_to_all_single(
     met = _watched(group, circle)
     if met is None:
         return torch.ops._c10d_functional.all_to_all_single(x, receives, sends, group)
-    # receives are rows of the first dim; the others travel whole
     out = x.new_empty((sum(receives), *x.shape[1:]))
     return Flying(out, exchange_into(out, x, *met, receives, sends), met[1])
 

@@ -94,7 +94,7 @@ def rebuilt(plan: SlotTable, index: int, what: str) -> ShardError:
 
 def check_device(plan: SlotTable, params: Mapping[str, Tensor], own: Buffers) -> None:
     """Raise for buffers without values beside params that have some."""
-    # a module on meta is fine beside parameters on meta: it is recorded, and never run
+    # beside parameters on meta only shapes are asked for, and those it has
     meta = [name for name, buffer in own.items() if buffer.device.type == "meta"]
     first = next(iter(params.values()), None) if isinstance(params, Mapping) else None
     if meta and isinstance(first, Tensor) and first.device.type != "meta":

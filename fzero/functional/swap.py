@@ -99,8 +99,8 @@ def _wrap_hooks(plan: SlotTable, wrap: Callable[[Callable[..., Any]], Callable[.
         attrs = module.__dict__
         for table in ("_backward_hooks", "_backward_pre_hooks"):
             if hooks := attrs.get(table):
-                # a dict of the call's own: handles that were given out go on removing from the
-                # module's
+                # a dict of the call's own: the module's stays as it is, for the calls around this
+                # one
                 attrs[table] = OrderedDict((key, wrap(hook)) for key, hook in hooks.items())
 
 

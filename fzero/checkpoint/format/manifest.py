@@ -274,7 +274,7 @@ def _parse_leaf(key: str, leaf: Mapping[str, Any], files: Mapping[str, File], wh
             start + size <= full
             for start, size, full in zip(box.offsets, box.sizes, shape, strict=True)
         )
-        # empty or repeated ones could make up in number for elements that are nowhere
+        # a repeated one would make up in number for elements that are nowhere
         if not inside or not box.numel or box in boxes:
             _refuse(where, key, f"the box {tuple(box)}, which is no part of shape {shape}")
         extent = Extent(

@@ -109,7 +109,7 @@ class Writer(StorageWriter):
             for item, (_, dtype, shape), one in zip(plan.items, items, written, strict=True):
                 nbytes = torch.Size(shape).numel() * dtype.itemsize
                 results.append(WriteResult(item.index, nbytes, one))
-        # torch wants a future; nothing is left to wait for, as the caller may already be a thread
+        # torch wants a future, and all is done: a save in the background has its thread already
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
