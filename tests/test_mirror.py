@@ -37,9 +37,10 @@ LAWS = {
     "optim/transforms": "optim/test_torch_parity.py: "
     "the_composed_form_has_the_numbers_of_the_fused_one",
     "functional/differentiate": "functional/test_callbacks.py: training_is_that_of_backward",
-    "functional/draws": "step/test_notes.py: "
+    "functional/draws": "transforms/test_notes.py: "
     "numbers_of_host_generators_are_refused_with_their_line",
-    "functional/outside": "step/test_notes.py: what_is_read_from_outside_counts_at_every_call",
+    "functional/outside": "transforms/test_notes.py: "
+    "what_is_read_from_outside_counts_at_every_call",
     "functional/patch": "functional/test_remat.py: torchs_module_is_restored_when_the_last_leaves",
     "functional/plain": "eager/test_owned.py: a_parameter_of_another_class_is_refused_by_name",
     "functional/slots": "functional/test_functionalize.py: only_the_passed_tensors_count",

@@ -7,6 +7,7 @@ Each function is linear, and its backward is its transpose:
     reduce_scatter   all_gather
     all_reduce       all_reduce
     replicate        sum                (identity forward: the same value is used by every rank)
+    as_whole         a share            (identity forward: ranks have computed the same value)
 
 A *whole* value, which is one and the same on every rank, has one cotangent too: the transpose of
 summing the uses of a whole value is to replicate, not to sum once more. `all_reduce` takes and
@@ -76,6 +77,14 @@ def replicate(x: Tensor, axis: Axis, name: str = "") -> Tensor:
     return x if axis.size == 1 else _Replicate.apply(x, axis, name)
 
 
+def as_whole(x: Tensor, axis: Axis) -> Tensor:
+    """`x`, which every rank of the axis has computed alike, as one whole value.
+
+    The mean of equal values, without a message; its transpose gives each rank an equal share.
+    """
+    return x if axis.size == 1 else _AsWhole.apply(x, axis)
+
+
 def _linear(forward: Callable[..., Tensor], transpose: Callable[..., Tensor]) -> type[Function]:
     """A linear function of its first argument, as a Function: its jvp is itself.
 
@@ -125,7 +134,7 @@ def _summed(x: Tensor, axis: Axis, name: str) -> Tensor:
     return torch.ops.fzero.all_reduce(x, axis.size, axis.group, name)
 
 
-def _same(x: Tensor, axis: Axis, name: str) -> Tensor:
+def _same(x: Tensor, *_: object) -> Tensor:
     return x.view_as(x)
 
 
@@ -139,6 +148,7 @@ _AllReduce = _linear(_summed, lambda grad, *rest: _AllReduce.apply(grad, *rest))
 # not _AllReduce: the sum is a whole value, whose transpose must not sum once more
 _Replicate = _linear(_same, lambda grad, *rest: _SumOfUses.apply(grad, *rest))
 _SumOfUses = _linear(_summed, lambda grad, *rest: _Replicate.apply(grad, *rest))
+_AsWhole = _linear(_same, lambda grad, axis: grad / axis.size)
 
 
 # ---------------------------------------------------------------------------------- operators
@@ -196,6 +206,10 @@ def _boundary(loss: Tensor) -> Tensor:
     return loss.clone()
 
 
+def _phase(name: str) -> None:
+    return None
+
+
 def _fake_gather(
     shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str
 ) -> Tensor:
@@ -222,11 +236,14 @@ def _define() -> torch.library.Library:
     lib.define("all_reduce(Tensor x, int world, str group, str leaf) -> Tensor")
     # where forward ends: an identity that survives every retrace of a graph
     lib.define("boundary(Tensor loss) -> Tensor")
+    # what begins here; a Program's runner leaves it out
+    lib.define("phase(str name) -> ()")
     for name, kernel, fake in (
         ("gather", _gather, _fake_gather),
         ("reduce_scatter", _reduce_scatter, _fake_reduce_scatter),
         ("all_reduce", _all_reduce, _fake_same),
         ("boundary", _boundary, _fake_same),
+        ("phase", _phase, _phase),
     ):
         # one kernel for every device, without a derivative: the Functions above have that
         lib.impl(name, kernel, "CompositeExplicitAutograd")
@@ -258,3 +275,8 @@ class _Boundary(Function):
 def boundary(loss: Tensor) -> Tensor:
     """`loss`; what a Program runs after this point is its backward."""
     return _Boundary.apply(loss)
+
+
+def phase(name: str) -> None:
+    """What a Program runs after this point is its "forward" or its "update"."""
+    torch.ops.fzero.phase(name)
