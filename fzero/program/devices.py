@@ -29,6 +29,7 @@ def devices_kept(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def wrapped(*args: Any) -> Any:
         devices = {x.device for x in args if isinstance(x, Tensor)}
+        # of several nobody could tell which one was meant
         if len(devices) != 1:
             return fn(*args)
         with _On(devices.pop()):
@@ -50,6 +51,8 @@ class _On(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # a function that means the meta device is not told apart: in a step nothing has its values
+        # there
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
             kwargs = {**kwargs, "device": self.device}

@@ -99,7 +99,9 @@ def _storages(nodes: Iterable[fx.Node]) -> Bytes:
     found: Bytes = {}
     for node in nodes:
         for x in tensors_of(node):
+            # constants are real tensors, which are there whether the Program runs or not
             if isinstance(x, FakeTensor) and x.layout is torch.strided:
                 storage = x.untyped_storage()
+                # by storage: a view costs nothing, and keeps all of its base alive
                 found[storage._cdata] = storage.nbytes()
     return found

@@ -83,6 +83,7 @@ class Checks:
 
     def done(self) -> tuple[int, ...]:
         """One number per block, the last one short."""
+        # a stream that ends with a block has no short one after it
         return (*self._done, self._now) if self._filled else tuple(self._done)
 
 

@@ -190,6 +190,7 @@ class Boxed(NamedTuple):
 
     def _start_in_file_order(self, offsets: Sequence[int], target: Tensor) -> int | None:
         """Where in the box the target's bytes start, if they follow each other there as here."""
+        # the usual case, a leaf of the same job: then nothing is copied twice
         same = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
         if not same or tuple(target.shape[1:]) != self.sizes[1:]:
             return None  # the same rows, whole: or else the bytes are scattered

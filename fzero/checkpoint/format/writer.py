@@ -189,6 +189,8 @@ def write_file(
                 on_bytes(len(data))
                 start += len(data)
             extents.append(Extent(path.name, first, checks.done()))
+        # before anybody is told where things are: the manifest must not name what a crash could
+        # undo
         disk.sync(file)
     finally:
         os.close(file)
