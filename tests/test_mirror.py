@@ -23,7 +23,6 @@ LAWS = {
     "distributed/buckets": "program/passes/test_passes.py: "
     "buckets_carry_every_leaf_once_and_in_time",
     "distributed/journal": "engine/test_ranks_differ.py: every_rank_is_told",
-    "distributed/keepalive": "distributed/test_processes.py: a_rank_that_is_gone_is_named",
     "distributed/works": "distributed/test_whereabouts.py: each_rank_learns_what_became_of_another",
     # values, optimizers, user code, what a user sets
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
