@@ -192,8 +192,8 @@ class LazyParameter(Tensor):
                         "engine.state or engine.load_state_dict."
                     )
             if written:
-                args, kwargs = pytree.tree_map_only(LazyParameter, _full, (args, kwargs or {}))
-                func(*args, **kwargs)
+                args, kwargs = pytree.tree_map_only(LazyParameter, _full, (args, kwargs))
+                func(*args, **(kwargs or {}))
                 # an operator that writes returns what it wrote to, or nothing
                 return written[0] if schema.returns else None
         # not tree_map: this runs once an operator that reads a parameter, and lists of tensors are

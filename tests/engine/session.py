@@ -130,7 +130,8 @@ class Session:
                 with pytest.raises(fzero.BackwardError, match="local_forward"):
                     engine.module.middle.weight.sum().backward()
                 raise Lost
-        assert all(torch.equal(out, want) for out in outs)
+        for out in outs:  # updates before it may have added up in another order
+            torch.testing.assert_close(out, want, rtol=0, atol=1e-9)
         assert b % 5 == 4 or engine.is_gradient_accumulation_boundary() == before
 
     def write(self, a: int, b: int) -> None:

@@ -113,6 +113,7 @@ def evaluates_alone(how: str) -> tuple[float, str]:
                     else:
                         with engine.gathered("a.weight", modifier_rank=1) as params:
                             params["a.weight"].zero_()
+        engine(data(rank))
     except fzero.RankMismatchError as error:
         return time.monotonic() - start, str(error)
     return 0.0, ""
@@ -126,37 +127,30 @@ def test_an_evaluation_of_one_rank_alone_is_found_out(how: str) -> None:
         assert seconds < 3 + 5
 
 
-def raises_in_a_block_alone() -> list[str]:
+def raises_in_a_block_alone() -> str:
     torch.distributed.init_process_group("gloo")
     rank, _ = here()
-    told = []
     engine = fzero.Engine(build(Raises), SGD(), fzero.Config(stage=3))
-    for modifier in (None, 0):  # reading in a block is nobody else's business
-        try:
-            with engine.gathered("a.weight", modifier):
-                if rank == 0:
-                    raise Lost
-        except Lost:
-            told.append("lost")
-        except fzero.RankMismatchError as error:
-            told.append(str(error))
-            return told
-        with engine.local_forward(), contextlib.suppress(Lost), torch.no_grad():
-            engine.module.where = "forward" if rank == 0 and modifier is None else ""
-            engine(data(rank))
-        engine.module.where = ""
-        try:
-            engine(data(rank)).square().mean().backward()
-            engine.step()
-        except fzero.RankMismatchError as error:
-            told.append(str(error))
-            return told
-    return told
+    # what reads, and what is local, is nobody else's business
+    with contextlib.suppress(Lost), engine.gathered("a.weight"):
+        if rank == 0:
+            raise Lost
+    engine.module.where = "forward" if rank == 0 else ""
+    with engine.local_forward(), contextlib.suppress(Lost), torch.no_grad():
+        engine(data(rank))
+    engine.module.where = ""
+    engine(data(rank)).square().mean().backward()
+    engine.step()
+    try:
+        with contextlib.suppress(Lost), engine.gathered("a.weight", modifier_rank=0):
+            if rank == 0:
+                raise Lost
+        engine(data(rank))
+    except fzero.RankMismatchError as error:
+        return str(error)
+    return ""
 
 
 def test_a_rank_that_loses_what_it_was_to_write_is_found_out() -> None:
-    zero, one = run_fresh(2, raises_in_a_block_alone, timeout=60)
-    assert zero[0] == "lost"
-    assert zero[1] == "lost"
-    assert "(raised)" in zero[2]
-    assert "(raised)" in one[0]
+    for message in run_fresh(2, raises_in_a_block_alone, timeout=60):
+        assert "after an exception" in message or "(raised)" in message
