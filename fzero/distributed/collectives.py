@@ -7,6 +7,7 @@ Each function is linear, and its backward is its transpose:
     reduce_scatter   all_gather
     all_reduce       all_reduce
     replicate        sum                (identity forward: the same value is used by every rank)
+    as_whole         a share            (identity forward: ranks have computed the same value)
 
 A *whole* value, which is one and the same on every rank, has one cotangent too: the transpose of
 summing the uses of a whole value is to replicate, not to sum once more. `all_reduce` takes and
@@ -73,6 +74,14 @@ def all_reduce(x: Tensor, axis: Axis, name: str = "") -> Tensor:
 def replicate(x: Tensor, axis: Axis, name: str = "") -> Tensor:
     """`x`, which every rank of the axis holds and uses: gradients of the uses are summed."""
     return x if axis.size == 1 else _Replicate.apply(x, axis, name)
+
+
+def as_whole(x: Tensor, axis: Axis) -> Tensor:
+    """`x`, which every rank of the axis has computed alike, as one whole value.
+
+    The mean of equal values, without a message; its transpose gives each rank an equal share.
+    """
+    return x if axis.size == 1 else _AsWhole.apply(x, axis)
 
 
 class _AllGather(Function):
@@ -182,6 +191,24 @@ class _SumOfUses(Function):
         return _SumOfUses.apply(tangent, ctx.axis, ctx.name)
 
 
+class _AsWhole(Function):
+    @staticmethod
+    def forward(x: Tensor, axis: Axis) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.axis = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.axis.size, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.view_as(tangent)
+
+
 # ---------------------------------------------------------------------------------- operators
 def _op_args(leaf: LeafLayout, axis: Axis) -> tuple[list[int], int, int, str, str]:
     assert leaf.dim is not None
@@ -237,6 +264,10 @@ def _boundary(loss: Tensor) -> Tensor:
     return loss.clone()
 
 
+def _phase(name: str) -> None:
+    return None
+
+
 def _fake_gather(
     shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str
 ) -> Tensor:
@@ -263,11 +294,14 @@ def _define() -> torch.library.Library:
     lib.define("all_reduce(Tensor x, int world, str group, str leaf) -> Tensor")
     # where forward ends: an identity that survives every retrace of a graph
     lib.define("boundary(Tensor loss) -> Tensor")
+    # what begins here; a Program's runner leaves it out
+    lib.define("phase(str name) -> ()")
     for name, kernel, fake in (
         ("gather", _gather, _fake_gather),
         ("reduce_scatter", _reduce_scatter, _fake_reduce_scatter),
         ("all_reduce", _all_reduce, _fake_same),
         ("boundary", _boundary, _fake_same),
+        ("phase", _phase, _phase),
     ):
         # one kernel for every device, without a derivative: the Functions above have that
         lib.impl(name, kernel, "CompositeExplicitAutograd")
@@ -299,3 +333,8 @@ class _Boundary(Function):
 def boundary(loss: Tensor) -> Tensor:
     """`loss`; what a Program runs after this point is its backward."""
     return _Boundary.apply(loss)
+
+
+def phase(name: str) -> None:
+    """What a Program runs after this point is its "forward" or its "update"."""
+    torch.ops.fzero.phase(name)

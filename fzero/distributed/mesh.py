@@ -53,6 +53,14 @@ class Mesh:
         return self.replicate_rank * self.shard_size + self.shard_rank
 
     @property
+    def axes(self) -> "Axes":
+        """The mesh, as the transforms take it."""
+        return Axes(
+            Axis(self.shard_group, self.shard_size, self.shard_rank),
+            Axis(self.replicate_group, self.replicate_size, self.replicate_rank),
+        )
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The global rank at each place of the mesh."""
         return tuple(self.device_mesh.mesh.flatten().tolist())

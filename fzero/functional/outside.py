@@ -311,6 +311,8 @@ class Walk:
     def _object(self, value: Any, place: Place) -> None:
         cls = type(value)
         if _is_machinery(cls):
+            # what the library has made of a function reads what that reads
+            self._later((attributes_of(value) or {}).get("__wrapped__"), place)
             return
         if cls not in self._classes:
             self._classes.add(cls)

@@ -193,6 +193,8 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
             parameters.append(node.name)
         elif node.op == "get_attr":
             lines.append(f"{node.name} = {bind(program.constants[str(node.target)], 'constant')}")
+        elif is_op(node, "fzero::phase"):
+            continue
         elif node.op == "output":
             lines.append(f"return {show(list(node.args[0]))}")
         else:
