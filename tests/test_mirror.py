@@ -28,7 +28,6 @@ LAWS = {
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
     "numerics/rng": "program/passes/test_seed.py: mix_depends_on_every_word",
     "optim/adam": "optim/test_torch_parity.py: adam_and_adamw_have_torchs_numbers",
-    "optim/base": "optim/test_laws.py: update_is_pure_and_keeps_structures_and_dtypes",
     "optim/foreach": "optim/test_compose.py: "
     "groups_hold_every_leaf_once_and_no_more_bytes_than_asked",
     "optim/inplace": "optim/test_laws.py: apply_in_place_equals_params_plus_updates",
