@@ -1,7 +1,7 @@
 """What passes ask of a graph: its nodes, their values, the phase that each belongs to."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -65,6 +65,14 @@ def phases(graph: fx.Graph, default: str = UPDATE) -> dict[fx.Node, str]:
         if node is boundary:
             phase = BACKWARD
     return result
+
+
+AGAIN = "computed_again"
+
+
+def is_again(node: fx.Node) -> bool:
+    """Whether a node computes again in backward what forward did."""
+    return node.meta.get(AGAIN, False)
 
 
 READS = "reads"
@@ -132,6 +140,20 @@ def written_inputs(graph: fx.Graph) -> set[fx.Node]:
     }
 
 
+class Held(NamedTuple):
+    """Bytes that a rank holds for a step, besides what is in its Programs' graphs.
+
+    Args:
+        bytes: on this rank.
+        category: see `fzero.program.categories`.
+        name: of the leaf or input.
+    """
+
+    bytes: int
+    category: str
+    name: str
+
+
 class Part(Protocol):
     """A part of a step as listings, memory and checks read it: a `Program` is one."""
 
@@ -148,4 +170,12 @@ class Part(Protocol):
     @property
     def times(self) -> int: ...
     @property
-    def resident(self) -> int: ...
+    def resident(self) -> tuple[Held, ...]: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+    @property
+    def input_categories(self) -> tuple[str, ...]: ...
+    @property
+    def output_categories(self) -> tuple[str, ...]: ...
+    @property
+    def reduced_over(self) -> tuple[str, ...]: ...

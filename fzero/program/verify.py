@@ -20,7 +20,7 @@ from fzero.program.passes.rewrite import is_cheap
 from fzero.program.strides import alike, shown
 
 
-def verify(parts: Iterable[Part]) -> None:
+def verify(parts: Iterable[Part], others=()) -> None:
     """Check a Program and those that follow it.
 
     Raises:
