@@ -8,6 +8,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter
 
+from fzero.distributed.buckets import unpack_into
+
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
@@ -75,18 +77,6 @@ def is_again(node: fx.Node) -> bool:
     return node.meta.get(AGAIN, False)
 
 
-READS = "reads"
-
-
-def note_reads(graph: fx.Graph) -> None:
-    """Note at each node what it reads while recording: fake tensors, a list an operand.
-
-    `Program.verify` holds passes to it.
-    """
-    for node in graph.nodes:
-        node.meta[READS] = [tensors_of(operand) for operand in operands(node)]
-
-
 def operands(node: fx.Node) -> list[fx.Node]:
     """What a node reads, in the order of its arguments, each as often as it is passed."""
     found: list[fx.Node] = []
@@ -115,6 +105,8 @@ def is_wanted(node: fx.Node) -> bool:
 def written_operands(node: fx.Node) -> list[fx.Node]:
     """The operands whose values an operator changes; a change of sizes or strides alone is none."""
     target = node.target
+    if target is unpack_into:
+        return list(node.args[2])  # pyright: ignore
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.inplace_view in target.tags:
         return []
     schema = target._schema

@@ -26,10 +26,11 @@ from torch.fx.graph import CodeGen
 from fzero.errors import FzeroError, TraceError, TransformOverError
 from fzero.functional.torch_checkpoint import checkpoints_taken_over
 from fzero.program.devices import devices_kept
-from fzero.program.graph import note_reads, output_node, placeholders
+from fzero.program.graph import output_node, placeholders
 from fzero.program.interop import transformers_is_tracing
 from fzero.program.origin import OURS, origins_noted
 from fzero.program.program import Program
+from fzero.program.promises import note
 
 FrontEnd = tuple[str, Callable[..., Any]]
 
@@ -116,7 +117,7 @@ def _program(
         if node.op == "get_attr"
     }
     assert len(placeholders(graph)) == len(names)
-    note_reads(graph)
+    note(graph)
     outputs = tuple(f"out{i}" for i, _ in enumerate(output_node(graph).args[0]))  # pyright: ignore
     return Program(name, graph, tuple(names), outputs, constants, log)
 

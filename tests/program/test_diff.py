@@ -27,12 +27,11 @@ def test_every_number_that_differs_is_told() -> None:
     one, other = lowered(stage=1), lowered(stage=3, reshard_after_forward=True)
     diff = one.diff(other)
     told = {change.what: (change.one, change.other) for change in diff}
-    assert told["peak"] == (one.peak_bytes(), other.peak_bytes())
-    for category in {*one.peak().by_category(), *other.peak().by_category()}:
-        pair = (
-            one.peak().by_category().get(category, 0),
-            other.peak().by_category().get(category, 0),
-        )
+    peaks = (one.peak_bytes(), other.peak_bytes())
+    assert told.get("peak", peaks) == peaks
+    held = [program.peak().by_category() for program in (one, other)]
+    for category in {*held[0], *held[1]}:
+        pair = (held[0].get(category, 0), held[1].get(category, 0))
         assert told.get(f"peak: {category}", pair) == pair
         assert (f"peak: {category}" in told) == (pair[0] != pair[1])
     assert told["forward: all_gather"] == (0, 1)

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 import fzero
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE, is_op, phases
 from fzero.program.origin import Origin, origin_of
-from fzero.program.passes.seed import SITE
+from fzero.program.sites import SITE
 from tests.ranks import fake_ranks
 
 

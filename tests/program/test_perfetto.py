@@ -1,5 +1,6 @@
 """The trace of a step is what Perfetto reads, and has every node once."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def test_a_trace_has_every_node_in_its_lane(tmp_path: Path) -> None:
     assert sends == {lane for lane, name in lanes.items() if name.startswith("group ")}
     for lane in lanes:  # one after another
         mine = [e for e in spans if e["tid"] == lane]
-        for one, following in zip(mine, mine[1:], strict=False):
+        for one, following in itertools.pairwise(mine):
             assert following["ts"] >= one["ts"] + one["dur"] - 0.01
     counted = [sum(e["args"].values()) for e in events if e["ph"] == "C"]
     assert max(counted) <= program.peak_bytes()
