@@ -114,6 +114,21 @@ def keep(node: fx.Node, before: list[fx.Node]) -> None:
     )
 
 
+def overwritten(given: fx.Node) -> None:
+    """Let an input that was given away be written over once more."""
+    promise = promise_of(given)
+    if promise is not None:
+        given.meta[PROMISE] = promise._replace(writes=(promise.writes[0] + 1,))
+
+
+def settled(output: fx.Node) -> None:
+    """Let results be in memory that was written over for them."""
+    promise = promise_of(output)
+    if promise is not None:
+        writes = next(writes for node, writes in counted(output.graph) if node is output)
+        output.meta[PROMISE] = promise._replace(writes=writes)
+
+
 def values_read(node: fx.Node) -> list[fx.Node]:
     """The operands that are values; what draws has a generator besides."""
     return [x for x in operands(node) if "val" in x.meta]
@@ -181,6 +196,8 @@ def source_of(node: fx.Node) -> Source:
             node = node.all_input_nodes[0]
         elif is_cheap(node) or is_op(node, "fzero::restored"):
             node = node.all_input_nodes[0]
+        elif is_op(node, "aten::copy_") and promise_of(node) is None:  # over a donated input
+            node = node.args[1]  # pyright: ignore
         elif node.op == "get_attr":
             return Source(("constant", str(node.target)), None, tuple(hops))
         else:

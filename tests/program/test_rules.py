@@ -12,11 +12,12 @@ from torch import Tensor, fx
 
 import fzero
 from fzero.errors import TraceError
-from fzero.program import Program
+from fzero.program import Program, pipeline
 from fzero.program.graph import BACKWARD, copy_graph, is_op, output_node, phases, placeholders
 from fzero.program.memory import is_wait
 from fzero.program.passes.rewrite import call, legalise
 from fzero.program.sites import SITE, generator
+from fzero.step import update_program
 from tests.ranks import fake_ranks
 
 
@@ -319,3 +320,40 @@ def test_waiting_is_what_the_mutations_break() -> None:
     graph = program("shards").graph
     assert len(launches(graph, "all_gather")) == 2
     assert sum(map(is_wait, graph.nodes)) == 3
+
+
+PASSES = (
+    *("functionalise", "number_sites", "clean", "rematerialise", "regather", "sink_gathers"),
+    *("hoist_reductions", "share_collectives", "insert_seeds"),
+)
+
+
+@pytest.mark.parametrize(("stage", "accum"), [(3, 1), (2, 2), (1, 2)])
+def test_every_pass_keeps_what_was_recorded(
+    stage: int, accum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def verified(name: str, fn: Callable[..., Program]) -> Callable[..., Program]:
+        def run(*args: Any, **kwargs: Any) -> Program:
+            found = fn(*args, **kwargs)
+            found.verify()
+            ran.append(name)
+            return found
+
+        return run
+
+    for module in (pipeline, update_program):
+        for name in PASSES:
+            if name in vars(module):
+                monkeypatch.setattr(module, name, verified(name, vars(module)[name]))
+
+    def inplace(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return model_fn(params, x.clone().mul_(2)) + params["c"].sum() * 0.5
+
+    params = {"a": torch.ones(4, 4), "b": torch.ones(4, 4), "c": torch.ones(3)}
+    cfg = fzero.Config(stage=stage, accum_steps=accum, precision="bf16", clip_norm=1.0)
+    with fake_ranks(2):
+        step_fn = fzero.make_train_step(inplace, fzero.optim.adamw(0.1), cfg)
+        step_fn.lower(*step_fn.init(params), torch.ones(4 * accum, 4))
+    assert set(ran) >= set(PASSES) - ({"regather"} if stage != 3 else set())
