@@ -82,8 +82,10 @@ class Driver:
         self.params = install(
             slots, params, leaves, self.stepper.locals, self.units, self._taker, me
         )
+        model.register_forward_pre_hook(Door(me), prepend=True)
         model.register_forward_hook(Door(me))
         self.writes = Writes(model, self.params, leaves, self.stepper, lazy=self.units is not None)
+        self._versions = self.writes.versions()  # of before a forward without the engine's call
 
     # --- what its engine asks ---
 
@@ -158,13 +160,22 @@ class Driver:
 
     # --- what hooks tell ---
 
+    def entered(self) -> None:
+        """The module is about to run; who calls it is looked at afterwards."""
+        if not self._calling:
+            self._versions = self.writes.versions()
+
     def called_directly(self, out: Any) -> None:
         """The module has run without the engine's call: a forward like any other.
 
         A function made of it by `functionalize` runs it too, with tensors of its caller's.
+
+        Raises:
+            FzeroError: it changed a trained parameter in place, and there are several ranks.
         """
         if self._calling or self.writes.is_lent():
             return
+        self.writes.unwritten_since(self._versions)
         self.recover()
         forward = Forward(self, next(self._forwards))
         self.on(events.ForwardStarted(forward.number))

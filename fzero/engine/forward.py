@@ -24,6 +24,10 @@ class Listener(Protocol):
         """Nobody can call backward on its outputs any more."""
         ...
 
+    def entered(self) -> None:
+        """The module is about to run."""
+        ...
+
     def called_directly(self, out: Any, /) -> None:
         """The module has run, and its output is there."""
         ...
@@ -60,7 +64,7 @@ class Forward:
 
 
 class Door:
-    """A forward hook of an engine's module: `model(x)` counts as `engine(x)` does.
+    """A hook of an engine's module, before its forward and after: `model(x)` counts as `engine(x)`.
 
     Copies of the module take copies of it along, which tell nobody.
     """
@@ -68,10 +72,10 @@ class Door:
     def __init__(self, listener: "weakref.ref[Listener] | None" = None) -> None:
         self.listener = listener
 
-    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, *out: Any) -> None:
         listener = self.listener() if self.listener is not None else None
         if listener is not None and listener.module is module:
-            listener.called_directly(out)
+            listener.called_directly(*out) if out else listener.entered()
 
     def __deepcopy__(self, memo: Any) -> "Door":
         return Door()

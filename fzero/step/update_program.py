@@ -17,7 +17,7 @@ from fzero.program.graph import output_node, tensors_of
 from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
 from fzero.program.trace import trace_program
-from fzero.state.follow import follow_
+from fzero.state.follow import Follower
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.notes import ONE_AT_A_TIME, Notes, warn_of_recordings
@@ -50,6 +50,7 @@ class UpdateProgram:
         self.program: Program | None = None
         self.run: Executable | None = None
         self.seeded = False
+        self.follow: Follower | None = None
         self.notes = Notes({})
         self._earlier: list[tuple[Notes, Program, Executable]] = []  # the last used comes first
         self._recordings = 0
@@ -84,7 +85,9 @@ class UpdateProgram:
         Masters start from what was written into the parameters; see [Note: masters follow].
         """
         if held.masters:
-            follow_(held.masters, self.plan.parts(trained))
+            parts = self.plan.parts(trained)
+            self.follow = self.follow or Follower(held.masters, parts)
+            self.follow(held.masters, parts)
         groups = self._groups(trained, held, grads, loss, state)
         if self.run is None:
             return self._eagerly(groups)
