@@ -26,6 +26,15 @@ from fzero.program import Program
 from fzero.state.opt_state import OptState
 from fzero.state.sharding import shard, unshard
 from fzero.step.train_step import TrainStep, make_train_step
+from fzero.transforms.derivatives import grad, hvp, jvp, sharded, value_and_grad, vjp
+from fzero.transforms.function import jit
+from fzero.transforms.trees import (
+    apply_updates,
+    tree_map,
+    tree_norm,
+    tree_random_like,
+    tree_vdot,
+)
 
 __all__ = [
     "BackwardError",
@@ -42,13 +51,25 @@ __all__ = [
     "ShardError",
     "TraceError",
     "TrainStep",
+    "apply_updates",
     "checkpoint",
     "functionalize",
+    "grad",
+    "hvp",
+    "jit",
+    "jvp",
     "make_train_step",
     "optim",
     "remat",
     "shard",
+    "sharded",
     "stage",
+    "tree_map",
+    "tree_norm",
+    "tree_random_like",
+    "tree_vdot",
     "unshard",
+    "value_and_grad",
+    "vjp",
 ]
 __version__ = "0.1.0"

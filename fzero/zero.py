@@ -115,14 +115,21 @@ def zero3(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> Gra
     """
 
     def loss_of_shards(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Tensor, Any]:
-        full = [
-            # in this order: backward then sums over the replicate axis what is scattered already
-            all_gather(replicate(shard, axes.replicate, leaf.name), leaf, axes.shard)
-            for shard, leaf in zip(layout.merge(trained, frozen), layout, strict=True)
-        ]
-        return loss_fn(tuple(full), *args)
+        return loss_fn(gathered(layout.merge(trained, frozen), layout, axes), *args)
 
     return grad(loss_of_shards)
+
+
+def gathered(shards: Sequence[Tensor], layout: Layout, axes: Axes) -> Leaves:
+    """Full leaves from every rank's shards; their gradients are summed and scattered back.
+
+    A leaf that is whole on every rank is one value that all ranks use: its gradients are summed.
+    """
+    return tuple(
+        # in this order: backward then sums over the replicate axis what is scattered already
+        all_gather(replicate(shard, axes.replicate, leaf.name), leaf, axes.shard)
+        for shard, leaf in zip(shards, layout, strict=True)
+    )
 
 
 def zero2(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:

@@ -32,9 +32,13 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("errors", "tree", "layout", "numerics", "distributed", "optim"),
         *("functional.owners", "config"),
     ),
-    "step": (
+    "transforms": (
         *("errors", "tree", "layout", "numerics", "distributed", "optim", "functional"),
         *("config", "zero", "eager", "program", "state"),
+    ),
+    "step": (
+        *("errors", "tree", "layout", "numerics", "distributed", "optim", "functional"),
+        *("config", "zero", "eager", "program", "state", "transforms"),
     ),
     "checkpoint": ("errors", "tree", "distributed", "state.opt_state", "state.follow"),
     "engine": (

@@ -23,7 +23,6 @@ LAWS = {
     "distributed/buckets": "program/passes/test_passes.py: "
     "buckets_carry_every_leaf_once_and_in_time",
     "distributed/journal": "engine/test_ranks_differ.py: every_rank_is_told",
-    "distributed/keepalive": "distributed/test_processes.py: a_rank_that_is_gone_is_named",
     "distributed/works": "distributed/test_whereabouts.py: each_rank_learns_what_became_of_another",
     # values, optimizers, user code, what a user sets
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
@@ -38,9 +37,10 @@ LAWS = {
     "optim/transforms": "optim/test_torch_parity.py: "
     "the_composed_form_has_the_numbers_of_the_fused_one",
     "functional/differentiate": "functional/test_callbacks.py: training_is_that_of_backward",
-    "functional/draws": "step/test_notes.py: "
+    "functional/draws": "transforms/test_notes.py: "
     "numbers_of_host_generators_are_refused_with_their_line",
-    "functional/outside": "step/test_notes.py: what_is_read_from_outside_counts_at_every_call",
+    "functional/outside": "transforms/test_notes.py: "
+    "what_is_read_from_outside_counts_at_every_call",
     "functional/patch": "functional/test_remat.py: torchs_module_is_restored_when_the_last_leaves",
     "functional/plain": "eager/test_owned.py: a_parameter_of_another_class_is_refused_by_name",
     "functional/slots": "functional/test_functionalize.py: only_the_passed_tensors_count",
@@ -73,6 +73,18 @@ LAWS = {
     "state/opt_state": "laws/test_precision_memory.py: memory_by_category",
     "state/plan": "test_errors.py: an_optimizer_state_of_another_kind_is_refused",
     "state/replay": "state/test_builder.py: a_replay_is_a_call_bit_for_bit",
+    "program/passes/donate": "transforms/test_function.py: "
+    "donated_trees_of_one_shape_can_change_places",
+    "transforms/agreement": "test_mismatch.py: "
+    "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",
+    "transforms/call": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
+    "transforms/lazily": "transforms/test_derivatives.py: the_eager_executor_has_the_same_numbers",
+    "transforms/loss": "laws/test_precision.py: masters_equal_those_kept_by_hand",
+    "transforms/micro": "laws/test_parity.py: training_equals_plain_torch",
+    "transforms/parts": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
+    "transforms/randomness": "transforms/test_function.py: "
+    "random_numbers_are_a_function_of_the_call",
+    "transforms/staging": "transforms/test_function.py: a_step_of_ones_own_trains_as_torch_does",
     "step/executors": "test_mismatch.py: "
     "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",
     "step/gradients": "laws/test_parity.py: training_equals_plain_torch",
@@ -108,6 +120,7 @@ LAWS = {
     "every_gradient_is_reduced_once_in_every_history",
     "engine/counts": "engine/test_phases.py: an_event_costs_the_same_however_many_leaves_there_are",
     "engine/engine": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
+    "engine/names": "engine/test_blocks.py: what_does_not_go_inside_is_refused",
     "engine/events": "engine/test_phases.py: every_gradient_is_reduced_once_in_every_history",
     "engine/forward": "engine/test_exceptions.py: gradients_of_a_forward_that_raised_are_gone",
     "engine/grouping": "engine/test_ranks_differ.py: every_rank_is_told",

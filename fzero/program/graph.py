@@ -39,7 +39,7 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
 
 
 def order_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Each node's place in the graph."""
+    """Each node's number in the graph's order."""
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
@@ -49,22 +49,39 @@ def is_op(node: fx.Node, *names: str) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.name in names
 
 
-def boundary_of(graph: fx.Graph) -> fx.Node | None:
-    """The node where forward ends, or None where there is no backward."""
-    return next((node for node in graph.nodes if is_op(node, "fzero::boundary")), None)
-
-
 def phases(graph: fx.Graph, default: str = UPDATE) -> dict[fx.Node, str]:
     """Which phase of the step each node belongs to."""
-    boundary = boundary_of(graph)
-    if boundary is None:
-        return dict.fromkeys(graph.nodes, default)
-    phase, result = FORWARD, {}
+    return {node: phase for node, (_, phase) in segments(graph, default).items()}
+
+
+def segments(graph: fx.Graph, default: str = UPDATE) -> dict[fx.Node, tuple[int, str]]:
+    """Which stretch of the graph each node belongs to, by number, and the phase that this is.
+
+    A function may go forward and back many times: each forward, each backward, and what is between
+    them, is a segment. Marks in the graph say where one begins.
+    """
+    marks = [node for node in graph.nodes if _begins(node)]
+    # without a mark before it, what a boundary ends is forward
+    forward = bool(marks) and is_op(marks[0], "fzero::boundary")
+    number, phase = 0, FORWARD if forward else default
+    result = {}
     for node in graph.nodes:
-        result[node] = phase
-        if node is boundary:
-            phase = BACKWARD
+        begins = _begins(node)
+        if begins == BACKWARD:  # the boundary is the last of forward
+            result[node] = (number, phase)
+            number, phase = number + 1, begins
+            continue
+        if begins is not None:
+            number, phase = number + 1, begins
+        result[node] = (number, phase)
     return result
+
+
+def _begins(node: fx.Node) -> str | None:
+    """The phase that begins at a node, if one does."""
+    if is_op(node, "fzero::boundary"):
+        return BACKWARD
+    return str(node.args[0]) if is_op(node, "fzero::phase") else None
 
 
 READS = "reads"
@@ -95,8 +112,11 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def has_effect(target: Any) -> bool:
-    """Whether an operator returns nothing: it is there for what it does, such as to assert."""
-    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns
+    """Whether an operator returns nothing and writes nothing: it asserts, say, or marks a place."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    # foreach operators in place return nothing either
+    return not target._schema.returns and not target._schema.is_mutable
 
 
 def is_wanted(node: fx.Node) -> bool:
@@ -121,7 +141,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def written_inputs(graph: fx.Graph) -> set[fx.Node]:
+def inputs_written_in_place(graph: fx.Graph) -> set[fx.Node]:
     """The placeholders that a graph may write into, directly or through views."""
     operands = {x for node in graph.nodes if is_mutable(node) for x in node.all_input_nodes}
     storages = {x.untyped_storage()._cdata for node in operands for x in tensors_of(node)}

@@ -211,6 +211,7 @@ def _selected(master: Tensor, part: Tensor) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
+    # bits, not values: NaN differs from itself, and -0.0 equals 0.0
     return x.view(_INTEGERS[x.dtype.itemsize])
 
 

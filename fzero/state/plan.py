@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fzero import tree
 from fzero.config import Config
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
-from fzero.distributed.mesh import Axes, Axis, Mesh
+from fzero.distributed.mesh import Axes, Mesh
 from fzero.errors import ShardError
 from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
@@ -50,11 +50,7 @@ class Plan:
     @property
     def axes(self) -> Axes:
         """The mesh, as the transforms take it."""
-        mesh = self.mesh
-        return Axes(
-            Axis(mesh.shard_group, mesh.shard_size, mesh.shard_rank),
-            Axis(mesh.replicate_group, mesh.replicate_size, mesh.replicate_rank),
-        )
+        return self.mesh.axes
 
     @property
     def trained(self) -> list[LeafLayout]:

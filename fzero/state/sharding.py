@@ -84,11 +84,73 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
         reduce=dtypes.reduce,
     )
     owners = tuple(map(owners_of, leaves))
-    if dtypes.autocast is not None:
-        rows = zip(layout, owners, paths, strict=True)
-        layout = replace(layout, leaves=tuple(_autocast(*row, dtypes) for row in rows))
+    layout = _under_autocast(layout, owners, paths, dtypes)
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
+
+
+def read_sharding(values: PyTree, cfg: Config, mesh: Mesh, what: str = "params") -> Sharding:
+    """How a tree lives, as its leaves tell: DTensors are split, plain tensors whole on every rank.
+
+    Args:
+        values: DTensors as `shard` or `init` make them, plain tensors that are the same on every
+            rank, or both.
+        cfg: says which leaves are frozen, and in which dtypes they travel.
+        mesh: the ranks.
+        what: the tree's name, for messages.
+
+    Raises:
+        ShardError: a leaf is no tensor, or a DTensor of another mesh or of other placements.
+    """
+    leaves, spec = tree.flatten(values)
+    paths = tree.paths(values)
+    check_tensors(what, leaves, paths)
+    dims = [_split_dim(x, mesh, f"{what}{path}") for x, path in zip(leaves, paths, strict=True)]
+    dtypes = cfg.dtypes
+    layout = plan_layout(
+        tree.names(values),
+        leaves,
+        mesh.shard_size,
+        frozen=cfg.is_frozen,
+        compute=dtypes.param,
+        reduce=dtypes.reduce,
+    )
+    pairs = zip(layout, dims, strict=True)
+    layout = replace(layout, leaves=tuple(replace(leaf, dim=dim) for leaf, dim in pairs))
+    owners = tuple(map(owners_of, leaves))
+    layout = _under_autocast(layout, owners, paths, dtypes)
+    specs = [x._spec if isinstance(x, DTensor) else None for x in leaves]
+    return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
+
+
+def _split_dim(x: Tensor, mesh: Mesh, where: str) -> int | None:
+    """Along which dim a leaf is split over the mesh's shard axis; None: whole on every rank."""
+    if not isinstance(x, DTensor):
+        return None
+    if x.device_mesh != mesh.device_mesh:
+        raise ShardError(
+            f"{where} is a DTensor on {x.device_mesh}, and this function runs on "
+            f"{mesh.device_mesh}; all trees of one function live on one mesh. Pass "
+            "Config(mesh=...) with the mesh that fzero.shard was given, or shard both alike."
+        )
+    *others, last = x.placements
+    if type(last) is Shard and all(type(other) is Replicate for other in others):
+        return last.dim % x.dim()
+    if all(type(placement) is Replicate for placement in x.placements):
+        return None
+    raise ShardError(
+        f"{where} is a DTensor with the placements {x.placements}; a leaf is split along one dim "
+        "over the last axis of the mesh, or whole. Make it with fzero.shard(x.full_tensor(), cfg)."
+    )
+
+
+def _under_autocast(
+    layout: Layout, owners: Sequence[Owners], paths: Sequence[str], dtypes: Precision
+) -> Layout:
+    if dtypes.autocast is None:
+        return layout
+    rows = zip(layout, owners, paths, strict=True)
+    return replace(layout, leaves=tuple(_autocast(*row, dtypes) for row in rows))
 
 
 def _autocast(leaf: LeafLayout, owners: Owners, path: str, dtypes: Precision) -> LeafLayout:

@@ -23,7 +23,7 @@ from fzero.distributed.transport import Transport
 from fzero.eager.arrivals import Arrivals, dense
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place
-from fzero.errors import FzeroError, TraceError
+from fzero.errors import FzeroError
 from fzero.functional.differentiate import accumulated, added, differentiated
 from fzero.functional.draws import Watch
 from fzero.functional.tasks import check_tasks
@@ -33,18 +33,18 @@ from fzero.numerics.casts import widened
 from fzero.numerics.rng import generator_of, mix, preserved
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
-from fzero.step.frames import stacked, take_apart
 from fzero.step.gradients import (
     ModelFn,
     Signature,
     flat_loss_fn,
     reduces_once,
     share_of,
-    summable,
-    with_room,
 )
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram
+from fzero.transforms.frames import stacked, take_apart
+from fzero.transforms.function import no_program
+from fzero.transforms.loss import summable, with_room
 from fzero.tree import PyTree
 from fzero.zero import scaled
 
@@ -79,10 +79,7 @@ class Eager:
         Raises:
             TraceError: always.
         """
-        raise TraceError(
-            "Config(executor='eager') stages nothing out, so there is no Program to lower to. Use "
-            "Config(executor='traced') for a listing, or measure a step with torch.profiler."
-        )
+        raise no_program()
 
     def gradients(
         self,

@@ -1,32 +1,25 @@
 """The executors of one step function: found by what comes in, handed out once all ranks agree.
 
-What a rank runs depends on what it alone sees: the shapes of its batch, the rows of its shards,
-values that its Python read. So before an executor is handed out the ranks settle the size of
-buckets, once, and compare their collectives, whenever they change. What comes after meets no
-question any more: a step is unpack, gradients, update, pack.
+After that a step meets no question any more: it is unpack, gradients, update, pack.
 """
 
 import contextlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.config import Config
-from fzero.distributed.agree import agree, smallest
-from fzero.distributed.mesh import Mesh, default_store
-from fzero.distributed.rendezvous import rendezvous
-from fzero.distributed.whereabouts import circle_of
 from fzero.errors import RankMismatchError
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.eager import Eager
-from fzero.step.frames import take_apart
 from fzero.step.gradients import ModelFn
-from fzero.step.notes import ONE_AT_A_TIME, warn_of_recordings
 from fzero.step.traced import Traced
+from fzero.transforms.agreement import Agreement
+from fzero.transforms.frames import take_apart
+from fzero.transforms.notes import ONE_AT_A_TIME, warn_of_recordings
 from fzero.tree import PyTree
 
 MAX_SIGNATURES = 8
@@ -47,16 +40,12 @@ class Executors:
         self._traced: dict[Any, list[Traced]] = {}  # by shapes; the last used comes first
         self._eager: dict[Any, Eager] = {}
         self._warned = False
-        # settled by all ranks: sizes of buckets, the collectives of the last call, and under which
-        # number the step function and its calls are known to the others
-        self._bucket_bytes: tuple[int, int] | None = None
-        self._collectives: str | None = None
-        self._number, self._calls = 0, 0
+        self._agreement = Agreement("step function", cfg.timeout)
 
     def clear(self) -> None:
         """Forget everything that was made for other parameters."""
         self._traced, self._eager = {}, {}
-        self._bucket_bytes, self._collectives = None, None
+        self._agreement.clear()
 
     def find(self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree) -> Executor:
         """What runs a step of these shapes; staged out the first time. Asks no other rank.
@@ -79,7 +68,14 @@ class Executors:
             like = next((one for one in known if one.notes.hold()), None)
             with ONE_AT_A_TIME:
                 traced = Traced(
-                    self.model_fn, plan, leaves, local, batch, frame, self._bucket_bytes, like
+                    self.model_fn,
+                    plan,
+                    leaves,
+                    local,
+                    batch,
+                    frame,
+                    self._agreement.bucket_bytes,
+                    like,
                 )
         if not known or known[0] is not traced:
             rest = [one for one in known if one is not traced]
@@ -91,61 +87,27 @@ class Executors:
     ) -> Executor:
         """`find`, with the buckets, and so the collectives, that all ranks have; all must call it.
 
-        The best size of a bucket depends on what differs between ranks: the rows of an uneven
-        shard, the shapes of a batch. The first call settles it for all that follow.
-
         Raises:
             RankMismatchError: ranks would run different collectives.
         """
+        agreement = self._agreement
         executor = self.find(plan, leaves, local, micro)
         # counted here and not in `find`, which `lower` may call on one rank alone
-        self._calls += 1
-        if self._bucket_bytes is None:
-            mine, limit = executor.bucket_bytes, self.cfg.timeout
-            first, second = smallest("the size of buckets", mine, plan.mesh, limit)
-            self._bucket_bytes = (first, second)
+        agreement.calls += 1
         # made with this rank's own sizes: once more, with those of all
-        if executor.bucket_bytes != self._bucket_bytes:
+        if executor.bucket_bytes != agreement.settle(executor.bucket_bytes, plan.mesh):
             self._forget(executor)
             executor = self.find(plan, leaves, local, micro)
-        if executor.collectives != self._collectives:
-            try:
-                self._agree_on_collectives(plan.mesh, executor.collectives)
-            except RankMismatchError:
-                self._forget(executor)  # the model function may do otherwise when called again
-                raise
+        try:
+            agreement.compare(executor.collectives, plan.mesh)
+        except RankMismatchError:
+            self._forget(executor)  # the model function may do otherwise when called again
+            raise
         return executor
 
-    @contextlib.contextmanager
-    def running(self, plan: Plan) -> Iterator[None]:
+    def running(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
         """This call's collectives run inside: other ranks can see which call this one is at."""
-        circle = circle_of(plan.mesh.device_mesh)
-        sent = circle.sent
-        try:
-            with circle.at(self._meeting, self.cfg.timeout):
-                yield
-        except BaseException:
-            if circle.sent == sent:  # the others know nothing of this call: the next one is it
-                self._calls -= 1
-            raise
-
-    @property
-    def _meeting(self) -> str:
-        """Where ranks meet whose collectives change in this call."""
-        return f"step function {self._number}, call {self._calls}"
-
-    def _agree_on_collectives(self, mesh: Mesh, collectives: str) -> None:
-        """Whenever this rank's collectives change, see that all ranks' do, before any runs."""
-        if self._collectives is None:
-            lines = [(f"line {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
-            agree("the step's collectives", lines, mesh, self.cfg.timeout)
-            if not circle_of(mesh.device_mesh).alone:
-                # ranks make their step functions in the same order: the n-th is the same on all
-                key = f"fzero/step functions/{mesh.ranks}/{mesh.rank}"
-                self._number = default_store().add(key, 1)
-        else:
-            rendezvous(f"{self._meeting}, new collectives", collectives, mesh, self.cfg.timeout)
-        self._collectives = collectives
+        return self._agreement.running(plan.mesh)
 
     def _forget(self, executor: Executor) -> None:
         rest = {k: [one for one in v if one is not executor] for k, v in self._traced.items()}

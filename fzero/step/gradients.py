@@ -19,14 +19,15 @@ from fzero.distributed.mesh import Axes
 from fzero.eager.lazy import changed_in_place
 from fzero.errors import FzeroError, ShardError
 from fzero.functional.differentiate import no_gradient
-from fzero.layout import Layout, LeafLayout
+from fzero.layout import Layout
 from fzero.numerics.casts import cast, in_force, widened
 from fzero.program import Program
 from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
 from fzero.program.trace import trace_program
-from fzero.step.frames import Frame, take_apart
-from fzero.step.notes import Notes
+from fzero.transforms.frames import Frame, take_apart
+from fzero.transforms.loss import check_loss, summable, with_room
+from fzero.transforms.notes import Notes
 from fzero.tree import PyTree
 from fzero.zero import GradFn, Leaves, LossFn
 
@@ -101,30 +102,6 @@ def share_of(cfg: Config, axes: Axes, scale: Sequence[Tensor]) -> float | Tensor
     share = 1.0 / (axes.world * cfg.accum_steps)
     external = cfg.scaling is not None and cfg.scaling.external  # it is on the loss already
     return scale[0] * share if scale and not external else share
-
-
-def with_room(trained: Sequence[Tensor], layout: Layout) -> tuple[tuple[Tensor, ...], Layout]:
-    """The trained shards in dtypes that hold their gradients as they are reduced, and the layout.
-
-    Autograd gives a gradient in the dtype of what it is the gradient of: of a bfloat16 shard it
-    would round what was just summed in float32. What is gathered stays the same.
-    """
-
-    def wide(leaf: LeafLayout) -> LeafLayout:
-        if not leaf.trainable or leaf.reduce is None:
-            return leaf
-        dtype = torch.promote_types(leaf.dtype, leaf.reduce)
-        same = dtype == leaf.dtype
-        return leaf if same else replace(leaf, dtype=dtype, compute=leaf.compute or leaf.dtype)
-
-    roomy = replace(layout, leaves=tuple(map(wide, layout)))
-    pairs = zip(trained, roomy.trained, strict=True)
-    return tuple(x.to(leaf.dtype) for x, leaf in pairs), roomy
-
-
-def summable(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients in dtypes that lose nothing of many micro-batches: float32 at least."""
-    return [widened(grad) for grad in grads]
 
 
 def transform(cfg: Config, loss_fn: LossFn, layout: Layout, axes: Axes, grad: zero.Grad) -> GradFn:
@@ -243,20 +220,6 @@ def _taken_apart(result: Any, cfg: Config, stateful: bool) -> tuple[Any, Any, An
         )
     rest = list(result[1:])
     return result[0], rest.pop(0) if stateful else None, rest.pop(0) if cfg.has_aux else None
-
-
-def check_loss(loss: Any) -> None:
-    """Raise if `loss` is not a 0-d floating tensor."""
-    if not isinstance(loss, Tensor):
-        raise FzeroError(
-            f"the model function returned a {type(loss).__name__} as its loss; it must be a 0-d "
-            "floating tensor, the mean over this rank's batch."
-        )
-    if loss.dim() or not loss.is_floating_point():
-        raise FzeroError(
-            f"the loss has shape {tuple(loss.shape)} and dtype {loss.dtype}; it must be a 0-d "
-            "floating tensor, the mean over this rank's batch. Reduce it with .mean()."
-        )
 
 
 def _check_state(signature: Signature, new: Sequence[Any], old: Sequence[Tensor]) -> None:

@@ -5,20 +5,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.distributed.mesh import Mesh
 from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
-from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.graph import output_node, tensors_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
-from fzero.step.frames import Frame, stacked, take_apart
 from fzero.step.gradients import ModelFn, Signature, reduces_once, trace_gradients
-from fzero.step.notes import Notes
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram, outputs_on, shared_outputs
+from fzero.transforms.agreement import signature_of
+from fzero.transforms.frames import Frame, stacked, take_apart
+from fzero.transforms.notes import Notes
 from fzero.tree import PyTree
 
 
@@ -40,7 +39,7 @@ class Traced:
         held: LocalState,
         batch: Sequence[Tensor],
         batch_spec: Frame,
-        bucket_bytes: tuple[int, int] | None = None,
+        bucket_bytes: tuple[int, ...] | None = None,
         like: "Traced | None" = None,
     ) -> None:
         self.plan = plan
@@ -108,7 +107,7 @@ class Traced:
             self.program = gradients.then(update)
         sizes = [part.bucket_bytes for part in self.program.parts()]
         self.bucket_bytes = (sizes[0], sum(sizes[1:]))
-        self.collectives = _collectives(self.program, plan.mesh)
+        self.collectives = signature_of(self.program, plan.mesh)
 
     def hold(self) -> bool:
         """Whether all that was read from outside while recording is as it was."""
@@ -165,19 +164,6 @@ class Traced:
     ) -> Updated:
         """Overwrite `trained` and what `held` has of masters and optimizer state."""
         return self.update_program(trained, held, grads, loss, state)
-
-
-def _collectives(program: Program, mesh: Mesh) -> str:
-    """The collectives that all ranks must launch alike, one a line.
-
-    Those over the replicate axis carry shards, which may be uneven, and say nothing new: their
-    leaves are those of the reductions over the shard axis.
-    """
-    return "\n".join(
-        f"{row.kind} {row.phase} {row.bytes} bytes: {', '.join(row.leaves)}"
-        for row in program.collectives()
-        if row.group != mesh.replicate_group or mesh.shard_size == 1
-    )
 
 
 def _sum_bytes(x: Tensor, leaf: LeafLayout, plan: Plan) -> int:

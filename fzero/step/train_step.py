@@ -4,9 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.config import Config
@@ -24,10 +22,10 @@ from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
 from fzero.step.executors import Executors
-from fzero.step.frames import take_apart
 from fzero.step.gradients import ModelFn
 from fzero.step.metrics import metrics_of, refuse_nonfinite
 from fzero.step.update import Updated
+from fzero.transforms.micro import micro_batches
 from fzero.tree import PyTree
 
 MAX_SIGNATURES = 8
@@ -255,45 +253,6 @@ class TrainStep:
         advance = 1 if self.cfg.scaling is None else ~updated.nonfinite
         new = OptState(opt_state.step + advance, inner, master, updated.loss_scale, state, metrics)
         return params, new
-
-
-def micro_batches(batch: PyTree, count: int) -> list[PyTree]:
-    """`batch` cut into `count` parts along every leaf's leading dim; 0-d leaves go to all.
-
-    Raises:
-        ShardError: a leaf is not a tensor, or its leading dim is not divisible by `count`.
-
-    Examples:
-        >>> micro_batches({"x": torch.arange(4)}, 2)
-        [{'x': tensor([0, 1])}, {'x': tensor([2, 3])}]
-    """
-    leaves, frame = take_apart(batch)
-    for x, path in zip(leaves, frame.paths, strict=True):
-        _check_leaf(x, path)
-    if count == 1:
-        return [batch]
-    for x, path in zip(leaves, frame.paths, strict=True):
-        if x.dim() and x.shape[0] % count:
-            raise ShardError(
-                f"batch{path} has {x.shape[0]} rows, which Config.accum_steps={count} does not "
-                f"divide; every micro-batch must have the same rows. Pass {count} x n rows, or "
-                "drop the last ones (drop_last=True in a DataLoader)."
-            )
-    columns = [x.chunk(count) if x.dim() else (x,) * count for x in leaves]
-    return [frame.unflatten([column[i] for column in columns]) for i in range(count)]
-
-
-def _check_leaf(x: Tensor, path: str) -> None:
-    if isinstance(x, DTensor):
-        raise ShardError(
-            f"batch{path} is a DTensor, a parameter that is sharded over ranks; a batch is made of "
-            "plain tensors. Pass fzero.unshard(...) of it, which every rank must call."
-        )
-    if x.layout != torch.strided:
-        raise ShardError(
-            f"batch{path} is a sparse tensor ({x.layout}), which can't be staged out. Pass its "
-            "indices() and values(), and make the sparse tensor in the model function."
-        )
 
 
 def _check_scale(opt_state: OptState, cfg: Config) -> None:

@@ -20,8 +20,8 @@ from fzero.program.trace import trace_program
 from fzero.state.follow import Follower
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
-from fzero.step.notes import ONE_AT_A_TIME, Notes, warn_of_recordings
 from fzero.step.update import Update, Updated
+from fzero.transforms.notes import ONE_AT_A_TIME, Notes, warn_of_recordings
 
 
 class UpdateProgram:

@@ -16,7 +16,16 @@ from fzero.distributed.buckets import (
 )
 from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
-from fzero.program.graph import READS, UPDATE, copy_graph, is_op, operands, phases, tensors_of
+from fzero.program.graph import (
+    READS,
+    UPDATE,
+    copy_graph,
+    is_mutable,
+    is_op,
+    operands,
+    segments,
+    tensors_of,
+)
 from fzero.program.memory import peak_bytes
 from fzero.program.passes.rewrite import (
     call,
@@ -101,33 +110,52 @@ class _Group:
     """Nodes that will share a collective; kept in the order of the graph."""
 
     kind: str
+    segment: int
     phase: str
+    movable: bool
     nodes: list[fx.Node] = field(default_factory=list)
     nbytes: int = 0
 
 
 def _groups(graph: fx.Graph, kind: str, size: int) -> list[_Group]:
-    """Runs of collectives of a kind with the same dtype, axis and phase, up to `size` bytes."""
-    phase = phases(graph)
+    """Runs of collectives of a kind with the same dtype, axis and segment, up to `size` bytes.
+
+    Those of a group come after equally many others: what waits for a collective is further down
+    than what it waits for, so no group waits for itself, nor two for each other.
+    """
+    of, depth = segments(graph), _depths(graph)
+    in_place = any(map(is_mutable, graph.nodes))
     open_groups: dict[tuple[Any, ...], _Group] = {}
     done: list[_Group] = []
     for node in graph.nodes:
+        number, phase = of[node]
         if not is_op(node, *KINDS[kind].operators):
-            if phase[node] == UPDATE and not is_cheap(node):
+            if in_place and phase == UPDATE and not is_cheap(node):
                 done += open_groups.values()  # an update works in place: nothing moves across it
                 open_groups = {}
             continue
         (full,) = tensors_of(node if KINDS[kind].gathers else node.all_input_nodes[0])
         _, axis = _leaf_and_axis(node)
-        key = (full.dtype, axis.group, phase[node])
+        key = (full.dtype, axis.group, number, depth[node])
         group = open_groups.get(key)
         if group is None or group.nbytes + full.nbytes > size:
             if group is not None:
                 done.append(group)
-            group = open_groups[key] = _Group(kind, phase[node])
+            movable = not (in_place and phase == UPDATE)
+            group = open_groups[key] = _Group(kind, number, phase, movable)
         group.nodes.append(node)
         group.nbytes += full.nbytes
     return done + list(open_groups.values())
+
+
+def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
+    """How many collectives each node waits for, one after the other."""
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        before = max((depth[x] for x in node.all_input_nodes), default=0)
+        counts = is_gather(node) or is_reduction(node) or "bucket" in node.meta
+        depth[node] = before + counts
+    return depth
 
 
 def _leaf_and_axis(node: fx.Node) -> tuple[LeafLayout, Axis]:
@@ -145,15 +173,14 @@ def _lower(graph: fx.Graph, group: _Group) -> None:
     pack, unpack = KINDS[group.kind][:2]
     # a gather is wanted at its first use, a reduction is ready with its last gradient; in an
     # update, which works in place, what is read must have been written
-    gather = whole.gathers and group.phase != UPDATE
-    place = group.nodes[0] if gather else group.nodes[-1]
+    place = group.nodes[0] if whole.gathers and group.movable else group.nodes[-1]
     operands = [node.all_input_nodes[0] for node in group.nodes]
     with graph.inserting_before(place):
         send = call(graph, pack, operands, whole, name=f"pack_{group.kind}")
         target, arguments = carrier(whole, tensors_of(send)[0].numel())
         launch = call(graph, target, send, *arguments, name=group.kind)
         launch.meta["bucket"] = whole
-        launch.meta["phase"] = group.phase
+        launch.meta["phase"], launch.meta["segment"] = group.phase, group.segment
         wait = call(graph, torch.ops._c10d_functional.wait_tensor.default, launch)
         # straight to where they live: unpacked first, they would be held twice
         if targets := _written_over(group.nodes):

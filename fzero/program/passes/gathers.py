@@ -6,7 +6,7 @@ every gradient at the end. Three passes move the collectives to where they belon
 
 from torch import fx
 
-from fzero.program.graph import BACKWARD, FORWARD, copy_graph, is_wanted, order_of, phases
+from fzero.program.graph import BACKWARD, copy_graph, is_wanted, order_of, phases, segments
 from fzero.program.passes.rewrite import infer, is_cheap, is_gather, is_reduction, refresh
 from fzero.program.program import Program
 
@@ -14,30 +14,31 @@ from fzero.program.program import Program
 def regather(program: Program) -> Program:
     """Gather a leaf again in backward instead of keeping it from forward.
 
-    The gather is copied, with the views and casts on it, to just before its first use there.
+    The gather is copied, with the views and casts on it, to just before its first use there; and so
+    to every other segment that uses the leaf.
     """
     graph = copy_graph(program.graph)
-    phase = phases(graph)
-    again: dict[fx.Node, fx.Node] = {}
+    segment = {node: number for node, (number, _) in segments(graph).items()}
+    again: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def copy_of(node: fx.Node, place: fx.Node) -> fx.Node:
-        if node not in again:
+        key = (node, segment[place])
+        if key not in again:
             operands = {x: copy_of(x, place) for x in node.all_input_nodes if _gathered(x)}
             with graph.inserting_before(place):
                 new = graph.node_copy(node, lambda x: operands.get(x, x))
-            phase[new] = BACKWARD
-            again[node] = infer(new)
-        return again[node]
+            segment[new] = segment[place]
+            again[key] = infer(new)
+        return again[key]
 
     for node in list(graph.nodes):
-        if phase[node] == BACKWARD:
-            for operand in node.all_input_nodes:
-                if phase[operand] == FORWARD and _gathered(operand):
-                    node.replace_input_with(operand, copy_of(operand, node))
+        for operand in node.all_input_nodes:
+            if segment[operand] != segment[node] and _gathered(operand):
+                node.replace_input_with(operand, copy_of(operand, node))
     for new in again.values():
         refresh(new)
     graph.eliminate_dead_code(is_impure_node=is_wanted)
-    count = sum(is_gather(node) for node in again)
+    count = sum(is_gather(node) for node in again.values())
     return program.logged(graph, f"regather: {count} leaves gathered again in backward")
 
 

@@ -1,11 +1,12 @@
 """When each bucket's collective is launched and when it is waited for."""
 
 import itertools
+from collections.abc import Mapping
 
 from torch import fx
 
 from fzero.distributed.mesh import is_gloo
-from fzero.program.graph import BACKWARD, FORWARD, UPDATE, copy_graph
+from fzero.program.graph import UPDATE, copy_graph, order_of
 from fzero.program.passes.rewrite import is_cheap, legalise
 from fzero.program.program import Program
 
@@ -19,16 +20,20 @@ def schedule(program: Program, *, prefetch: int | None = None) -> Program:
     launches = [node for node in graph.nodes if "bucket" in node.meta]
     if prefetch is None:
         prefetch = 0 if any(is_gloo(node.meta["bucket"].group) for node in launches) else 1
-    for phase in (FORWARD, BACKWARD) if prefetch else ():
-        gathers = [n for n in launches if n.meta["bucket"].gathers and n.meta["phase"] == phase]
+    gathers_of: dict[int, list[fx.Node]] = {}
+    for node in launches if prefetch else ():
+        if node.meta["bucket"].gathers and node.meta["phase"] != UPDATE:
+            gathers_of.setdefault(node.meta["segment"], []).append(node)
+    for gathers in gathers_of.values():
         for place, node in enumerate(gathers[1:], 1):
             # before that wait, not after it: then both are in flight at once
             _move_before(_launch_part(node), _wait_of(gathers[max(place - prefetch, 0)]))
     reductions = [n for n in launches if not n.meta["bucket"].gathers]
+    order = order_of(graph)
     for node, following in itertools.zip_longest(reductions, reductions[1:]):
         # an update works in place: nothing moves across it
         if node.meta["phase"] != UPDATE:
-            _delay(node, following)
+            _delay(node, following, order)
     legalise(graph)
     line = f"schedule: gathers launched {prefetch} ahead, one reduction in flight"
     return program.logged(graph, line)
@@ -50,14 +55,18 @@ def _move_before(nodes: list[fx.Node], place: fx.Node) -> None:
         place.prepend(node)
 
 
-def _delay(launch: fx.Node, following: fx.Node | None) -> None:
-    """Move the wait, and what takes its result apart, to before the next reduction's buffer."""
+def _delay(launch: fx.Node, following: fx.Node | None, order: Mapping[fx.Node, int]) -> None:
+    """Move the wait, and what takes its result apart, to before the next reduction's buffer.
+
+    Or to before what reads it, if that is earlier.
+    """
     wait = _wait_of(launch)
     (unpack,) = wait.users
-    place = following.all_input_nodes[0] if following is not None else None
     nodes = [wait, unpack, *unpack.users]
-    for node in nodes:
-        if place is None:
-            next(iter(reversed(launch.graph.nodes))).prepend(node)
-        else:
+    places = [user for part in unpack.users for user in part.users]
+    if following is not None:
+        places += following.all_input_nodes
+    place = min(places, key=order.__getitem__)
+    if order[place] > order[launch]:
+        for node in nodes:
             place.prepend(node)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fzero.errors import TraceError
 from fzero.numerics.rng import generator_of, is_random, mix
-from fzero.program.graph import boundary_of, copy_graph, placeholders, tensors_of
+from fzero.program.graph import BACKWARD, copy_graph, phases, placeholders, tensors_of
 from fzero.program.program import Program
 
 SITE = "random_site"
@@ -29,9 +29,9 @@ def number_sites(program: Program) -> Program:
     """
     graph = copy_graph(program.graph)
     sites = [node for node in graph.nodes if _is_random(node)]
-    after_forward = _nodes_after(boundary_of(graph))
+    phase = phases(graph)
     for site, node in enumerate(sites):
-        if node in after_forward:
+        if phase[node] == BACKWARD:
             raise TraceError(
                 f"{node.target} draws random numbers in backward, on a tensor of shape "
                 f"{[tuple(x.shape) for x in tensors_of(node)]}: an activation checkpoint that was "
@@ -140,12 +140,3 @@ def draws(program: Program) -> bool:
 
 def _is_random(node: fx.Node) -> bool:
     return is_random(node.target, node.args, node.kwargs)
-
-
-def _nodes_after(boundary: fx.Node | None) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    node = boundary
-    while node is not None and node.op != "output":
-        node = node.next
-        found.add(node)
-    return found

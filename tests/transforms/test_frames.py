@@ -14,7 +14,7 @@ from torch import Tensor
 import fzero
 from fzero import Config
 from fzero.errors import ShardError
-from fzero.step.frames import take_apart
+from fzero.transforms.frames import take_apart
 
 
 class Task(enum.Enum):

@@ -23,8 +23,8 @@ import fzero
 from fzero.errors import FzeroError, TraceError
 from fzero.program import Program
 from fzero.step.executors import MAX_SIGNATURES
-from fzero.step.notes import Notes
 from fzero.step.train_step import TrainStep
+from fzero.transforms.notes import Notes
 
 X = torch.ones(2, 3)
 EXECUTORS = ("traced", "eager")

@@ -1,0 +1,86 @@
+"""Results in memory of their own, or in that of an input that the caller has given away."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fzero.program.graph import copy_graph, order_of, output_node, placeholders, tensors_of
+from fzero.program.passes.rewrite import call
+from fzero.program.program import Program
+
+
+def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
+    """Write results over donated inputs as soon as nobody reads those any more.
+
+    A donated input takes the first result of its shape, dtype and strides. A result that would be
+    in the memory of an input that is not donated is copied: the caller's tensors stay its own.
+
+    Args:
+        program: functional.
+        donated: one flag an input; those that come after are not.
+    """
+    graph = copy_graph(program.graph)
+    inputs = placeholders(graph)
+    output = output_node(graph)
+    results: list[fx.Node] = list(output.args[0])  # pyright: ignore
+    memory = {_storage(node): node for node in inputs if tensors_of(node)}
+    free = [node for node, given in zip(inputs, donated, strict=False) if given]
+    taken: dict[int, fx.Node] = {}
+    for i, result in enumerate(results):
+        if result in free:  # as it came in
+            taken[i] = result
+            free.remove(result)
+    for i, result in enumerate(results):
+        found = next((n for n in free if i not in taken and _same(n, result)), None)
+        if found is not None:
+            taken[i] = found
+            free.remove(found)
+    copies = 0
+    first = next((n for n in graph.nodes if n.op != "placeholder"), output)
+    for i, result in enumerate(results):
+        if _storage(result) in memory and taken.get(i) is not result:
+            # before anything is written over it
+            place = first if result.op == "placeholder" else result.next
+            with graph.inserting_before(place):
+                results[i] = call(graph, torch.ops.aten.clone.default, result)
+            copies += 1
+    written = 0
+    last = _last_reads(graph)
+    for i, target in taken.items():
+        if results[i] is target:
+            continue
+        order = order_of(graph)
+        after = max((results[i], *last.get(_storage(target), ())), key=order.__getitem__)
+        if after.op == "placeholder":
+            after = inputs[-1]
+        with graph.inserting_after(after):
+            results[i] = call(graph, torch.ops.aten.copy_.default, target, results[i])
+        written += 1
+    output.args = (results,)
+    if not copies and not written:
+        return program
+    line = f"donate: {written} results written over inputs, {copies} copied out of them"
+    return program.logged(graph, line)
+
+
+def _storage(node: fx.Node) -> int:
+    found = tensors_of(node)
+    return found[0].untyped_storage()._cdata if found else -1
+
+
+def _same(a: fx.Node, b: fx.Node) -> bool:
+    (x,), (y,) = tensors_of(a), tensors_of(b)
+    return (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
+
+
+def _last_reads(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """By storage, the nodes that read it."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        for operand in node.all_input_nodes:
+            for x in tensors_of(operand):
+                found.setdefault(x.untyped_storage()._cdata, []).append(node)
+    return found

@@ -1,0 +1,1 @@
+"""Functions of sharded parameters: gather, differentiate, reduce; staged out as a whole."""

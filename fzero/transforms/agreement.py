@@ -1,0 +1,94 @@
+"""What ranks settle before a Program runs: the size of buckets, and which collectives there are.
+
+What a rank runs depends on what it alone sees: the shapes of its batch, the rows of its shards,
+values that its Python read. So before anything is run the ranks settle the size of buckets, once,
+and compare their collectives, whenever they change. What comes after meets no question any more.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from fzero.distributed.agree import agree, smallest
+from fzero.distributed.mesh import Mesh, default_store
+from fzero.distributed.rendezvous import rendezvous
+from fzero.distributed.whereabouts import circle_of
+from fzero.program import Program
+
+
+class Agreement:
+    """What the ranks know of each other's calls of one function.
+
+    Args:
+        what: the function, as messages call it ("step function").
+        timeout: seconds to wait for the others; None: the process group's.
+    """
+
+    def __init__(self, what: str, timeout: float | None) -> None:
+        self.what, self.timeout = what, timeout
+        self.bucket_bytes: tuple[int, ...] | None = None  # settled by all ranks
+        self.collectives: str | None = None  # of the last call
+        self.number, self.calls = 0, 0  # under which this function is known to the others
+
+    def clear(self) -> None:
+        """Forget what was settled for other parameters."""
+        self.bucket_bytes = self.collectives = None
+
+    def settle(self, mine: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+        """The size of buckets that all ranks have; the first call settles it for all that follow.
+
+        The best size depends on what differs between ranks: the rows of an uneven shard, the shapes
+        of a batch.
+        """
+        if self.bucket_bytes is None:
+            self.bucket_bytes = tuple(smallest("the size of buckets", mine, mesh, self.timeout))
+        return self.bucket_bytes
+
+    def compare(self, collectives: str, mesh: Mesh) -> None:
+        """See that all ranks would run the same collectives, before any runs.
+
+        Raises:
+            RankMismatchError: they would not.
+        """
+        if collectives == self.collectives:
+            return
+        if self.collectives is None:
+            lines = [(f"line {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
+            agree(f"the {self.what}'s collectives", lines, mesh, self.timeout)
+            if not circle_of(mesh.device_mesh).alone:
+                # ranks make their functions in the same order: the n-th is the same on all
+                key = f"fzero/{self.what}s/{mesh.ranks}/{mesh.rank}"
+                self.number = default_store().add(key, 1)
+        else:
+            rendezvous(f"{self._meeting}, new collectives", collectives, mesh, self.timeout)
+        self.collectives = collectives
+
+    @contextlib.contextmanager
+    def running(self, mesh: Mesh) -> Iterator[None]:
+        """This call's collectives run inside: other ranks can see which call this one is at."""
+        circle = circle_of(mesh.device_mesh)
+        sent = circle.sent
+        try:
+            with circle.at(self._meeting, self.timeout):
+                yield
+        except BaseException:
+            if circle.sent == sent:  # the others know nothing of this call: the next one is it
+                self.calls -= 1
+            raise
+
+    @property
+    def _meeting(self) -> str:
+        """Where ranks meet whose collectives change in this call."""
+        return f"{self.what} {self.number}, call {self.calls}"
+
+
+def signature_of(program: Program, mesh: Mesh) -> str:
+    """The collectives that all ranks must launch alike, one a line.
+
+    Those over the replicate axis carry shards, which may be uneven, and say nothing new: their
+    leaves are those of the reductions over the shard axis.
+    """
+    return "\n".join(
+        f"{row.kind} {row.phase} {row.bytes} bytes: {', '.join(row.leaves)}"
+        for row in program.collectives()
+        if row.group != mesh.replicate_group or mesh.shard_size == 1
+    )

@@ -1,0 +1,407 @@
+"""Functions of sharded parameters, and their derivatives.
+
+    sharded          fn . gather
+    value_and_grad   grad(mean over ranks . fn . gather)        as `zero.zero3`
+    jvp, vjp         torch.func's, of fn . gather
+    hvp              jvp(grad(...)): forward over reverse
+
+Each is an ordinary composition, on local tensors, of `torch.func`'s transforms with the library's
+collectives, whose transposes are exact: so they can be taken of each other, to any order. Of a
+user's function they are taken on full leaves, which are gathered inside; of another transform of
+the library on shards.
+
+What ranks return is joined like this: a 0-d floating tensor is a loss, and becomes its mean over
+the ranks; anything else is this rank's own rows of a result that all ranks together have.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import zero
+from fzero.config import Config
+from fzero.distributed.collectives import all_reduce, phase
+from fzero.distributed.mesh import Axes
+from fzero.errors import ConfigError, FzeroError
+from fzero.functional.differentiate import no_gradient
+from fzero.numerics.casts import widened
+from fzero.program.graph import BACKWARD, FORWARD, UPDATE
+from fzero.transforms.call import Call, Results, like, mean
+from fzero.transforms.frames import Frame, stacked, take_apart
+from fzero.transforms.function import Function, check_callable, check_config
+from fzero.transforms.lazily import Lazily
+from fzero.transforms.loss import check_loss, summable
+from fzero.transforms.micro import micro_batches
+from fzero.transforms.staging import gradient
+from fzero.tree import PyTree
+
+Leaves = tuple[Tensor, ...]
+
+
+def sharded(
+    fn: Callable[..., PyTree], cfg: Config | None = None, *, reduce: str | None = None
+) -> Function:
+    """`fn` of full leaves as a function of shards: gathered at first use, freed after last.
+
+    Args:
+        fn: `fn(params, *args) -> pytree of tensors`, written for full leaves. Other trees of shards
+            may be among its arguments (a teacher, a second network).
+        cfg: see `Config`.
+        reduce: "mean" or "sum" of the results over the ranks; None: each rank's own.
+
+    Returns:
+        A function of the same arguments. No rank ever holds all parameters: its peak, as
+        `.lower(...).peak_bytes()` tells, is that of shards, some buckets and activations.
+
+    Raises:
+        ConfigError: `fn` can't be called, or `reduce` is something else.
+
+    Examples:
+        >>> import fzero
+        >>> params = fzero.shard({"w": torch.tensor([1.0, 2.0])})
+        >>> predict = fzero.sharded(lambda params, x: params["w"] * x)
+        >>> predict(params, torch.tensor(3.0))
+        tensor([3., 6.])
+    """
+    name, cfg = check_callable("sharded", fn), check_config("sharded", cfg)
+    if reduce not in (None, "mean", "sum"):
+        raise ConfigError(f"sharded: reduce={reduce!r}; it must be 'mean', 'sum' or None.")
+
+    lazily = Lazily(cfg) if cfg.executor == "eager" else None
+
+    def body(*args: Any, **kwargs: Any) -> PyTree:
+        call = Call(fn, cfg, (0,), args, kwargs)
+        if lazily is not None and not call.inside and not isinstance(fn, Function):
+            result = lazily(call.run_on, call.trees[0])
+        else:
+            _begin(call, FORWARD)
+            result = call.outward(call.run(call.values))
+        if reduce is None:
+            return result
+        tensors, frame = take_apart(result, "the result", numbers=True)
+        return frame.unflatten([_over_ranks(x, call.axes, reduce) for x in tensors])
+
+    return Function(name, body, fn, cfg)
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    cfg: Config | None = None,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Function:
+    """The loss and its gradient, both the mean over the ranks.
+
+    Args:
+        fn: `fn(params, *args) -> loss`, a 0-d floating tensor: the mean over this rank's batch;
+            with `has_aux` `-> (loss, aux)`.
+        cfg: see `Config`; frozen leaves get None. With `accum_steps=k` the last positional argument
+            is the batch: it is cut into k micro-batches, whose gradients are averaged, and aux is
+            stacked.
+        argnums: which positional argument is differentiated, or several.
+        has_aux: whether `fn` returns something beside the loss; it is this rank's own.
+
+    Returns:
+        A function of the same arguments -> `(value, grads)`, or `((value, aux), grads)`. Gradients
+        live as the parameters do: shards of shards, whole leaves of whole leaves.
+
+    Raises:
+        ConfigError: `fn` can't be called, or `argnums` are no positions.
+
+    Examples:
+        >>> import fzero
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> fzero.value_and_grad(lambda params, x: (params["w"] ** 2 * x).sum())(params, 3.0)
+        (tensor(15.), {'w': tensor([ 6., 12.])})
+    """
+    name, cfg = check_callable("value_and_grad", fn), check_config("value_and_grad", cfg)
+    numbers = _positions("value_and_grad", argnums)
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        call = Call(fn, cfg, numbers, args, kwargs, room=True)
+        value, aux, grads = _value_and_grads(call, has_aux=has_aux)
+        found = call.closed(grads)
+        trees = found[0] if isinstance(argnums, int) else tuple(found)
+        return ((value, aux) if has_aux else value), trees
+
+    return Function(name, body, fn, cfg)
+
+
+def grad(
+    fn: Callable[..., Any],
+    cfg: Config | None = None,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Function:
+    """`value_and_grad` without the value: gradients, or `(gradients, aux)` with `has_aux`.
+
+    Examples:
+        >>> import fzero
+        >>> fzero.grad(lambda params: (params["w"] ** 3).sum())({"w": torch.tensor([1.0, 2.0])})
+        {'w': tensor([ 3., 12.])}
+    """
+    name = check_callable("grad", fn)
+    both = value_and_grad(fn, cfg, argnums=argnums, has_aux=has_aux)
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both.body(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return Function(name, body, fn, both.cfg)
+
+
+def jvp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Function:
+    """`(value, tangent)`: the derivative along a direction, forward.
+
+    Args:
+        fn: `fn(params, *args) -> pytree of tensors`.
+        cfg: see `Config`; frozen leaves have tangents like all others.
+
+    Returns:
+        `(params, tangents, *args) -> (value, tangent)`; tangents live as the parameters do. What is
+        no floating tensor has a tangent of zeros.
+
+    Examples:
+        >>> import fzero
+        >>> square = fzero.jvp(lambda params: params["w"] ** 2)
+        >>> square({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})
+        (tensor([9.]), tensor([6.]))
+    """
+    name, cfg = check_callable("jvp", fn), check_config("jvp", cfg)
+
+    def body(params: PyTree, tangents: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+        call = Call(fn, cfg, (0,), (params, *args), kwargs)
+        directions = like(tangents, call.trees[0], cfg, "tangents")
+        _begin(call, FORWARD)
+        results: list[Results] = []
+
+        def local(values: Leaves) -> Leaves:
+            results[:] = [Results.of(call.run(_with_floats(call.values, values)))]
+            return results[0].values
+
+        primals, slopes = _floats(call.values), _floats(directions)
+        values, changes = torch.func.jvp(local, (primals,), (slopes,))  # pyright: ignore
+        (found,) = results
+        value = found.with_values(values, call.axes)
+        tangent = found.with_values(changes, call.axes, torch.zeros_like)
+        return call.outward(value), call.outward(tangent)
+
+    return Function(name, body, fn, cfg)
+
+
+def vjp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Callable[..., Any]:
+    """`(value, pullback)`: the transpose of the derivative.
+
+    Args:
+        fn: `fn(params, *args) -> pytree of tensors`.
+        cfg: see `Config`; frozen leaves get None.
+
+    Returns:
+        `(params, *args) -> (value, pullback)`; `pullback(cotangent) -> grads`, where the cotangent
+        is a tree like the value. That of a 0-d result, which is a mean over the ranks, is one
+        number for all; that of other results is each rank's own, for its rows, and the gradients
+        are summed over the ranks. `pullback` is a Program of its own, which computes `fn` again.
+
+    Examples:
+        >>> import fzero
+        >>> value, pullback = fzero.vjp(lambda params: params["w"] ** 2)({"w": torch.ones(2)})
+        >>> pullback(torch.tensor([1.0, 10.0]))
+        {'w': tensor([ 2., 20.])}
+    """
+    name, cfg = check_callable("vjp", fn), check_config("vjp", cfg)
+
+    def value_of(*args: Any, **kwargs: Any) -> PyTree:
+        call = Call(fn, cfg, (0,), args, kwargs)
+        _begin(call, FORWARD)
+        found = Results.of(call.run(call.values))
+        return call.outward(found.with_values(found.values, call.axes))
+
+    def pulled(cotangent: PyTree, args: Any, kwargs: Any) -> PyTree:
+        call = Call(fn, cfg, (0,), args, kwargs)
+        trained, frozen = call.layout.divide(call.values)
+        results: list[Results] = []
+
+        def local(trained: Leaves) -> Leaves:
+            results[:] = [Results.of(call.run(call.layout.merge(trained, frozen)))]
+            return results[0].values
+
+        _begin(call, FORWARD)
+        _, pull = torch.func.vjp(local, trained)  # pyright: ignore
+        _begin(call, BACKWARD)
+        (grads,) = pull(results[0].cotangents(cotangent, call.axes, cfg))
+        _begin(call, UPDATE)
+        return call.closed(call.layout.merge(grads, [None] * len(frozen)))[0]
+
+    value, back = Function(name, value_of, fn, cfg), Function(f"{name} backward", pulled, fn, cfg)
+
+    def both(*args: Any, rng: int = 0, **kwargs: Any) -> tuple[PyTree, Callable[..., PyTree]]:
+        def pullback(cotangent: PyTree) -> PyTree:
+            return back(cotangent, args, kwargs, rng=rng)
+
+        return value(*args, rng=rng, **kwargs), pullback
+
+    both.lower = value.lower  # pyright: ignore[reportFunctionMemberAccess]
+    both.__wrapped__ = fn  # pyright: ignore[reportFunctionMemberAccess]
+    return both
+
+
+def hvp(fn: Callable[..., Tensor], cfg: Config | None = None) -> Function:
+    """The gradient of the mean loss, and its Hessian times a vector.
+
+    Args:
+        fn: `fn(params, *args) -> loss`, as for `value_and_grad`.
+        cfg: see `Config`; frozen leaves get None.
+
+    Returns:
+        `(params, vectors, *args) -> (grads, products)`; all live as the parameters do.
+
+    References:
+        Pearlmutter, Fast Exact Multiplication by the Hessian, Neural Computation 6, 1994: forward
+        over reverse. Where an operator has no forward derivative: reverse over reverse.
+
+    Examples:
+        >>> import fzero
+        >>> cube = fzero.hvp(lambda params: (params["w"] ** 3).sum())
+        >>> cube({"w": torch.tensor([2.0])}, {"w": torch.tensor([1.0])})
+        ({'w': tensor([12.])}, {'w': tensor([12.])})
+    """
+    name, cfg = check_callable("hvp", fn), check_config("hvp", cfg)
+
+    def body(params: PyTree, vectors: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+        call = Call(fn, cfg, (0,), (params, *args), kwargs)
+        directions = like(vectors, call.trees[0], cfg, "vectors")
+        layout = call.layout
+        trained, frozen = layout.divide(call.values)
+        along, _ = layout.divide(directions)
+        _begin(call, FORWARD)
+
+        def grads_of(trained: Leaves) -> Leaves:
+            return zero.grad(_loss_of(call, 1.0 / call.axes.world))(trained, frozen)[0]
+
+        if gradient() is zero.vjp:
+            grads, products = torch.func.jvp(grads_of, (trained,), (along,))  # pyright: ignore
+        else:  # the other front end: the Hessian is its own transpose
+            grads, pull = torch.func.vjp(grads_of, trained)  # pyright: ignore
+            (products,) = pull(along)
+        _begin(call, UPDATE)
+        none = [None] * len(frozen)
+        both = (call.closed(layout.merge(column, none))[0] for column in (grads, products))
+        return next(both), next(both)
+
+    return Function(name, body, fn, cfg)
+
+
+# --------------------------------------------------------------------------------- the gradient
+def _value_and_grads(call: Call, *, has_aux: bool) -> tuple[Tensor, PyTree, list[Any]]:
+    """Value, aux and joined gradients, averaged over micro-batches and ranks."""
+    count = 1 if call.inside else call.cfg.accum_steps
+    losses, auxes, total = [], [], []
+    for one in _micro_calls(call, count):
+        loss, aux, grads = _one(one, 1.0 / (call.axes.world * count), has_aux=has_aux)
+        grads = summable(grads) if count > 1 else grads
+        total = [a + b for a, b in zip(total, grads, strict=True)] if total else grads
+        losses.append(loss)
+        auxes.append(aux)
+    loss = losses[0] if count == 1 else torch.stack(losses).sum() / count
+    _, frozen = call.layout.divide(call.values)
+    merged = call.layout.merge(total, [None] * len(frozen))
+    return mean(loss, call.axes), stacked(auxes), list(merged)
+
+
+def _one(call: Call, factor: float, *, has_aux: bool) -> tuple[Tensor, PyTree, list[Tensor]]:
+    trained, frozen = call.layout.divide(call.values)
+    frames: list[Frame] = []
+    _begin(call, FORWARD)
+    loss_of = _loss_of(call, factor, frames if has_aux else None)
+    # what somebody differentiates again needs the definition, whose results have derivatives
+    operator = zero.grad if call.inside else gradient()
+    grads, (_, (loss, aux)) = operator(loss_of)(trained, frozen)
+    _begin(call, UPDATE)
+    loss = loss if call.inside else loss.detach()
+    rebuilt = frames[0].unflatten(aux) if has_aux else None
+    return widened(loss), rebuilt, [x.contiguous() for x in grads]
+
+
+def _loss_of(call: Call, factor: float, frames: list[Frame] | None = None) -> zero.LossFn:
+    """`(trained, frozen) -> (factor * loss, (loss, aux))` on local tensors."""
+
+    def loss_fn(trained: Leaves, frozen: Leaves) -> tuple[Tensor, Leaves]:
+        result = call.run(call.layout.merge(trained, frozen))
+        aux: list[Tensor] = []
+        if frames is not None:
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise FzeroError(
+                    f"the function returned a {type(result).__name__}, and must return (loss, aux):"
+                    " has_aux is True."
+                )
+            result, rest = result
+            aux, frame = take_apart(rest, "aux", numbers=True)
+            frames[:] = [frame]
+        check_loss(result)
+        if not call.inside and not result.requires_grad and any(x.requires_grad for x in trained):
+            raise no_gradient()
+        return result, tuple(x if call.inside else x.detach() for x in aux)
+
+    if not call.inside:
+        return zero.scaled(loss_fn, factor)
+
+    def unmarked(trained: Leaves, frozen: Leaves) -> tuple[Tensor, Any]:
+        loss, aux = loss_fn(trained, frozen)
+        return loss * factor, (loss, aux)
+
+    return unmarked
+
+
+def _micro_calls(call: Call, count: int) -> list[Call]:
+    if count == 1:
+        return [call]
+    last = len(call.args) - 1
+    if last in call.argnums:
+        raise ConfigError(
+            f"Config.accum_steps={count} cuts the last positional argument, the batch, and the "
+            "function was called without one. Pass the batch by position."
+        )
+    *rest, batch = call.args
+    cut = micro_batches(batch, count)
+    return [
+        Call(call.fn, call.cfg, call.argnums, (*rest, one), call.kwargs, room=True) for one in cut
+    ]
+
+
+# -------------------------------------------------------------------------------------- helpers
+def _begin(call: Call, name: str) -> None:
+    """Mark a phase; what is a part of another function's forward has none of its own."""
+    if not call.inside:
+        phase(name)
+
+
+def _over_ranks(x: Tensor, axes: Axes, reduce: str) -> Tensor:
+    if reduce == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise FzeroError(
+            f"sharded(reduce='mean') got a result of {x.dtype}, which has no mean. Return it as a "
+            "float, or use reduce='sum'."
+        )
+    total = all_reduce(all_reduce(x, axes.shard, "result"), axes.replicate, "result")
+    return total / axes.world if reduce == "mean" else total
+
+
+def _floats(values: Sequence[Tensor]) -> Leaves:
+    return tuple(x for x in values if x.is_floating_point())
+
+
+def _with_floats(values: Sequence[Tensor], floats: Sequence[Tensor]) -> Leaves:
+    rest = iter(floats)
+    return tuple(next(rest) if x.is_floating_point() else x for x in values)
+
+
+def _positions(what: str, argnums: Any) -> tuple[int, ...]:
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not numbers or not all(isinstance(i, int) and i >= 0 for i in numbers):
+        raise ConfigError(f"{what}: argnums={argnums!r}; positions of arguments, from 0 on.")
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"{what}: argnums={argnums!r} names an argument twice.")
+    return numbers

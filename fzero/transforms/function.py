@@ -1,0 +1,285 @@
+"""`jit`: a function of trees of shards, staged out once for each signature of its arguments."""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from fzero import tree
+from fzero.config import Config
+from fzero.distributed.mesh import Mesh
+from fzero.errors import ConfigError, RankMismatchError, TraceError
+from fzero.functional.transforms import in_transform
+from fzero.numerics.casts import refuse_outer_autocast
+from fzero.program import Program
+from fzero.transforms.agreement import Agreement
+from fzero.transforms.frames import Frame, take_apart
+from fzero.transforms.notes import warn_of_recordings
+from fzero.transforms.parts import has_parts, mesh_of
+from fzero.transforms.randomness import seeded
+from fzero.transforms.staging import Staged
+from fzero.tree import PyTree
+
+MAX_SIGNATURES = 8
+
+
+class Function:
+    """A function of sharded parameters; see `jit`, `sharded`, `value_and_grad` and the others.
+
+    Called, it is staged out for the structure, shapes and dtypes of its arguments, and its Program
+    is run: the same arguments give the same results, bit for bit. Called inside of another one
+    while that is staged out, it becomes a part of the other's Program.
+
+    Args:
+        name: of the user's function, for listings and messages.
+        body: `(*args, **kwargs) -> tree` on trees of DTensors and plain tensors.
+        fn: the user's function in it.
+        cfg: see `Config`.
+        donate_argnums: arguments whose memory may be reused.
+        takes_parts: whether `body` can be differentiated on shards.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        body: Callable[..., PyTree],
+        fn: Callable[..., Any],
+        cfg: Config,
+        *,
+        donate_argnums: Sequence[int] = (),
+        takes_parts: bool = True,
+    ) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self.name, self.body, self.cfg = name, body, cfg
+        self.donate_argnums, self.takes_parts = tuple(donate_argnums), takes_parts
+        self.__wrapped__ = fn
+        self._staged: dict[Any, list[Staged]] = {}  # the last used comes first
+        self._agreement = Agreement(f"function {name}", cfg.timeout)
+        self._recordings = 0
+
+    def __call__(self, *args: Any, rng: int = 0, **kwargs: Any) -> PyTree:
+        """Run it.
+
+        Args:
+            args, kwargs: trees of DTensors (shards) and plain tensors (this rank's own). Numbers
+                and strings among the leaves are static: it is staged out anew for other ones.
+            rng: which random numbers are drawn: they are a function of `cfg.seed`, `rng`, rank and
+                operator. Pass the number of the step for another dropout mask in each.
+
+        Raises:
+            ShardError: a leaf can't be an argument, or lives on another mesh.
+            TraceError: the function can't be staged out.
+            RankMismatchError: ranks would run different collectives, or a rank is gone.
+        """
+        if _inside(args, kwargs):
+            return self.body(*args, **kwargs)
+        refuse_outer_autocast()
+        _check_rng(self.name, rng)
+        leaves, key = _key(args, kwargs)
+        mesh = mesh_of(leaves, self.cfg)
+        agreement = self._agreement
+        if self.cfg.executor == "eager":
+            agreement.calls += 1
+            with agreement.running(mesh), seeded(self.cfg.seed, rng, mesh, leaves):
+                return self.body(*args, **kwargs)
+        staged = self._find(args, kwargs, leaves, key, mesh)
+        # counted here and not in `_find`, which `lower` may call on one rank alone
+        agreement.calls += 1
+        if staged.bucket_bytes != agreement.settle(staged.bucket_bytes, mesh):
+            self._forget(staged)  # made with this rank's own sizes: once more, with those of all
+            staged = self._find(args, kwargs, leaves, key, mesh)
+        try:
+            agreement.compare(staged.collectives, mesh)
+        except RankMismatchError:
+            self._forget(staged)
+            raise
+        with agreement.running(mesh):
+            return staged(leaves, rng)
+
+    def lower(self, *args: Any, rng: int = 0, **kwargs: Any) -> Program:
+        """The Program for these arguments, without running it; asks no other rank.
+
+        Raises:
+            TraceError: the function can't be staged out, or isn't: `Config(executor="eager")`.
+        """
+        if self.cfg.executor == "eager":
+            raise no_program()
+        leaves, key = _key(args, kwargs)
+        return self._find(args, kwargs, leaves, key, mesh_of(leaves, self.cfg)).program
+
+    def _find(
+        self, args: Any, kwargs: Any, leaves: Sequence[Tensor], key: Any, mesh: Mesh
+    ) -> Staged:
+        known = self._staged.get(key, [])
+        for staged in known:
+            if staged.hold():  # see [Note: stale]
+                if staged is not known[0]:
+                    known.remove(staged)
+                    known.insert(0, staged)
+                return staged
+        self._recordings += 1
+        if self._recordings > MAX_SIGNATURES:
+            changed = known[0].notes.differences() if known else ["the shapes of its arguments"]
+            warn_of_recordings(self.name, self._recordings, changed)
+        leaves, frame = take_apart((args, kwargs), "arguments")
+        staged = Staged(
+            self.name,
+            self.body,
+            {self.name: self.__wrapped__},
+            self.cfg,
+            leaves,
+            _named(frame, self.__wrapped__),
+            self._donated(args, len(leaves)),
+            mesh,
+            self._agreement.bucket_bytes,
+        )
+        self._staged[key] = [staged, *known][:MAX_SIGNATURES]
+        return staged
+
+    def _donated(self, args: Sequence[Any], count: int) -> list[bool]:
+        """One flag per tensor among the arguments."""
+        flags: list[bool] = []
+        for i, arg in enumerate(args):
+            flags += [i in self.donate_argnums] * len(take_apart(arg, "arguments")[0])
+        return flags + [False] * (count - len(flags))
+
+    def _forget(self, staged: Staged) -> None:
+        rest = {k: [one for one in v if one is not staged] for k, v in self._staged.items()}
+        self._staged = {k: v for k, v in rest.items() if v}
+
+
+def jit(
+    fn: Callable[..., Any], cfg: Config | None = None, *, donate_argnums: Sequence[int] = ()
+) -> Function:
+    """A whole function of the user's as one Program.
+
+    Inside, trees of shards are trees of `DTensor`s: arithmetic is that of the whole leaves, and the
+    transforms of this library, `fzero.optim` updates and `tree_*` take them. All becomes one graph,
+    under one set of passes: gathers at first use, buckets, memory reused.
+
+    Args:
+        fn: a pure function of trees of tensors.
+        cfg: see `Config`.
+        donate_argnums: arguments whose memory the results may take; do not read them again.
+
+    Returns:
+        A function of the same arguments; `.lower(...)` gives its Program.
+
+    Raises:
+        ConfigError: `fn` can't be called.
+
+    Examples:
+        >>> import fzero, torch
+        >>> def step(params, batch):
+        ...     loss, grads = fzero.value_and_grad(loss_fn)(params, batch)
+        ...     return fzero.apply_updates(params, {"w": -0.1 * grads["w"]}), loss
+        >>> def loss_fn(params, batch):
+        ...     return (params["w"] * batch).sum()
+        >>> fzero.jit(step)({"w": torch.ones(2)}, torch.ones(2))
+        ({'w': tensor([0.9000, 0.9000])}, tensor(2.))
+    """
+    name = check_callable("jit", fn)
+    cfg = check_config("jit", cfg)
+    if isinstance(donate_argnums, int):
+        donate_argnums = (donate_argnums,)
+    return Function(name, fn, fn, cfg, donate_argnums=donate_argnums, takes_parts=False)
+
+
+def check_callable(what: str, fn: Any) -> str:
+    """The name of a user's function.
+
+    Raises:
+        ConfigError: it can't be called, or has an argument that the library takes for itself.
+    """
+    if not callable(fn):
+        raise ConfigError(
+            f"{what} was given a {type(fn).__name__}; it must be a function of trees of tensors."
+        )
+    try:
+        taken = "rng" in inspect.signature(fn).parameters and not isinstance(fn, Function)
+    except (TypeError, ValueError):
+        taken = False
+    if taken:
+        raise ConfigError(
+            f"{what}: the function has an argument `rng`, a keyword that every function of sharded "
+            "parameters takes (which random numbers it draws). Give it another name."
+        )
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def check_config(what: str, cfg: Any) -> Config:
+    """The config of a function; None is the default one.
+
+    Raises:
+        ConfigError: it is something else, or asks for an executor that there isn't.
+    """
+    if cfg is None:
+        return Config()
+    if not isinstance(cfg, Config):
+        raise ConfigError(f"{what}: cfg is a {type(cfg).__name__}; pass fzero.Config(...) or None.")
+    if cfg.executor == "inductor":
+        raise ConfigError(f"{what}: Config.executor='inductor' is not supported; use 'traced'.")
+    return cfg
+
+
+def no_program() -> TraceError:
+    """Why a function of the eager executor has no Program."""
+    return TraceError(
+        "Config(executor='eager') stages nothing out, so there is no Program to lower to. Use "
+        "Config(executor='traced') for a listing, or measure a step with torch.profiler."
+    )
+
+
+def _inside(args: Any, kwargs: Any) -> bool:
+    """Whether an outer function is being staged out or differentiated."""
+    return in_transform() or get_proxy_mode() is not None or has_parts((args, kwargs))
+
+
+def _key(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of a call, and what it is staged out for."""
+    leaves, spec = tree.flatten((args, kwargs))
+    if not all(isinstance(x, Tensor) for x in leaves):
+        leaves, spec = take_apart((args, kwargs), "arguments")
+    return leaves, (spec, *map(_kind, leaves))
+
+
+def _kind(x: Tensor) -> Any:
+    if isinstance(x, DTensor):
+        local = x._local_tensor
+        return (x._spec, local.shape, local.stride(), local.dtype, local.device)
+    return (x.shape, x.stride(), x.dtype, x.device)
+
+
+def _named(frame: Frame, fn: Callable[..., Any]) -> Frame:
+    """The frame with the arguments' names in place of their numbers."""
+    try:
+        names = [
+            p.name
+            for p in inspect.signature(fn).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        names = []
+
+    def named(label: str) -> str:
+        group, _, rest = label.partition(".")
+        number, _, rest = rest.partition(".")
+        if group == "1":  # a keyword
+            return f"{number}.{rest}".rstrip(".")
+        first = names[int(number)] if int(number) < len(names) else f"arg{number}"
+        return f"{first}.{rest}".rstrip(".")
+
+    return dataclasses.replace(frame, names=tuple(map(named, frame.names)))
+
+
+def _check_rng(name: str, rng: Any) -> None:
+    if not isinstance(rng, int) or isinstance(rng, bool) or not 0 <= rng < math.inf:
+        raise ConfigError(
+            f"{name}: rng={rng!r}; it must be an int from 0 on, such as the number of the step."
+        )

@@ -1,0 +1,21 @@
+"""The random numbers of functions that run eagerly, as a function of seed, call and rank."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.distributed.mesh import Mesh
+from fzero.numerics.rng import generator_of, mix, preserved
+
+
+@contextlib.contextmanager
+def seeded(seed: int, rng: int, mesh: Mesh, leaves: Sequence[Tensor]) -> Iterator[None]:
+    """The generators of the leaves' devices start from (seed, rng, rank); as before after."""
+    devices = {x.device for x in leaves} | {torch.device("cpu")}
+    generators = [generator_of(device) for device in sorted(devices, key=str)]
+    with preserved(generators):
+        for generator in generators:
+            generator.manual_seed(mix(seed, rng, 0, mesh.rank))
+        yield

@@ -1,0 +1,191 @@
+"""A function of shards, staged out for one signature: its Program, compiled, and how it is run."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fzero import zero
+from fzero.config import Config
+from fzero.distributed.dtensor import from_spec, local_tensor
+from fzero.distributed.mesh import Mesh
+from fzero.errors import FzeroError
+from fzero.functional.functionalize import calls_noted, refuse_hooks
+from fzero.functional.owners import Owners, noted, owners_of
+from fzero.numerics.rng import mix
+from fzero.program.codegen import compile_program
+from fzero.program.passes.donate import own_outputs
+from fzero.program.passes.functionalise import written_inputs
+from fzero.program.pipeline import optimise
+from fzero.program.trace import trace_program
+from fzero.transforms.agreement import signature_of
+from fzero.transforms.frames import Frame, take_apart
+from fzero.transforms.notes import ONE_AT_A_TIME, Notes
+from fzero.transforms.parts import on_mesh
+from fzero.tree import PyTree
+
+# How a gradient is taken that nothing differentiates again; each front end of a recording has its
+# own. Outside of a recording it is what runs any Python.
+_GRADIENT: ContextVar[zero.Grad] = ContextVar("fzero_gradient", default=zero.autograd)
+
+
+def gradient() -> zero.Grad:
+    """The gradient operator of the recording that is under way."""
+    return _GRADIENT.get()
+
+
+@contextlib.contextmanager
+def _taking(grad: zero.Grad) -> Iterator[None]:
+    token = _GRADIENT.set(grad)
+    try:
+        yield
+    finally:
+        _GRADIENT.reset(token)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a leaf is beside its local tensor."""
+
+    spec: DTensorSpec | None
+    owners: Owners
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Leaf":
+        """Of a leaf as users hold it."""
+        return cls(x._spec if isinstance(x, DTensor) else None, owners_of(x))
+
+    def wrapped(self, local: Tensor) -> Tensor:
+        """The local tensor as users hold it."""
+        return noted(local if self.spec is None else from_spec(local, self.spec), self.owners)
+
+
+class Staged:
+    """One Program of a function, ready to run.
+
+    Args:
+        name: of the function.
+        body: `(*args, **kwargs) -> tree`, on trees of DTensors and plain tensors.
+        reads: the user's functions in it, by what messages call them.
+        cfg: its config.
+        leaves, frame: the arguments, taken apart.
+        donated: one flag a leaf: its memory may be reused.
+        mesh: its ranks.
+        bucket_bytes: the settled size of buckets, or None.
+
+    Raises:
+        TraceError: the function can't be staged out.
+        FzeroError: it changes an argument in place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        body: Callable[..., PyTree],
+        reads: Mapping[str, Any],
+        cfg: Config,
+        leaves: Sequence[Tensor],
+        frame: Frame,
+        donated: Sequence[bool],
+        mesh: Mesh,
+        bucket_bytes: tuple[int, ...] | None,
+    ) -> None:
+        self.cfg, self.mesh, self.frame = cfg, mesh, frame
+        self.inputs = [Leaf.of(x) for x in leaves]
+        self.notes = Notes(reads)
+        self.outputs: list[Leaf] = []
+        self.result: Frame | None = None  # found while recording
+        names = list(frame.names)
+
+        def through(grad: zero.Grad) -> Callable[..., tuple[Tensor, ...]]:
+            def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
+                pairs = zip(self.inputs, flat, strict=True)
+                args, kwargs = frame.unflatten([leaf.wrapped(x) for leaf, x in pairs])
+                with _taking(grad), on_mesh(mesh):
+                    result = body(*args, **kwargs)
+                found, self.result = take_apart(result, "what the function returned")
+                found = [_settled(x) for x in found]
+                self.outputs = [Leaf.of(x) for x in found]
+                return tuple(local_tensor(x).detach() for x in found)
+
+            return flat_fn
+
+        front_ends = [
+            ("torch.func", through(zero.vjp)),
+            ("torch.autograd", through(zero.autograd)),
+            # fused attention has one derivative; written out it has all
+            ("torch.func, attention written out", attention_written_out(through(zero.vjp))),
+        ]
+        locals_ = [local_tensor(x).detach() for x in leaves]
+        with ONE_AT_A_TIME, calls_noted() as called:
+            program = self.notes.record(lambda: trace_program(name, front_ends, locals_, names))
+        self.module_params = list({id(x): (label, x) for label, x in called}.values())
+        given = {label: x.dtype for label, x in zip(names, locals_, strict=True)}
+        for label in written_inputs(program, given):
+            raise _changed_in_place(name, label)
+        settled = bucket_bytes[0] if bucket_bytes else None
+        program = optimise(
+            program,
+            reshard_after_forward=cfg.reshard_after_forward,
+            bucket_bytes=settled or int(cfg.bucket_mb * 2**20),
+            exact=settled is not None,
+            prefetch=cfg.prefetch,
+        )
+        self.program = own_outputs(program, donated)
+        self.seeded = "key" in self.program.inputs
+        self.bucket_bytes = (self.program.bucket_bytes,)
+        self.collectives = signature_of(self.program, mesh)
+        self.run = compile_program(self.program)
+
+    def hold(self) -> bool:
+        """Whether all that was read from outside while recording is as it was."""
+        return self.notes.hold()
+
+    def __call__(self, leaves: Sequence[Tensor], rng: int) -> PyTree:
+        """Run it on arguments of this signature."""
+        refuse_hooks(self.module_params)  # that came after the recording
+        flat: list[Any] = [local_tensor(x) for x in leaves]
+        flat = [x.detach() if x.requires_grad else x for x in flat]
+        if self.seeded:
+            flat.append(mix(self.cfg.seed, rng, 0, self.mesh.rank))
+        found = self.run(*flat)
+        assert self.result is not None
+        pairs = zip(self.outputs, found, strict=True)
+        return self.result.unflatten([leaf.wrapped(x) for leaf, x in pairs])
+
+
+def attention_written_out(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, with attention made of operators that have all derivatives."""
+
+    def run(*args: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return fn(*args)
+
+    return run
+
+
+def _settled(x: Tensor) -> Tensor:
+    """A result that needs no more communication: sums that DTensor left open are summed."""
+    if not isinstance(x, DTensor):
+        return x
+    if any(isinstance(placement, Partial) for placement in x.placements):
+        closed = [Replicate() if isinstance(p, Partial) else p for p in x.placements]
+        x = x.redistribute(x.device_mesh, closed)
+        # of a whole result nobody wants the mesh
+        return x.to_local() if all(isinstance(p, Replicate) for p in closed) else x
+    local = local_tensor(x)
+    return x if local.is_contiguous() else from_spec(local.contiguous(), x._spec)
+
+
+def _changed_in_place(name: str, label: str) -> FzeroError:
+    return FzeroError(
+        f"{name} changes its argument {label} in place. A staged-out function is pure: compute a "
+        "new tensor and return it (fzero.apply_updates(params, updates) instead of add_). To reuse "
+        "the memory of what came in, say fzero.jit(fn, donate_argnums=...)."
+    )

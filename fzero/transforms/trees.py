@@ -1,0 +1,247 @@
+"""Arithmetic on trees of shards: each number as if the leaves were whole."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from fzero import tree
+from fzero.config import Config
+from fzero.distributed.collectives import all_reduce, replicate
+from fzero.distributed.dtensor import from_local_like, local_tensor
+from fzero.distributed.mesh import Mesh
+from fzero.errors import ConfigError, ShardError
+from fzero.layout import LeafLayout
+from fzero.numerics.rounding import random_bits
+from fzero.optim.foreach import by_group, cast_like
+from fzero.transforms.parts import Part, mesh_of, opened
+from fzero.tree import PyTree
+
+
+def tree_map(fn: Callable[..., Any], values: PyTree, *rest: PyTree) -> PyTree:
+    """`fn` on every leaf, and on the leaves of `rest` at the same places.
+
+    Leaves that are shards are `DTensor`s: what `fn` computes is that of the whole leaf.
+
+    Examples:
+        >>> import fzero
+        >>> ema, params = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+        >>> fzero.tree_map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
+        {'w': tensor([0.1000, 0.1000])}
+    """
+    return tree.map(fn, values, *rest)
+
+
+def tree_vdot(a: PyTree, b: PyTree) -> Tensor:
+    """The inner product of two trees, as if each were one vector.
+
+    Args:
+        a, b: trees of floating tensors of one structure, which live alike: shards of shards.
+            Leaves that every rank holds whole count once.
+
+    Returns:
+        0-d, the same on every rank: float64 if any leaf is, float32 otherwise. Of leaves that an
+        outer function has gathered: this rank's own.
+
+    Raises:
+        ShardError: the trees differ in structure, shapes, or in how they live.
+
+    Examples:
+        >>> import fzero
+        >>> a = fzero.shard({"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)})
+        >>> fzero.tree_vdot(a, a)
+        tensor(14.)
+    """
+    left, right = _flat("a", a), _flat("b", b)
+    if left[1] != right[1]:
+        raise ShardError(
+            f"tree_vdot: a has the leaves {tree.paths(a)[:5]} and b {tree.paths(b)[:5]}; both "
+            "must have one structure."
+        )
+    whole: list[Tensor] = []
+    split: list[Tensor] = []
+    mesh: Mesh | None = None
+    dtypes = set()
+    for x, y, path in zip(left[0], right[0], tree.paths(a), strict=True):
+        one, other = _own(x), _own(y)
+        if one.shape != other.shape or _split(x) != _split(y):
+            raise ShardError(
+                f"tree_vdot: a{path} and b{path} live in different ways ({_told(x)}, {_told(y)}); "
+                "fzero.shard(tree, cfg) puts both where they belong."
+            )
+        dtypes |= {one.dtype, other.dtype}
+        # in double: a sum of many small products loses nothing that float32 could show
+        product = (one.conj().to(_wide(one)) * other.to(_wide(other))).sum()
+        if _split(x) is None:
+            whole.append(product)
+        else:
+            split.append(product)
+            mesh = mesh or _mesh(x)
+    found = torch.stack(whole).sum() if whole else None
+    if split:
+        assert mesh is not None
+        shares = all_reduce(torch.stack(split).sum(), mesh.axes.shard, "vdot")
+        found = shares if found is None else shares + found
+    if found is None:
+        return torch.zeros(())
+    if found.is_complex():
+        return found
+    return found if torch.float64 in dtypes else found.float()
+
+
+def tree_norm(values: PyTree) -> Tensor:
+    """The 2-norm of a tree, as if it were one vector; as `tree_vdot`.
+
+    Examples:
+        >>> import fzero
+        >>> fzero.tree_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0)})
+        tensor(5.)
+    """
+    return tree_vdot(values, values).real.sqrt()
+
+
+def tree_random_like(values: PyTree, seed: int | Tensor, distribution: str = "normal") -> PyTree:
+    """A tree of random numbers that lives as `values` does.
+
+    The numbers are a hash of (seed, name of the leaf, element of the whole leaf): the same at every
+    world and stage, on every rank that holds the element.
+
+    Args:
+        values: tree of floating tensors, shards or whole.
+        seed: of the whole tree; a 0-d int64 tensor where each call of a staged-out function is to
+            have another one.
+        distribution: "normal", "uniform" in (0, 1), or "rademacher": 1 or -1.
+
+    Raises:
+        ConfigError: another distribution.
+        ShardError: a leaf is no floating tensor.
+
+    Examples:
+        >>> import fzero
+        >>> full = {"w": torch.zeros(4)}
+        >>> a, b = fzero.tree_random_like(full, 0), fzero.tree_random_like(fzero.shard(full), 0)
+        >>> torch.equal(a["w"], b["w"].full_tensor())
+        True
+
+    References:
+        Box and Muller, A Note on the Generation of Random Normal Deviates, 1958.
+    """
+    if distribution not in _DISTRIBUTIONS:
+        raise ConfigError(
+            f"tree_random_like: distribution={distribution!r}; one of {sorted(_DISTRIBUTIONS)}."
+        )
+    found = opened(values, Config(), "values")
+    counter = seed if isinstance(seed, Tensor) else torch.tensor(seed)
+    rank = found.mesh.shard_rank
+    drawn = []
+    for x, leaf, path in zip(found.values, found.layout, found.paths, strict=True):
+        if not x.is_floating_point():
+            raise ShardError(f"tree_random_like: values{path} is {x.dtype}; it must be floating.")
+        numbers = _numbers(distribution, counter, leaf, x, None if leaf.dim is None else rank)
+        drawn.append(numbers.to(x.dtype))
+    leaves = [
+        Part(x, old.leaf, old.spec, old.mesh) if isinstance(old, Part) else from_local_like(x, old)
+        for x, old in zip(drawn, tree.leaves(values), strict=True)
+    ]
+    return tree.unflatten(found.spec, leaves)
+
+
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """`params + updates`, leaf by leaf, in the params' dtypes; None in `updates` changes nothing.
+
+    Args:
+        params: tree of tensors, shards or whole.
+        updates: from an optimizer's `update`.
+
+    Raises:
+        ShardError: an update has no parameter, or another shape than its parameter.
+
+    Examples:
+        >>> import fzero
+        >>> fzero.apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})
+        {'w': tensor([1.5000, 0.5000])}
+    """
+    leaves, spec = tree.flatten(params)
+    paths = tree.paths(params)
+    by_path = dict(zip(tree.paths(updates), tree.leaves(updates), strict=True))
+    if extra := [path for path in by_path if path not in set(paths)]:
+        raise ShardError(
+            f"apply_updates: updates{extra[0]} has no parameter; updates have the structure of the "
+            "parameters that they were made for."
+        )
+    rows = [i for i, path in enumerate(paths) if path in by_path]
+    for i in rows:
+        if by_path[paths[i]].shape != leaves[i].shape:
+            raise ShardError(
+                f"apply_updates: updates{paths[i]} has shape {tuple(by_path[paths[i]].shape)} and "
+                f"its parameter {tuple(leaves[i].shape)}."
+            )
+
+    def kernel(ours: list[Tensor], changes: list[Tensor]) -> tuple[list[Tensor]]:
+        return (list(torch._foreach_add(ours, cast_like(changes, ours))),)
+
+    (new,) = by_group(
+        kernel, [leaves[i] for i in rows], [by_path[paths[i]] for i in rows], outputs=1
+    )
+    for i, x in zip(rows, new, strict=True):
+        leaves[i] = x
+    return tree.unflatten(spec, leaves)
+
+
+_DISTRIBUTIONS = ("normal", "uniform", "rademacher")
+
+
+def _numbers(
+    distribution: str, seed: Tensor, leaf: LeafLayout, x: Tensor, rank: int | None
+) -> Tensor:
+    first = random_bits(0, seed, leaf, x, rank)
+    if distribution == "rademacher":
+        return 1.0 - 2.0 * (first & 1)
+    # in the middle of its interval: neither 0 nor 1
+    unit = (first.double() + (2**31 + 0.5)) / 2**32
+    if distribution == "uniform":
+        return unit
+    angle = (random_bits(1, seed, leaf, x, rank).double() + (2**31 + 0.5)) / 2**32
+    return (-2.0 * unit.log()).sqrt() * (2.0 * math.pi * angle).cos()
+
+
+def _flat(what: str, values: PyTree) -> tuple[list[Any], tree.Spec]:
+    leaves, spec = tree.flatten(values)
+    for x, path in zip(leaves, tree.paths(values), strict=True):
+        if not isinstance(x, (Tensor, Part)):
+            raise ShardError(f"tree_vdot: {what}{path} is a {type(x).__name__}; pass tensors.")
+    return leaves, spec
+
+
+def _own(x: Any) -> Tensor:
+    """A leaf as this rank's own value; see [Note: whose value]."""
+    if not isinstance(x, Part):
+        return local_tensor(x)
+    axes = x.mesh.axes
+    value = replicate(x.value, axes.replicate, x.leaf.name)
+    return replicate(value, axes.shard, x.leaf.name) if x.leaf.dim is None else value
+
+
+def _split(x: Any) -> int | None:
+    """Along which dim a leaf is split; None: whole."""
+    if isinstance(x, Part):
+        return x.leaf.dim
+    if not isinstance(x, DTensor):
+        return None
+    found = [placement.dim for placement in x.placements if isinstance(placement, Shard)]
+    return found[0] if found else None
+
+
+def _mesh(x: Any) -> Mesh:
+    return x.mesh if isinstance(x, Part) else mesh_of([x], Config())
+
+
+def _told(x: Any) -> str:
+    return f"{tuple(_own(x).shape)} on this rank, split along dim {_split(x)}"
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.complex128 if x.is_complex() else torch.float64

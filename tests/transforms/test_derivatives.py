@@ -1,0 +1,238 @@
+"""Values and derivatives of sharded parameters equal those of plain PyTorch on full tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import fzero
+from fzero import tree
+from tests.ranks import run_ranks
+
+F64 = torch.float64
+SHAPES = {"bias": (16,), "gain": (), "up": (7, 15), "wide": (15, 3), "out": (16, 17)}
+Params = dict[str, Tensor]
+
+
+def _tree(seed: int) -> Params:
+    generator = torch.Generator().manual_seed(seed)
+    return {k: torch.randn(s, generator=generator, dtype=F64) / 2 for k, s in SHAPES.items()}
+
+
+def _predict(p: Params, x: Tensor) -> Tensor:
+    h = torch.tanh(x @ p["up"]) * p["gain"]
+    return torch.nn.functional.pad(h, (0, 2)) @ p["out"].t() + p["bias"]
+
+
+def _loss(p: Params, x: Tensor) -> Tensor:
+    return (_predict(p, x).sin() ** 2).mean() + (x @ p["up"] @ p["wide"]).square().mean()
+
+
+def _full(values: Any) -> Any:
+    return tree.map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, values)
+
+
+def _dot(a: Params, b: Params) -> Tensor:
+    return torch.stack([(a[k] * b[k]).sum() for k in a]).sum()
+
+
+def _cases(
+    cfg: fzero.Config, put: Callable[[Params], Params], data: Tensor, rank: int
+) -> dict[str, tuple[Any, Any]]:
+    """By name: what the library gives on this rank, and what plain torch gives for all ranks."""
+    params, along, other = _tree(1), _tree(2), _tree(4)
+    p, t, u, x = put(params), put(along), put(other), data[rank]
+    func = torch.func
+
+    def mean(q: Params) -> Tensor:
+        return torch.stack([_loss(q, one) for one in data]).mean()
+
+    def grads(q: Params) -> Params:
+        return func.grad(mean)(q)
+
+    def hess(q: Params, v: Params) -> Params:
+        return func.jvp(grads, (q,), (v,))[1]
+
+    found: dict[str, tuple[Any, Any]] = {}
+    found["sharded"] = fzero.sharded(_predict, cfg)(p, x), _predict(params, x)
+    every = fzero.sharded(_loss, cfg, reduce="mean")(p, x)
+    found["sharded mean"] = every, mean(params)
+    with_aux = fzero.value_and_grad(lambda q, x: (_loss(q, x), {"x": x.sum()}), cfg, has_aux=True)
+    (value, aux), g = with_aux(p, x)
+    found["value"], found["aux"], found["grad"] = (
+        (value, mean(params)),
+        (aux["x"], x.sum()),
+        (
+            g,
+            grads(params),
+        ),
+    )
+    found["jvp"] = fzero.jvp(_loss, cfg)(p, t, x), func.jvp(mean, (params,), (along,))
+    rows = fzero.jvp(_predict, cfg)(p, t, x)
+    found["jvp of rows"] = rows, func.jvp(lambda q: _predict(q, x), (params,), (along,))
+    value, pull = fzero.vjp(_loss, cfg)(p, x)
+    doubled = {k: 2 * v for k, v in grads(params).items()}
+    found["vjp"] = (value, pull(torch.tensor(2.0))), (mean(params), doubled)
+    value, pull = fzero.vjp(_predict, cfg)(p, x)
+    together, pull_all = func.vjp(lambda q: torch.stack([_predict(q, x) for x in data]), params)
+    cotangents = torch.randn(together.shape, generator=torch.Generator().manual_seed(9), dtype=F64)
+    found["vjp of rows"] = pull(cotangents[rank]), pull_all(cotangents)[0]
+    found["hvp"] = fzero.hvp(_loss, cfg)(p, t, x), (grads(params), hess(params, along))
+
+    # a gradient inside: plain torch's, of full leaves
+    def penalty(q: Params, x: Tensor) -> Tensor:
+        inner = func.grad(_loss)(q, x)
+        return _loss(q, x) + 0.3 * _dot(inner, inner)
+
+    def penalised(q: Params) -> Tensor:
+        return torch.stack([penalty(q, one) for one in data]).mean()
+
+    found["penalty"] = fzero.grad(penalty, cfg)(p, x), func.grad(penalised)(params)
+
+    # and the library's: of the mean over ranks
+    def nested(q: Params, x: Tensor) -> Tensor:
+        inner = fzero.grad(_loss, cfg)(q, x)
+        stepped = fzero.apply_updates(q, {k: -0.1 * v for k, v in inner.items()})
+        return _loss(stepped, x)
+
+    def maml(q: Params) -> Tensor:
+        inner = grads(q)
+        return mean({k: v - 0.1 * inner[k] for k, v in q.items()})
+
+    found["maml"] = fzero.value_and_grad(nested, cfg)(p, x), (maml(params), func.grad(maml)(params))
+
+    # transforms of transforms, on shards
+    third = fzero.jvp(fzero.hvp(_loss, cfg), cfg)(p, u, t, x)
+    plain = func.jvp(lambda q: (grads(q), hess(q, along)), (params,), (other,))
+    found["jvp of hvp"] = third, plain
+    _, pull = fzero.vjp(fzero.grad(_loss, cfg), cfg)(p, x)
+    found["vjp of grad"] = pull(t), hess(params, along)
+
+    def pulled(q: Params, v: Params, x: Tensor) -> Params:
+        return fzero.vjp(_loss, cfg)(q, x)[1](torch.tensor(1.0, dtype=F64))
+
+    _, pull = fzero.vjp(pulled, cfg)(p, t, x)
+    # of full leaves: each rank has a whole gradient, and its own cotangent for it; but what is 0-d
+    # counts as a mean, with one cotangent
+    share = {k: v / (len(data) if v.dim() else 1) for k, v in along.items()}
+    found["vjp of vjp"] = pull(share), hess(params, along)
+
+    def sam(q: Params, x: Tensor) -> tuple[Params, Params]:
+        first = fzero.grad(_loss, cfg)(q, x)
+        scale = 0.05 / fzero.tree_norm(first)
+        up = fzero.tree_map(lambda a, b: a + b * scale, q, first)
+        return first, fzero.grad(_loss, cfg)(up, x)
+
+    first = grads(params)
+    scale = 0.05 / _dot(first, first).sqrt()
+    second = grads({k: v + first[k] * scale for k, v in params.items()})
+    found["sam"] = fzero.jit(sam, cfg)(p, x), (first, second)
+
+    def per_sample(q: Params, x: Tensor) -> Tensor:
+        each = func.vmap(func.grad(lambda q, row: _loss(q, row[None])), in_dims=(None, 0))(q, x)
+        return torch.stack([v.reshape(len(x), -1).square().sum(1) for v in each.values()]).sum(0)
+
+    found["per sample"] = fzero.sharded(per_sample, cfg)(p, x), per_sample(params, x)
+    found["vdot"] = fzero.tree_vdot(p, t), _dot(params, along)
+    found["random"] = fzero.tree_random_like(p, 5), fzero.tree_random_like(params, 5)
+    teacher = fzero.sharded(lambda q, other, x: _predict(q, x) - _predict(other, x), cfg)
+    found["two trees"] = teacher(p, t, x), _predict(params, x) - _predict(along, x)
+    return found
+
+
+def _errors(hybrid: bool, stage: int, executor: str) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (2, 2)) if hybrid else None
+    cfg = fzero.Config(mesh=mesh, stage=stage, executor=executor, bucket_mb=0.0005)
+    world = dist.get_world_size()
+    data = torch.randn(world, 4, 7, generator=torch.Generator().manual_seed(3), dtype=F64)
+
+    def put(values: Params) -> Params:
+        return fzero.shard(values, cfg) if stage == 3 else {k: v.clone() for k, v in values.items()}
+
+    errors = {}
+    for name, (ours, plain) in _cases(cfg, put, data, dist.get_rank()).items():
+        ours, (expected, spec) = _full(ours), tree.flatten(plain)
+        assert tree.flatten(ours)[1] == spec, name
+        gaps = [(a - b).abs().max() for a, b in zip(tree.leaves(ours), expected, strict=True)]
+        errors[name] = torch.stack(gaps).max().item()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("world", "hybrid", "stage"),
+    [
+        (2, False, 3),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [
+                *[(1, False, 0), (1, False, 3), (2, False, 0), (4, False, 0), (4, False, 3)],
+                *[(4, True, 0), (4, True, 3)],
+            ]
+        ),
+    ],
+)
+def test_every_transform_equals_plain_torch(world: int, hybrid: bool, stage: int) -> None:
+    for errors in run_ranks(world, _errors, hybrid, stage, "traced", timeout=240):
+        assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-10)
+
+
+@pytest.mark.slow
+def test_the_eager_executor_has_the_same_numbers() -> None:
+    for errors in run_ranks(2, _errors, False, 3, "eager", timeout=240):
+        assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-10)
+
+
+def _two(x: Tensor) -> Tensor:
+    return torch.stack([_loss(_tree(1), part) for part in x.chunk(2)]).mean()
+
+
+def test_micro_batches_are_averaged_and_frozen_leaves_have_no_gradient() -> None:
+    cfg = fzero.Config(accum_steps=2, frozen=["wide", "gain"])
+    params, x = fzero.shard(_tree(1), cfg), torch.randn(4, 7, dtype=F64)
+    (value, aux), grads = fzero.value_and_grad(
+        lambda p, x: (_loss(p, x), {"rows": len(x), "x": x.sum()}), cfg, has_aux=True
+    )(params, x)
+    assert (grads["wide"], grads["gain"]) == (None, None)
+    assert aux["x"].shape == (2,)
+    expected = torch.func.grad(lambda p: _loss(p, x))(_tree(1))
+    assert (value - _two(x)).abs() < 1e-12
+    assert (_full(grads)["up"] - expected["up"]).abs().max() < 1e-12
+
+
+def test_two_arguments_are_differentiated_together() -> None:
+    both = fzero.grad(lambda p, q, x: (p["w"] * q["w"] * x).sum(), argnums=(1, 0))
+    of_q, of_p = both(fzero.shard({"w": torch.ones(2)}), {"w": torch.full((2,), 3.0)}, 2.0)
+    assert torch.equal(of_q["w"], torch.full((2,), 2.0))
+    assert torch.equal(of_p["w"].full_tensor(), torch.full((2,), 6.0))
+
+
+def test_attention_has_second_derivatives() -> None:
+    def loss(p: Params, x: Tensor) -> Tensor:
+        q = x @ p["w"]
+        return torch.nn.functional.scaled_dot_product_attention(q, q, x).square().mean()
+
+    params, x = {"w": torch.eye(4, dtype=F64)}, torch.randn(2, 3, 4, dtype=F64)
+    along = {"w": torch.randn(4, 4, dtype=F64)}
+    _, products = fzero.hvp(loss)(params, along, x)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.func.jvp(lambda p: torch.func.grad(loss)(p, x), (params,), (along,))[1]
+    assert (products["w"] - expected["w"]).abs().max() < 1e-12
+
+
+def test_a_checkpoint_has_second_derivatives() -> None:
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: _predict(p, x), x, use_reentrant=False).square().mean()
+
+    params, along, x = _tree(1), _tree(2), torch.randn(3, 7, dtype=F64)
+    _, products = fzero.hvp(loss)(fzero.shard(params), fzero.shard(along), x)
+    plain = torch.func.grad(lambda p: _predict(p, x).square().mean())
+    expected = torch.func.jvp(plain, (params,), (along,))[1]
+    assert (_full(products)["up"] - expected["up"]).abs().max() < 1e-12
+    assert (_full(products)["bias"] - expected["bias"]).abs().max() < 1e-12
