@@ -84,6 +84,7 @@ class Driver:
         )
         Door(me).install(model)
         self.writes = Writes(model, self.params, leaves, self.stepper, lazy=self.units is not None)
+        self._versions = self.writes.versions()  # of before a forward without the engine's call
 
     # --- what its engine asks ---
 
@@ -186,12 +187,18 @@ class Driver:
         """
         if not self._calling and not self.writes.is_lent():
             self.recover()
+            self._versions = self.writes.versions()
             self._begin()
 
     def called_directly(self, out: Any) -> None:
-        """The module has run without the engine's call."""
+        """The module has run without the engine's call.
+
+        Raises:
+            FzeroError: it changed a trained parameter in place, and there are several ranks.
+        """
         if self._calling or self.writes.is_lent():
             return
+        self.writes.unwritten_since(self._versions)
         self.recover()
         forward = Forward(self, next(self._forwards))
         self.on(events.ForwardStarted(forward.number, torch.is_grad_enabled()))

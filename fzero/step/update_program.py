@@ -27,7 +27,7 @@ from fzero.program.graph import Held, output_node, tensors_of
 from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
 from fzero.program.trace import trace_program
-from fzero.state.follow import follow_
+from fzero.state.follow import Follower
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.update import Update, Updated
@@ -61,6 +61,7 @@ class UpdateProgram:
         self.program: Program | None = None
         self.run: Executable | None = None
         self.seeded = False
+        self.follow: Follower | None = None
         self.notes = Notes({})
         self._earlier: list[tuple[Notes, Program, Executable]] = []  # the last used comes first
         self._recordings = 0
@@ -95,7 +96,9 @@ class UpdateProgram:
         Masters start from what was written into the parameters; see [Note: masters follow].
         """
         if local.masters:
-            follow_(local.masters, self.plan.parts(trained))
+            parts = self.plan.parts(trained)
+            self.follow = self.follow or Follower(local.masters, parts)
+            self.follow(local.masters, parts)
         groups = self._groups(trained, local, grads, loss, state)
         if self.run is None:
             return self._eagerly(groups)

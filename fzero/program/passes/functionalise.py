@@ -144,14 +144,17 @@ def written_inputs(program: Program, cast_to: Mapping[str, torch.dtype]) -> list
     found = []
     for node in program.graph.nodes:
         for operand in written_operands(node):
-            dtype = operand.meta["val"].dtype
-            while (source := _same_memory(operand)) is not None:
+            dtype, is_copy = operand.meta["val"].dtype, False
+            while operand not in names:
+                source = _same_memory(operand)
+                if source is None and is_op(operand, "aten::_to_copy"):
+                    source, is_copy = operand.all_input_nodes[0], True
+                if source is None:
+                    break
                 operand = source
-            copy = operand
-            while is_op(operand, "aten::_to_copy"):  # made before the function got it?
-                operand = operand.all_input_nodes[0]
             name = names.get(operand)
-            if name is not None and (operand is copy or cast_to[name] == dtype):
+            # a cast may have been made before the function got it
+            if name is not None and (not is_copy or cast_to[name] == dtype):
                 found.append(name)
     return list(dict.fromkeys(found))
 

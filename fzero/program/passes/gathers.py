@@ -62,7 +62,18 @@ def sink_gathers(program: Program) -> Program:
 
 
 def hoist_reductions(program: Program) -> Program:
-    """Move each reduction to where its gradient is ready. Without this, stage 3 saves nothing."""
+    """Move each reduction to where its gradient is ready.
+
+    Autograd's transposes stand last, so without this every full gradient lives to the end of
+    backward. Whether the peak shows it depends on where the peak is. A GPT with many tokens has it
+    at the start of backward, when activations are all there and gradients are not: backward frees
+    more of the ones than it makes of the others, and the peak is the same to the byte. Where
+    parameters outweigh activations, gradients make the peak. 24 layers of 64 x 64 on 8 rows take,
+    in buckets of 50 KB, 26 % more without this on 2 ranks and 55 % on 8 at stages 1 and 2, 17 % and
+    64 % at stage 3. It does nothing where one bucket waits for all gradients, where leaves are kept
+    from forward (`reshard_after_forward=False`), and at stage 0, where a sum is as large as what
+    was summed.
+    """
     graph = copy_graph(program.graph)
     phase = phases(graph)
     nodes = list(graph.nodes)
