@@ -120,6 +120,7 @@ LAWS = {
     "every_gradient_is_reduced_once_in_every_history",
     "engine/counts": "engine/test_phases.py: an_event_costs_the_same_however_many_leaves_there_are",
     "engine/engine": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
+    "engine/names": "engine/test_blocks.py: what_does_not_go_inside_is_refused",
     "engine/events": "engine/test_phases.py: every_gradient_is_reduced_once_in_every_history",
     "engine/forward": "engine/test_exceptions.py: gradients_of_a_forward_that_raised_are_gone",
     "engine/grouping": "engine/test_ranks_differ.py: every_rank_is_told",
