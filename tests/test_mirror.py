@@ -23,7 +23,6 @@ LAWS = {
     "distributed/buckets": "program/passes/test_passes.py: "
     "buckets_carry_every_leaf_once_and_in_time",
     "distributed/journal": "engine/test_ranks_differ.py: every_rank_is_told",
-    "distributed/keepalive": "distributed/test_processes.py: a_rank_that_is_gone_is_named",
     "distributed/works": "distributed/test_whereabouts.py: each_rank_learns_what_became_of_another",
     # values, optimizers, user code, what a user sets
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
@@ -74,6 +73,18 @@ LAWS = {
     "state/opt_state": "laws/test_precision_memory.py: memory_by_category",
     "state/plan": "test_errors.py: an_optimizer_state_of_another_kind_is_refused",
     "state/replay": "state/test_builder.py: a_replay_is_a_call_bit_for_bit",
+    "program/passes/donate": "transforms/test_function.py: "
+    "donated_trees_of_one_shape_can_change_places",
+    "transforms/agreement": "test_mismatch.py: "
+    "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",
+    "transforms/call": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
+    "transforms/lazily": "transforms/test_derivatives.py: the_eager_executor_has_the_same_numbers",
+    "transforms/loss": "laws/test_precision.py: masters_equal_those_kept_by_hand",
+    "transforms/micro": "laws/test_parity.py: training_equals_plain_torch",
+    "transforms/parts": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
+    "transforms/randomness": "transforms/test_function.py: "
+    "random_numbers_are_a_function_of_the_call",
+    "transforms/staging": "transforms/test_function.py: a_step_of_ones_own_trains_as_torch_does",
     "step/executors": "test_mismatch.py: "
     "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",
     "step/gradients": "laws/test_parity.py: training_equals_plain_torch",

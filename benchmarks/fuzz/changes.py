@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.fuzz.pieces import Experts, Net, Reader
-from benchmarks.fuzz.sources import VALUES, use
+from benchmarks.fuzz.values import VALUES, use
 
 MODULE = (
     "source", "mode", "piece mode", "add hook", "remove hook", "forward", "which", "wrap",

@@ -11,7 +11,8 @@ import fzero
 from benchmarks.fuzz import changes
 from benchmarks.fuzz.pieces import batch, build
 from benchmarks.fuzz.plain import EPS, Snapshot
-from benchmarks.fuzz.sources import SOURCES, VALUES, number
+from benchmarks.fuzz.sources import SOURCES
+from benchmarks.fuzz.values import VALUES, number
 from fzero import optim
 
 PRECISIONS: dict[str, tuple[torch.dtype, Any]] = {

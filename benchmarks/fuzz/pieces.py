@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.fuzz.sources import SOURCES, VALUES, number, use
+from benchmarks.fuzz.sources import SOURCES
+from benchmarks.fuzz.values import VALUES, number, use
 
 Batch = tuple[Tensor, Tensor, Tensor]  # (rows, width) floats, (rows,) ids, (rows, width) targets
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from benchmarks.fuzz import changes
 from benchmarks.fuzz.pieces import batch, build
-from benchmarks.fuzz.sources import SOURCES, VALUES, number
+from benchmarks.fuzz.sources import SOURCES
+from benchmarks.fuzz.values import VALUES, number
 
 Snapshot = dict[str, Tensor]
 EPS = 1e-3  # Adam's: gradients that are zero but for rounding stay small

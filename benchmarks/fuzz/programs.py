@@ -12,7 +12,8 @@ import torch
 import fzero
 from benchmarks.fuzz import changes, ours, plain
 from benchmarks.fuzz.pieces import KINDS, batch, build
-from benchmarks.fuzz.sources import SOURCES, VALUES
+from benchmarks.fuzz.sources import SOURCES
+from benchmarks.fuzz.values import VALUES
 
 Program = dict[str, Any]
 TRACE = bool(os.environ.get("FUZZ_TRACE"))

@@ -52,15 +52,15 @@ class Report:
 
 def compare(flat: Flat, metadata: Metadata, scalars: Mapping[str, Scalar]) -> Report:
     """How what a checkpoint holds differs from what is to be filled."""
-    held = metadata.state_dict_metadata
+    stored = metadata.state_dict_metadata
     wanted = {**flat.tensors, **flat.scalars}
     # A tree that nobody asked for, such as the state of a load of params, is not extra.
     asked = tuple({key.split(".")[0].split("[")[0] for key in wanted})
-    missing = [key for key in wanted if key not in held and key not in scalars]
-    extra = [key for key in (*held, *scalars) if key not in wanted and key.startswith(asked)]
+    missing = [key for key in wanted if key not in stored and key not in scalars]
+    extra = [key for key in (*stored, *scalars) if key not in wanted and key.startswith(asked)]
     misshapen, recast = {}, {}
     for key, x in wanted.items():
-        there = held.get(key, scalars.get(key))
+        there = stored.get(key, scalars.get(key))
         if key in missing:
             continue
         if isinstance(x, Tensor) and isinstance(there, TensorStorageMetadata):

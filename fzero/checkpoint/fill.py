@@ -17,7 +17,7 @@ from fzero.checkpoint.format import folders, manifest
 from fzero.checkpoint.format.reader import Reader
 from fzero.checkpoint.lineage import UNKNOWN
 from fzero.checkpoint.progress import progress
-from fzero.checkpoint.ranks import ranks_of, together
+from fzero.checkpoint.ranks import on_every_rank, ranks_of
 from fzero.checkpoint.sources import Source
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import CheckpointError
@@ -46,9 +46,9 @@ def fill(
     flat = flatten(params_like, opt_state_like)
     ranks = ranks_of(flat.tensors.values(), timeout)
     # One rank chooses: a save may come between the looks of two.
-    found = together(ranks, "which checkpoint", lambda: choose() if ranks.leads else None, UNREAD)[
-        0
-    ]
+    found = on_every_rank(
+        ranks, "which checkpoint", lambda: choose() if ranks.leads else None, UNREAD
+    )[0]
     shown = progress(f"loading {found}", _nbytes(flat), shown=ranks.leads)
     opened: list[Source] = []
 
@@ -56,7 +56,7 @@ def fill(
         opened.append(open_source(found, flat, shown))
         return hashlib.blake2b(opened[0].identity.encode(), digest_size=16).hexdigest()
 
-    if len(set(together(ranks, "what they read", open_, UNREAD))) > 1:
+    if len(set(on_every_rank(ranks, "what they read", open_, UNREAD))) > 1:
         raise CheckpointError(
             f"ranks see different checkpoints at {found}. All ranks must reach the same folder."
         )
@@ -75,7 +75,7 @@ def fill(
     if (report.missing or report.extra or report.misshapen) and ranks.leads:
         warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=3)
     skip = {*report.missing, *report.misshapen, *unsaved}
-    together(ranks, "whether they have read it", lambda: _read(flat, source, skip), UNREAD)
+    on_every_rank(ranks, "whether they have read it", lambda: _read(flat, source, skip), UNREAD)
     shown.close()
     _remember(Path(found), state=opt_state_like is not None)
     return flat.rebuild({k: v for k, v in source.scalars.items() if k not in skip})

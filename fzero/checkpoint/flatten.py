@@ -111,7 +111,7 @@ def keys(prefix: str, of: PyTree) -> list[str]:
     return found
 
 
-def place(tensor: Tensor) -> str:
+def placement_of(tensor: Tensor) -> str:
     """How a tensor's values lie on the ranks, for comparing them."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if not isinstance(tensor, DTensor):

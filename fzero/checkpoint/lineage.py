@@ -77,7 +77,7 @@ def parse(found: dict[str, object]) -> Lineage:
     Lineage(order=4, line=((10, 1),))
     """
     order, line = found["order"], found["line"]
-    rows = [(step, place) for step, place in line]  # pyright: ignore[reportGeneralTypeIssues]
+    rows = [(step, written) for step, written in line]  # pyright: ignore[reportGeneralTypeIssues]
     for number in (order, *[n for row in rows for n in row]):
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**63:
             raise ValueError(f"{number!r} is not a count")
@@ -96,9 +96,9 @@ def ranked(entries: Sequence[Entry]) -> list[Entry]:
     if not by_order:
         return []
     newest = by_order[0]
-    places = {key: place for place, key in enumerate((newest.key, *newest.lineage.line))}
+    line = {key: back for back, key in enumerate((newest.key, *newest.lineage.line))}
     # Stable: those that are not in the line stay by order.
-    return sorted(by_order, key=lambda e: places.get(e.key, len(places)))
+    return sorted(by_order, key=lambda e: line.get(e.key, len(line)))
 
 
 def following(entries: Sequence[Entry], step: int, parent: int | None) -> Lineage:

@@ -81,13 +81,13 @@ def _choose(path: Path) -> str:
     return str(newest.absolute())
 
 
-def _open(where: str, flat: Flat, told: Callable[[int], None]) -> Source:
+def _open(where: str, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
     path = Path(where)
     if (path / manifest.NAME).exists():
-        reader = Reader(path, told)
+        reader = Reader(path, on_bytes)
         found = reader.manifest
         identity = found.dumps()
         return Source(where, reader, found.metadata(), found.scalars, identity=identity)
     if is_safetensors(path):
-        return open_safetensors(path, list(flat.tensors), told)
-    return dcp.open_dcp(path, flat, told)
+        return open_safetensors(path, list(flat.tensors), on_bytes)
+    return dcp.open_dcp(path, flat, on_bytes)

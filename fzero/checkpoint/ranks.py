@@ -67,13 +67,15 @@ class Ranks:
                 # two rounds: what is gathered must be of one length, and nobody knows the others'
                 lengths = [int(n) for n in self._gather(torch.tensor([len(data)]))]
                 padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
-                told = self._gather(padded)
+                texts = self._gather(padded)
         except (RuntimeError, RankMismatchError) as error:
             raise CheckpointError(
                 f"rank {self.rank} waited for {what} of ranks {list(self.members)}: {error} "
                 "Earlier checkpoints are as they were."
             ) from error
-        return [json.loads(bytes(text[:n].tolist())) for text, n in zip(told, lengths, strict=True)]
+        return [
+            json.loads(bytes(text[:n].tolist())) for text, n in zip(texts, lengths, strict=True)
+        ]
 
     def same(self, what: str, items: Mapping[str, str]) -> None:
         """Return if all ranks pass the same items.
@@ -82,8 +84,8 @@ class Ranks:
             CheckpointError: on every rank, with the first difference.
         """
         # Digests first: as a rule all is well, and a few bytes have told so.
-        told = self.gather(what, _digest(items))
-        if len(set(told)) == 1:
+        digests = self.gather(what, _digest(items))
+        if len(set(digests)) == 1:
             return
         by_rank = self.gather(what, dict(items))
         for key in dict.fromkeys(key for there in by_rank for key in there):
@@ -137,16 +139,16 @@ def ranks_of(tensors: Iterable[Tensor], timeout: float | None = None) -> Ranks:
         ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
         # `_flatten` is private; the public way, a group made here, would be a collective of all.
         group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-    place = ranks.index(dist.get_rank())
+    index = ranks.index(dist.get_rank())
     if len(ranks) == 1:
-        return Ranks(ranks, place, None, timeout)
+        return Ranks(ranks, index, None, timeout)
     whole = mesh is None or mesh.size() == dist.get_world_size()
     assert isinstance(group, ProcessGroup)  # this rank is in it
     circle = circle_for(ranks, [group]) if whole or mesh is None else circle_of(mesh)
-    return Ranks(ranks, place, group, timeout, circle)
+    return Ranks(ranks, index, group, timeout, circle)
 
 
-def together(
+def on_every_rank(
     ranks: Ranks, what: str, act: Callable[[], Any], failing: tuple[str, str]
 ) -> list[Any]:
     """What `act` returns on every rank, as JSON keeps it; if it fails on one, an error on all.
@@ -162,16 +164,16 @@ def together(
         CheckpointError: on every rank, with each rank's failure.
     """
     cause: Exception | None = None
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     try:
-        told["is"] = act()
+        outcome["is"] = act()
     except (OSError, CheckpointError) as error:
         cause = error
-        told["failed"] = str(error)
-    by_rank = ranks.gather(what, told)
+        outcome["failed"] = str(error)
+    by_rank = ranks.gather(what, outcome)
     failed = {r: t["failed"] for r, t in zip(ranks.members, by_rank, strict=True) if "failed" in t}
     if not failed:
-        return [told["is"] for told in by_rank]
+        return [outcome["is"] for outcome in by_rank]
     # All that failed say the same: a list by rank would only repeat it.
     if isinstance(cause, CheckpointError) and len(set(failed.values())) == 1:
         raise cause

@@ -65,15 +65,15 @@ def sample_order(
         )
     mine = batch // world
     first = step * batch + rank * mine
-    place = torch.arange(first, first + mine)
-    return _shuffled(place % samples, place // samples, samples, seed)
+    number = torch.arange(first, first + mine)
+    return _shuffled(number % samples, number // samples, samples, seed)
 
 
-def _shuffled(place: Tensor, epoch: Tensor, samples: int, seed: int) -> Tensor:
-    """Where a permutation of 0 to `samples - 1`, one for each epoch, sends each place."""
+def _shuffled(number: Tensor, epoch: Tensor, samples: int, seed: int) -> Tensor:
+    """Where a permutation of 0 to `samples - 1`, one for each epoch, sends each number."""
     half = max((samples - 1).bit_length() + 1, 2) // 2
-    found = place.clone()
-    todo = torch.ones_like(place, dtype=torch.bool)
+    found = number.clone()
+    todo = torch.ones_like(number, dtype=torch.bool)
     while bool(todo.any()):
         # At most 3 of 4 values are out of range, and a permutation leads back into it.
         found[todo] = _feistel(found[todo], epoch[todo], half, seed)

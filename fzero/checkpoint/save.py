@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from fzero.checkpoint import background
-from fzero.checkpoint.flatten import Flat, Scalar, flatten, place
+from fzero.checkpoint.flatten import Flat, Scalar, flatten, placement_of
 from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.boxes import Chunk, plan_save
 from fzero.checkpoint.format.folders import (
@@ -50,7 +50,7 @@ from fzero.checkpoint.format.manifest import Extent, File
 from fzero.checkpoint.format.writer import Writer, Written
 from fzero.checkpoint.lineage import following, parse
 from fzero.checkpoint.progress import Progress, progress
-from fzero.checkpoint.ranks import Ranks, ranks_of, together
+from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import CheckpointError
 from fzero.state.follow import followed
@@ -145,16 +145,17 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
     ranks = ranks_of(flat.tensors.values(), timeout)
     step = _step_of(opt_state) if step is None else step
     asked = {"path": str(where), "step": str(step), "keep": str(keep), "overwrite": str(overwrite)}
+    # before the plan, which each rank makes by itself and which is the same if these are
     _agree(flat, ranks, asked)
     chunks = plan_save(flat.tensors, ranks.members)
-    mine = {i: _held(flat, c) for i, c in enumerate(chunks) if c.rank == ranks.index}
+    mine = {i: _value_of(flat, c) for i, c in enumerate(chunks) if c.rank == ranks.index}
     total = sum(x.nbytes for x in mine.values())
-    held = contextlib.ExitStack()  # of the leading rank's lock
+    lock = contextlib.ExitStack()  # of the leading rank's lock
     try:
-        folder, replaces, lineage = together(
+        folder, replaces, lineage = on_every_rank(
             ranks,
             "whether the folder is there",
-            lambda: _prepare(ranks, where, step, overwrite, held),
+            lambda: _prepare(ranks, where, step, overwrite, lock),
             _UNWRITTEN,
         )[0]
         if asynchronous:
@@ -165,7 +166,7 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
         shown = progress(f"saving step {step}", total, shown=ranks.leads)
         metadata = _metadata(flat, step, lineage, chunks, ranks)
         job = Job(
-            ranks, where, Path(folder), step, keep, replaces, metadata, chunks, mine, shown, held
+            ranks, where, Path(folder), step, keep, replaces, metadata, chunks, mine, shown, lock
         )
         if asynchronous:
             # Without a pool: it may go on while the interpreter ends, which starts no threads then.
@@ -175,7 +176,7 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
                 job(pool)
     except BaseException:
         # for a job that never ran; one that did has let go, and to close twice does nothing
-        held.close()
+        lock.close()
         raise
     return step_folder(where, step)
 
@@ -193,9 +194,9 @@ class Job:
         replaces: whether what has its name goes.
         metadata: of all leaves.
         chunks: the plan, all ranks'.
-        mine: by place in `chunks`, what this rank writes.
+        mine: by index in `chunks`, what this rank writes.
         progress: told of what is written.
-        held: what is let go in the end.
+        lock: what is let go in the end.
     """
 
     ranks: Ranks
@@ -208,7 +209,7 @@ class Job:
     chunks: Sequence[Chunk]
     mine: dict[int, Tensor]
     progress: Progress
-    held: contextlib.ExitStack
+    lock: contextlib.ExitStack
 
     def __call__(self, pool: Executor | None = None) -> None:
         """Write this rank's share; on the leading rank publish the whole.
@@ -219,7 +220,7 @@ class Job:
         Raises:
             CheckpointError: on every rank; nothing has become visible then.
         """
-        with self.held:
+        with self.lock:
             self._run(pool)
 
     def _run(self, pool: Executor | None) -> None:
@@ -229,11 +230,14 @@ class Job:
         def write() -> list[Any]:
             planner = _Planner(self.chunks, self.mine, self.metadata)
             results = writer.write_data(planner.create_local_plan(), planner).wait()
+            # tuples: ranks tell each other in JSON, which makes lists of them, and `_results` reads
+            # those
             return [result.storage_data for result in results]
 
         def finish(by_rank: Sequence[Any]) -> None:
             if ranks.leads:
                 writer.finish(self.metadata, self._results(by_rank))
+                # the name comes last: what has it has its manifest, and all that the manifest names
                 publish(folder, there, replaces=self.replaces)
 
         def let_go() -> None:
@@ -241,16 +245,17 @@ class Job:
                 retain(self.path, self.keep, {self.step, background.heads.resumed(self.path)})
 
         try:
-            by_rank = together(ranks, "what they wrote", write, _UNWRITTEN)
+            by_rank = on_every_rank(ranks, "what they wrote", write, _UNWRITTEN)
             self.progress.close()
-            together(ranks, "whether it is published", lambda: finish(by_rank), _UNWRITTEN)
+            on_every_rank(ranks, "whether it is published", lambda: finish(by_rank), _UNWRITTEN)
         except CheckpointError:
             if ranks.leads:  # a full disk needs the room back
                 with contextlib.suppress(OSError):
                     disk.remove(folder)
             raise
+        # only now: a lineage must not name what was never published
         background.heads.saved(self.path, self.step)
-        together(ranks, "whether older ones are removed", let_go, _UNREMOVED)
+        on_every_rank(ranks, "whether older ones are removed", let_go, _UNREMOVED)
 
     def _results(self, by_rank: Sequence[Sequence[Any]]) -> list[list[WriteResult]]:
         """What all ranks wrote, as `torch.distributed.checkpoint` passes it on."""
@@ -310,7 +315,7 @@ class _Planner(SavePlanner):
 
 def _agree(flat: Flat, ranks: Ranks, asked: dict[str, str]) -> None:
     """See that all ranks save the same thing, before any of them writes."""
-    items = asked | {key: place(x) for key, x in flat.tensors.items()}
+    items = asked | {key: placement_of(x) for key, x in flat.tensors.items()}
     items |= {key: repr(x) for key, x in flat.scalars.items()}
     ranks.same("what they save", items)
     small = {
@@ -326,7 +331,7 @@ def _agree(flat: Flat, ranks: Ranks, asked: dict[str, str]) -> None:
 
 
 def _prepare(
-    ranks: Ranks, path: Path, step: int, overwrite: bool, held: contextlib.ExitStack
+    ranks: Ranks, path: Path, step: int, overwrite: bool, lock: contextlib.ExitStack
 ) -> tuple[str, bool, dict[str, Any]] | None:
     """Make room for it, on the leading rank.
 
@@ -336,9 +341,11 @@ def _prepare(
     if not ranks.leads:
         return None
     disk.make_folder(path)
+    # or a crash could take the run's folder along with its name
     disk.sync_folder(path.parent)
     # half of what the other ranks wait for this one
-    held.callback(hold(path, (ranks.timeout or _PATIENCE) / 2))
+    lock.callback(hold(path, (ranks.timeout or _PATIENCE) / 2))
+    # under the lock: what lies about now belongs to nobody who still writes
     sweep(path)
     there = step_folder(path, step)
     if not overwrite and is_whole(there):
@@ -380,7 +387,7 @@ def _step_of(opt_state: PyTree) -> int:
     return int(opt_state.step) if isinstance(opt_state, OptState) else 0
 
 
-def _held(flat: Flat, chunk: Chunk) -> Tensor:
+def _value_of(flat: Flat, chunk: Chunk) -> Tensor:
     """What this rank has of a leaf: of a master, what it will be once it follows its parameter."""
     value = local_tensor(flat.tensors[chunk.key]).detach()
     if chunk.key not in flat.rounded:
@@ -394,7 +401,7 @@ def _held(flat: Flat, chunk: Chunk) -> Tensor:
 
 def _text(tensor: Tensor) -> str:
     """The first values, and a digest of all of them."""
-    held = tensor.detach().cpu().contiguous()
-    digest = hashlib.blake2b(disk.bytes_of(held), digest_size=8).hexdigest()
-    shown = str(held.flatten()[:1000].tolist())
-    return shown if held.numel() <= 1000 else f"{shown}, digest {digest}"
+    values = tensor.detach().cpu().contiguous()
+    digest = hashlib.blake2b(disk.bytes_of(values), digest_size=8).hexdigest()
+    shown = str(values.flatten()[:1000].tolist())
+    return shown if values.numel() <= 1000 else f"{shown}, digest {digest}"

@@ -71,11 +71,11 @@ class LazyReader(StorageReader):
 
     Args:
         leaves: by key.
-        told: called with the bytes of each piece.
+        on_bytes: called with the bytes of each piece.
     """
 
-    def __init__(self, leaves: Mapping[str, Lazy], told: Callable[[int], None]) -> None:
-        self.leaves, self.told = leaves, told
+    def __init__(self, leaves: Mapping[str, Lazy], on_bytes: Callable[[int], None]) -> None:
+        self.leaves, self.on_bytes = leaves, on_bytes
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """The leaves stay the ones that it was made for."""
@@ -108,7 +108,7 @@ class LazyReader(StorageReader):
                     starts[dim], sizes[dim] = starts[dim] + start, length
                 region = tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
                 piece.of(target).copy_(leaf.read(region))
-                self.told(piece.nbytes)
+                self.on_bytes(piece.nbytes)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -135,10 +135,10 @@ def shared_prefix(names: Sequence[str], foreign: Iterable[str]) -> str:
     >>> shared_prefix(["a.w", "b.w"], ["model.a.w", "model.b.w", "ema.a.w"])
     'model.'
     """
-    held = set(foreign)
+    there = set(foreign)
     # Candidates from three names: from all of them it would be quadratic in the leaves.
-    found = {key[: -len(n)] for n in names[:3] for key in held if f".{key}".endswith(f".{n}")}
-    ranked = [(-sum(f"{p}{n}" in held for n in names), len(p), p) for p in found]
+    found = {key[: -len(n)] for n in names[:3] for key in there if f".{key}".endswith(f".{n}")}
+    ranked = [(-sum(f"{p}{n}" in there for n in names), len(p), p) for p in found]
     return min(ranked)[2] if ranked else ""
 
 

@@ -13,7 +13,8 @@ import torch
 
 from fzero.distributed import works
 from fzero.distributed.mesh import Mesh
-from fzero.distributed.whereabouts import Circle, circle_of, ranks_text
+from fzero.distributed.stations import ranks_text
+from fzero.distributed.whereabouts import Circle, circle_of
 from fzero.errors import RankMismatchError
 
 Items = list[tuple[str, str]]
@@ -60,15 +61,15 @@ def agree(
         length = [int.from_bytes(n, "big") for n in lengths]
         padded = _all_gather_bytes(text.ljust(max(length), b"\0"), mesh, circle)
     texts = [t[:n] for t, n in zip(padded, length, strict=True)]
-    told = [[(path, value) for path, value in json.loads(t)] for t in texts]
+    of_ranks = [[(path, value) for path, value in json.loads(t)] for t in texts]
     # all ranks hold the same texts, so all raise, with the same words
-    raise RankMismatchError(f"{first_difference(what, told, mesh.ranks)} {hint}")
+    raise RankMismatchError(f"{first_difference(what, of_ranks, mesh.ranks)} {hint}")
 
 
 def smallest(
     what: str, values: Sequence[int], mesh: Mesh, timeout: float | None = None
 ) -> list[int]:
-    """The smallest of every rank's values, place by place: a choice that suits all ranks.
+    """The smallest of every rank's values, one by one: a choice that suits all ranks.
 
     Args:
         what: what the values are, as the message names it.
@@ -93,28 +94,28 @@ def smallest(
     return list(map(min, zip(*rows, strict=True)))
 
 
-def first_difference(what: str, told: Sequence[Items], ranks: Sequence[int]) -> str:
+def first_difference(what: str, by_rank: Sequence[Items], ranks: Sequence[int]) -> str:
     """The first path where the ranks' items differ, with each value and who has it.
 
     Args:
         what: what the items describe.
-        told: each rank's items.
+        by_rank: each rank's items.
         ranks: their global ranks.
 
     >>> first_difference("config", [[("stage", "1")], [("stage", "2")]], [0, 1])
     'ranks differ in config at stage: rank 0: 1; rank 1: 2. It must be the same on all.'
     """
-    by_rank = [dict(items) for items in told]
-    paths = dict.fromkeys(path for items in told for path, _ in items)
-    different = [path for path in paths if len({d.get(path) for d in by_rank}) > 1]
+    found = [dict(items) for items in by_rank]
+    paths = dict.fromkeys(path for items in by_rank for path, _ in items)
+    different = [path for path in paths if len({d.get(path) for d in found}) > 1]
     if different:
         where = f"at {different[0]}"
-        values = [d.get(different[0], _ABSENT) for d in by_rank]
+        values = [d.get(different[0], _ABSENT) for d in found]
         more = f" ({len(different)} of {len(paths)} entries differ)" if len(paths) > 1 else ""
     else:  # the same entries in another order, or one of them twice
-        rows = list(itertools.zip_longest(*told, fillvalue=("", _ABSENT)))
-        place, row = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
-        where = f"in the order of its entries, at entry {place}"
+        rows = list(itertools.zip_longest(*by_rank, fillvalue=("", _ABSENT)))
+        number, row = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
+        where = f"in the order of its entries, at entry {number}"
         values = [path or value for path, value in row]
         more = ""
     holders: dict[str, list[int]] = {}

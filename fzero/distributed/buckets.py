@@ -41,7 +41,7 @@ class Bucket:
         dtype: of all of them.
         world: ranks on the axis.
         group: name of its process group.
-        rank: this rank's place on it.
+        rank: this rank's number on it.
         exchanged: carried by an all-to-all, which has the same result. Gloo's own reduce-scatter is
             an all-reduce whose rest is thrown away, and its all-gather takes twice the processor
             time of its all-to-all.
@@ -125,6 +125,7 @@ def launch(bucket: Bucket, send: Tensor, circle: Circle, *, over: bool = False) 
     if over and bucket.kind == ALL_REDUCE:
         return works.all_reduce_(send, "sum", bucket.group, circle)
     operator, arguments = carrier(bucket, send.numel())
+    # by the operator's name: what `carrier` says, which a Program has in its graph, is what runs
     return works.LAUNCHES[operator._schema.name](send, *arguments, circle=circle)
 
 
@@ -189,6 +190,8 @@ def unpack_into(buffer: Tensor, bucket: Bucket, targets: Sequence[Tensor]) -> No
         and target.dtype == bucket.dtype
         for leaf, target in zip(bucket.leaves, targets, strict=True)
     )
+    # then the rows that a rank has of a leaf are as long in the buffer as in the leaf: no padding,
+    # and one kernel writes all of them
     if direct:
         rows = [target.view(bucket.world, -1) for target in targets]
         sizes = [x.shape[1] for x in rows]
@@ -228,6 +231,7 @@ def unpack_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
         assert leaf.dim is not None
         start, stop = leaf.bounds(bucket.rank)
         x = part.view(leaf.padded_shape)
+        # the last ranks have fewer rows, or none; the rest of their part is padding
         x = x if stop - start == leaf.padded_rows else x.narrow(0, 0, stop - start)
         shards.append(x.movedim(0, leaf.dim).contiguous() if leaf.dim else x)
     return shards
@@ -276,17 +280,18 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 # ----------------------------------------------------------------------- which leaves share one
 def plan_buckets(nbytes: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Places in this order, in groups of at most `limit` bytes, or one.
+    """Indices in this order, in groups of at most `limit` bytes, or one.
 
     >>> plan_buckets([4, 4, 8], [2, 1, 0], limit=8)
     [[2], [1, 0]]
     """
     groups: list[list[int]] = []
     filled = 0
-    for place in order:
-        if not groups or filled + nbytes[place] > limit:
+    for index in order:
+        # a leaf that is larger than the limit has a group of its own: it can't be cut
+        if not groups or filled + nbytes[index] > limit:
             groups.append([])
             filled = 0
-        groups[-1].append(place)
-        filled += nbytes[place]
+        groups[-1].append(index)
+        filled += nbytes[index]
     return groups

@@ -24,6 +24,7 @@ Unlike `torch.distributed._functional_collectives`, whose differentiable forms r
 # What autograd passes to backward and jvp depends on forward; torch types them for no argument.
 # pyright: reportIncompatibleMethodOverride=false
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,129 +85,70 @@ def as_whole(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _AsWhole.apply(x, axis)
 
 
-class _AllGather(Function):
-    @staticmethod
-    def forward(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
-        low = shard.to(leaf.compute) if leaf.compute else shard
-        if leaf.dim is None or axis.size == 1:
-            # a Function that gives its argument back must give another tensor
-            return low.view_as(low)
-        return torch.ops.fzero.gather(low, *_op_args(leaf, axis))
+def _linear(forward: Callable[..., Tensor], transpose: Callable[..., Tensor]) -> type[Function]:
+    """A linear function of its first argument, as a Function: its jvp is itself.
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.leaf, ctx.axis = inputs
+    Args:
+        forward: the function; what follows its first argument is no tensor.
+        transpose: what backward makes of a cotangent, with the same further arguments.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # summed in `leaf.reduce`: only the sum is rounded to the shard's own dtype
-        return _ReduceScatter.apply(grad, ctx.leaf, ctx.axis).to(ctx.leaf.dtype), None, None
+    class Linear(Function):
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            ctx.rest = inputs[1:]
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _AllGather.apply(tangent, ctx.leaf, ctx.axis)
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            return (transpose(grad, *ctx.rest), *(None for _ in ctx.rest))
 
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+            return Linear.apply(tangent, *ctx.rest)
 
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(full: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
-        if full.layout != torch.strided:  # embeddings with sparse=True: collectives want dense
-            full = full.to_dense()
-        high = full.to(leaf.reduce) if leaf.reduce else full
-        if axis.size == 1:
-            high = high.view_as(high)
-        elif leaf.dim is None:
-            high = torch.ops.fzero.all_reduce(high, axis.size, axis.group, leaf.name)
-        else:
-            high = torch.ops.fzero.reduce_scatter(high, *_op_args(leaf, axis), axis.rank)
-        return high
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.leaf, ctx.axis = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _AllGather.apply(grad, ctx.leaf, ctx.axis), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _ReduceScatter.apply(tangent, ctx.leaf, ctx.axis)
+    Linear.forward = staticmethod(forward)  # pyright: ignore[reportAttributeAccessIssue]
+    Linear.__name__ = Linear.__qualname__ = forward.__name__  # that of its node in autograd's graph
+    return Linear
 
 
-class _AllReduce(Function):
-    @staticmethod
-    def forward(x: Tensor, axis: Axis, name: str) -> Tensor:
-        return torch.ops.fzero.all_reduce(x, axis.size, axis.group, name)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.axis, ctx.name = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _AllReduce.apply(grad, ctx.axis, ctx.name), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _AllReduce.apply(tangent, ctx.axis, ctx.name)
+def _all_gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
+    low = shard.to(leaf.compute) if leaf.compute else shard
+    if leaf.dim is None or axis.size == 1:
+        # a Function that gives its argument back must give another tensor
+        return low.view_as(low)
+    return torch.ops.fzero.gather(low, *_op_args(leaf, axis))
 
 
-class _Replicate(Function):
-    @staticmethod
-    def forward(x: Tensor, axis: Axis, name: str) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.axis, ctx.name = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # not _AllReduce: the sum is a whole value, whose transpose must not sum once more
-        return _SumOfUses.apply(grad, ctx.axis, ctx.name), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.view_as(tangent)
+def _scattered(full: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
+    if full.layout != torch.strided:  # embeddings with sparse=True: collectives want dense
+        full = full.to_dense()
+    high = full.to(leaf.reduce) if leaf.reduce else full
+    if axis.size == 1:
+        return high.view_as(high)
+    if leaf.dim is None:
+        return torch.ops.fzero.all_reduce(high, axis.size, axis.group, leaf.name)
+    return torch.ops.fzero.reduce_scatter(high, *_op_args(leaf, axis), axis.rank)
 
 
-class _SumOfUses(Function):
-    """The sum of each rank's own values as one whole value."""
-
-    @staticmethod
-    def forward(x: Tensor, axis: Axis, name: str) -> Tensor:
-        return torch.ops.fzero.all_reduce(x, axis.size, axis.group, name)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.axis, ctx.name = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Replicate.apply(grad, ctx.axis, ctx.name), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _SumOfUses.apply(tangent, ctx.axis, ctx.name)
+def _summed(x: Tensor, axis: Axis, name: str) -> Tensor:
+    return torch.ops.fzero.all_reduce(x, axis.size, axis.group, name)
 
 
-class _AsWhole(Function):
-    @staticmethod
-    def forward(x: Tensor, axis: Axis) -> Tensor:
-        return x.view_as(x)
+def _same(x: Tensor, *_: object) -> Tensor:
+    return x.view_as(x)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.axis = inputs
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.axis.size, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.view_as(tangent)
+_AllGather = _linear(
+    _all_gather,
+    # summed in `leaf.reduce`: only the sum is rounded to the shard's own dtype
+    lambda grad, leaf, axis: _ReduceScatter.apply(grad, leaf, axis).to(leaf.dtype),
+)
+_ReduceScatter = _linear(_scattered, lambda grad, *rest: _AllGather.apply(grad, *rest))
+_AllReduce = _linear(_summed, lambda grad, *rest: _AllReduce.apply(grad, *rest))
+# not _AllReduce: the sum is a whole value, whose transpose must not sum once more
+_Replicate = _linear(_same, lambda grad, *rest: _SumOfUses.apply(grad, *rest))
+_SumOfUses = _linear(_summed, lambda grad, *rest: _Replicate.apply(grad, *rest))
+_AsWhole = _linear(_same, lambda grad, axis: grad / axis.size)
 
 
 # ---------------------------------------------------------------------------------- operators

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 # Private. The public alternative is `DTensor.from_local(local, mesh, placements, run_check=False,
 # shape=shape, stride=stride)`; tests/distributed/test_dtensor.py holds the two against each other.
@@ -113,3 +113,28 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     # `to_local` goes through autograd, 15 us; shards here have no graph.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def sum_over_parts(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum of `x` over the ranks that a DTensor is split over, one value on all of them.
+
+    Args:
+        x: this rank's share, made of its part of `other`.
+        other: a DTensor; ranks that hold the same part of it have the same `x`.
+
+    >>> sum_over_parts(torch.ones(()), torch.zeros(2))
+    tensor(1.)
+    """
+    if not isinstance(other, DTensor) or not is_split(other):
+        return x
+    placements = [Partial() if isinstance(p, Shard) else Replicate() for p in other.placements]
+    return DTensor.from_local(x, other.device_mesh, placements, run_check=False).full_tensor()
+
+
+def is_split(x: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor of which each rank has a part.
+
+    >>> is_split(torch.ones(2))
+    False
+    """
+    return isinstance(x, DTensor) and any(isinstance(p, Shard) for p in x.placements)

@@ -49,7 +49,7 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the mesh, row by row; not its global rank."""
+        """This rank's number in the mesh, row by row; not its global rank."""
         return self.replicate_rank * self.shard_size + self.shard_rank
 
     @property
@@ -62,7 +62,7 @@ class Mesh:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global rank at each place of the mesh."""
+        """The global ranks, in the mesh's order."""
         return tuple(self.device_mesh.mesh.flatten().tolist())
 
     @property
@@ -238,7 +238,7 @@ class Axis(NamedTuple):
     Args:
         group: name of the process group, as `torch.ops._c10d_functional` takes it.
         size: ranks along the axis.
-        rank: this rank's place on it.
+        rank: this rank's number on it.
     """
 
     group: str = ""

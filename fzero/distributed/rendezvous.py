@@ -39,9 +39,9 @@ def rendezvous(
     circle.limit = timeout
     texts = circle.meet(key, text, hint)
     if len(set(texts)) > 1:
-        told = [[(f"line {i}", line) for i, line in enumerate(t.split("\n"))] for t in texts]
+        items = [[(f"line {i}", line) for i, line in enumerate(t.split("\n"))] for t in texts]
         raise RankMismatchError(
-            f"{first_difference(key, told, mesh.ranks)} Their collectives would not match. Give "
+            f"{first_difference(key, items, mesh.ranks)} Their collectives would not match. Give "
             f"every rank a batch of the same structure, shapes and dtypes in the same call.{hint}"
         )
 

@@ -33,7 +33,7 @@ from fzero.layout import LeafLayout
 Finish = Callable[[], list[Tensor]]
 
 
-class Flight:
+class Handle:
     """Results that are on their way.
 
     Args:
@@ -84,7 +84,7 @@ class Transport:
         self.axes, self.journal, self.limit = axes, journal, limit
         self.circle = circle_of(mesh.device_mesh)
 
-    def gather(self, shards: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> Flight:
+    def gather(self, shards: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> Handle:
         """Full leaves in their compute dtypes, from every rank's shards.
 
         Args:
@@ -94,17 +94,19 @@ class Transport:
         Returns:
             One tensor a leaf. What needs no collective shares the shard's memory.
         """
+        # before it travels, not after: half the bytes, and rounded as `collectives.all_gather`
+        # rounds
         low = [
             shard.detach().to(leaf.compute or leaf.dtype)
             for shard, leaf in zip(shards, leaves, strict=True)
         ]
         dtypes = [x.dtype for x in low]
-        flight = self._flight(low)
+        handle = self._handle(low)
         for bucket, indices in self._buckets(GATHER, dtypes, leaves, self._split(leaves)):
-            send = KINDS[GATHER].pack(flight.take(indices), bucket)
+            send = KINDS[GATHER].pack(handle.take(indices), bucket)
             flying = launch(bucket, send, self.circle)
-            flight.add(indices, self._gathered(flying, bucket))
-        return flight
+            handle.add(indices, self._gathered(flying, bucket))
+        return handle
 
     def reduce(
         self,
@@ -115,7 +117,7 @@ class Transport:
         before: float = 1,
         after: float = 1,
         over: bool = True,
-    ) -> Flight:
+    ) -> Handle:
         """Gradients summed over all ranks, in the dtypes that they are reduced in.
 
         Args:
@@ -130,21 +132,21 @@ class Transport:
             for grad, leaf in zip(grads, leaves, strict=True)
         ]
         dtypes = [x.dtype for x in high]
-        flight = self._flight(high)
+        handle = self._handle(high)
         if self.axes.world == 1:
             assert before == after == 1, "nobody to reduce with"
-            return flight
+            return handle
         split = self._split(leaves) if scatter else [False] * len(leaves)
         for bucket, indices in self._buckets(REDUCE_SCATTER, dtypes, leaves, split):
-            send = _times(_real(KINDS[REDUCE_SCATTER].pack(flight.take(indices), bucket)), before)
+            send = _times(_real(KINDS[REDUCE_SCATTER].pack(handle.take(indices), bucket)), before)
             flying = launch(bucket, send, self.circle)
-            flight.add(indices, self._scattered(flying, bucket, after))
+            handle.add(indices, self._scattered(flying, bucket, after))
         # a whole leaf, or a shard of an axis of one rank, has only been left out so far
         rest = [not there for there in split]
         for bucket, indices in self._buckets(ALL_REDUCE, dtypes, leaves, rest):
-            buffer = _times(_real(KINDS[ALL_REDUCE].pack(flight.take(indices), bucket)), before)
-            flight.add(indices, self._summed(buffer, bucket, after, over=over))
-        return flight
+            buffer = _times(_real(KINDS[ALL_REDUCE].pack(handle.take(indices), bucket)), before)
+            handle.add(indices, self._summed(buffer, bucket, after, over=over))
+        return handle
 
     def sum(self, x: Tensor) -> Tensor:
         """`x` summed over all ranks."""
@@ -157,8 +159,8 @@ class Transport:
         """A full leaf from its shards, in the dtype that they have."""
         return self.gather([shard], [replace(leaf, compute=shard.dtype)]).wait()[0]
 
-    def _flight(self, tensors: list[Any]) -> Flight:
-        return Flight(tensors, at_once=self.limit is not None)
+    def _handle(self, tensors: list[Any]) -> Handle:
+        return Handle(tensors, at_once=self.limit is not None)
 
     def _split(self, leaves: Sequence[LeafLayout]) -> list[bool]:
         """Which leaves have a part on every rank of the shard axis."""
@@ -180,6 +182,7 @@ class Transport:
         if kind == ALL_REDUCE and axis.size == 1:
             # whole leaves are summed over both axes: where one has a single rank, the other carries
             axis = self.axes.replicate
+        # one dtype a bucket: its buffer has one, and a sum in another would be another sum
         for indices in _filled(dtypes, leaves, wanted, self.limit):
             bucket = bucket_of(kind, [leaves[i] for i in indices], dtypes[indices[0]], axis)
             self.journal.announce(bucket)
@@ -192,6 +195,8 @@ class Transport:
         def finish() -> list[Tensor]:
             # summed over this axis first: one shard, not one a rank, travels over the other
             part = summed(works.wait(flying), bucket)
+            # the factor last, as it is of the whole sum: scaled down before, low dtypes would lose
+            # digits
             part = _times(self._sum(part, self.axes.replicate), after)
             # summed already, which `unpack_shards` would do again for an exchange
             return unpack_shards(part.view(bucket.dtype), replace(bucket, exchanged=False))
@@ -229,18 +234,18 @@ def _filled(
     >>> list(_filled([torch.float32] * 3, leaves, [True] * 3, limit=32))
     [[0, 1], [2]]
     """
-    held: dict[torch.dtype, list[int]] = {}
+    open_: dict[torch.dtype, list[int]] = {}
     filled: dict[torch.dtype, int] = {}
     for i, (dtype, leaf, want) in enumerate(zip(dtypes, leaves, wanted, strict=True)):
         if not want:
             continue
         nbytes = leaf.numel * dtype.itemsize
-        if limit is not None and dtype in held and filled[dtype] + nbytes > limit:
-            yield held.pop(dtype)
-        filled[dtype] = nbytes + (filled[dtype] if dtype in held else 0)
-        held.setdefault(dtype, []).append(i)
+        if limit is not None and dtype in open_ and filled[dtype] + nbytes > limit:
+            yield open_.pop(dtype)
+        filled[dtype] = nbytes + (filled[dtype] if dtype in open_ else 0)
+        open_.setdefault(dtype, []).append(i)
     # in the order in which leaves opened them: the same on every rank
-    yield from held.values()
+    yield from open_.values()
 
 
 def _dense(grad: Tensor) -> Tensor:
@@ -253,5 +258,6 @@ def _times(buffer: Tensor, factor: float) -> Tensor:
 
 def _real(buffer: Tensor) -> Tensor:
     """A flat view that backends can add up: they know no complex numbers."""
+    # a view of what was packed, which is contiguous: factors and sums are written into it
     flat = buffer.reshape(-1)
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -15,24 +15,21 @@ on how long a collective takes: only on what ranks have said, and on the time li
 
 import atexit
 import contextlib
-import hashlib
-import json
 import os
 import time
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
 
 from fzero.distributed.keepalive import keep_alive
-from fzero.distributed.mesh import default_store
-from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collective, own_name
+from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collective
+from fzero.distributed.stations import ADVICE, Station, Stations, differ, ranks_text
 from fzero.errors import RankMismatchError
 
 PATIENCE = 3.0  # seconds that a rank waits before it says where it is
@@ -40,26 +37,6 @@ PAUSE = 1.0  # seconds between two looks at where the others are
 _REMEMBERED = 1000  # stations; ranks that share collectives are never that far apart
 
 _RAISED = " (raised)"
-_ADVICE = (
-    " What changes the collectives on one rank must change them on all, in the same call: look for "
-    "a branch, a batch or an end of the loop that differs between ranks, or for an exception."
-)
-
-
-class Station(NamedTuple):
-    """Where a rank is.
-
-    Args:
-        number: how many stations it has come to.
-        chain: a checksum of all of them.
-        text: what it does there.
-        left: whether its program has ended, as programs end.
-    """
-
-    number: int
-    chain: int
-    text: str
-    left: bool = False
 
 
 class Circle:
@@ -86,16 +63,10 @@ class Circle:
         self.sent = 0  # collectives so far
         self.verdict = ""  # why these ranks can't go on
         self._past: deque[Station] = deque([self.here], maxlen=_REMEMBERED)
-        self._told: Station | None = None
         self._unexplained: BaseException | None = None
-        self._names: dict[int, Mapping[str, str]] = {}
         if self.alone:
             return
-        self._store = default_store()
-        key = hashlib.blake2b(f"{self.ranks} {name}".encode(), digest_size=8).hexdigest()
-        # a process group may be ended and started again on the same store
-        turn = self._store.add(f"fzero/circle {key}/made by {rank}", 1)
-        self._place = f"fzero/circle {key}/{turn}"
+        self._said = Stations(self.ranks, rank, name)
         self._tell()
         atexit.register(_leave, weakref.ref(self), os.getpid())
 
@@ -149,9 +120,9 @@ class Circle:
             else:
                 self.raised()
             raise
-        if len(self._names) < len(self.ranks) and not self.alone:
+        if not self.alone and len(self._said.names) < len(self.ranks):
             with contextlib.suppress(RuntimeError):
-                self._stations()  # all are there now: who they are, in case the store is lost
+                self._said.read()  # all are there now: who they are, in case the store is lost
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
@@ -216,25 +187,25 @@ class Circle:
         if len(text) < 200 and "\n" not in text:  # for messages alone: the chain has the key
             self.here = self._past[-1] = self.here._replace(text=f"{key}: {text}")
         number = self.here.number
-        entries = {rank: f"{self._place}/station {number}/{rank}" for rank in self.ranks}
+        entries = {rank: f"station {number}/{rank}" for rank in self.ranks}
         mine = f"{key}\n{text}"
-        self._store.set(entries[self.rank], mine)
+        self._said.set(entries[self.rank], mine)
 
         def differs() -> None:
             for rank, entry in entries.items():
-                if self._store.check([entry]) and self._store.get(entry).decode() != mine:
+                if self._said.has([entry]) and self._said.get(entry) != mine:
                     self._give_up(
                         f"rank {self.rank} and rank {rank} came to {key!r} with other collectives "
-                        f"to run, which would not match.{_ADVICE}{hint}"
+                        f"to run, which would not match.{ADVICE}{hint}"
                     )
 
         self._wait_for(list(entries.values()), differs)
-        told = [self._store.get(entry).decode() for entry in entries.values()]
-        if len(set(told)) > 1:  # all know, and nobody has done anything: they may go on
+        texts = [self._said.get(entry) for entry in entries.values()]
+        if len(set(texts)) > 1:  # all know, and nobody has done anything: they may go on
             self.here = Station(number, self._past[-2].chain, f"{key} (ranks differed)")
             self._past[-1] = self.here
             self._tell()
-        return told
+        return texts
 
     def _wait_for(self, keys: Sequence[str], also: Callable[[], None] | None = None) -> None:
         """Return once all these keys, which are written at this station, are in the store."""
@@ -255,20 +226,17 @@ class Circle:
 
     def _there(self, keys: Sequence[str]) -> bool:
         with contextlib.suppress(RuntimeError):  # the store went: `look` sees with whom
-            return self._store.check(list(keys))
+            return self._said.has(keys)
         return False
 
     def set(self, key: str, text: str) -> str:
         """Write a text under a key of these ranks, and return the key's full name."""
-        place = f"{self._place}/{key}"
-        self._store.set(place, text)
-        return place
+        return self._said.set(key, text)
 
     def get(self, key: str) -> str:
         """Wait until some rank has `set` the key, and return its text."""
-        place = f"{self._place}/{key}"
-        self._wait_for([place])
-        return self._store.get(place).decode()
+        self._wait_for([key])
+        return self._said.get(key)
 
     # --- what it learns of the others ---
 
@@ -289,22 +257,21 @@ class Circle:
         return max(PAUSE, len(self.ranks) / 100)
 
     def _look(self) -> dict[int, Station]:
-        verdict = f"{self._place}/verdict"
-        if self._store.check([verdict]):
-            self._raise(self._store.get(verdict).decode())
-        stations, hints = self._stations()
+        if self._said.has(["verdict"]):
+            self._raise(self._said.get("verdict"))
+        stations, hints = self._said.read()
         for rank, there in stations.items():
             mine = self._passed(there.number)
             # where the one that is behind stands: the other has been there, and remembers
             if mine is not None and mine.chain != there.chain:
-                told = _differ((self.rank, mine), (rank, there))
-                self._give_up(told + (hints[rank] or self.hint))
+                text = differ((self.rank, mine), (rank, there))
+                self._give_up(text + (hints[rank] or self.hint))
         behind = {r: there for r, there in stations.items() if there.number < self.here.number}
         for rank, there in behind.items():
             if there.left:
                 self._give_up(
                     f"rank {rank} has left: its program ended after {there.text!r}, and rank "
-                    f"{self.rank} waits for it at {self.here.text!r}.{_ADVICE}"
+                    f"{self.rank} waits for it at {self.here.text!r}.{ADVICE}"
                 )
         self._blame_the_gone(stations)
         return stations
@@ -312,7 +279,7 @@ class Circle:
     def _blame_the_gone(self, stations: Mapping[int, Station], *, stopped: bool = False) -> None:
         gone = {
             rank: what
-            for rank, what in Processes(self._names).gone().items()
+            for rank, what in Processes(self._said.names).gone().items()
             if (stopped or what == "ended") and not (rank in stations and stations[rank].left)
         }
         if gone:
@@ -337,13 +304,13 @@ class Circle:
                 time.sleep(0.1)
             if timed_out:
                 self._give_up_late(self.limit or _group_limit())
-            if certain and (far := Processes(self._names).elsewhere()):
+            if certain and (far := Processes(self._said.names).elsewhere()):
                 self._give_up(
                     f"a collective failed: no process on rank {self.rank}'s host is gone; look at "
                     f"ranks {far} on other hosts. It said: {error}"
                 )
-        except RankMismatchError as told:
-            raise told from error
+        except RankMismatchError as reason:
+            raise reason from error
 
     def _give_up_late(self, waited: float) -> None:
         try:
@@ -366,38 +333,18 @@ class Circle:
     def _give_up(self, text: str) -> None:
         """Raise on this rank, and on all that look from now on; the first one's words hold."""
         with contextlib.suppress(RuntimeError):  # without a store it has its own words
-            text = self._store.compare_set(f"{self._place}/verdict", "", text).decode() or text
+            text = self._said.first("verdict", text)
         self._raise(text)
 
     def _raise(self, text: str) -> None:
         self.verdict = text
-        for held in self._groups:  # its operations will never end, so it must not be destroyed
-            if (group := held()) is not None:
+        for reference in self._groups:  # its operations will never end, so it must not be destroyed
+            if (group := reference()) is not None:
                 keep_alive(group)
         raise RankMismatchError(text)
 
-    # --- the store ---
-
     def _tell(self, *, left: bool = False) -> None:
-        here = self.here._replace(left=left)
-        if here != self._told:  # who waits looks each second, and mostly has not moved
-            entry = {"at": here, "process": own_name(), "hint": self.hint}
-            self._store.set(f"{self._place}/at {self.rank}", json.dumps(entry))
-            self._told = here
-
-    def _stations(self) -> tuple[dict[int, Station], dict[int, str]]:
-        """Where the other ranks last said they are, and their hints."""
-        stations = {r: Station(0, 0, "(nothing)") for r in self.ranks if r != self.rank}
-        hints = dict.fromkeys(stations, "")
-        keys = {rank: f"{self._place}/at {rank}" for rank in stations}
-        # a key that is not there would be waited for
-        keys = {r: k for r, k in keys.items() if r in self._names or self._store.check([k])}
-        for rank, value in zip(keys, _read(self._store, list(keys.values())), strict=True):
-            entry = json.loads(value)
-            stations[rank] = Station(*entry["at"])
-            self._names[rank], hints[rank] = entry["process"], entry["hint"]
-        self._names[self.rank] = own_name()
-        return stations, hints
+        self._said.say(self.here._replace(left=left), self.hint)
 
     def _passed(self, number: int) -> Station | None:
         """This rank's own station of that number; None if it was not there, or long ago."""
@@ -448,50 +395,17 @@ def circle_on(group: ProcessGroup) -> Circle | None:
     return _BY_GROUP.get(group)
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`ranks 0-2, 5`: consecutive ranks as a range.
-
-    >>> ranks_text([5, 0, 1, 2]), ranks_text([3])
-    ('ranks 0-2, 5', 'rank 3')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
-
-
-def _differ(*pairs: tuple[int, Station]) -> str:
-    """The message about two ranks at different stations of one number."""
-    (one, here), (other, there) = sorted(pairs)
-    what = [f"rank {one} came to {here.text!r}", f"rank {other} to {there.text!r}"]
-    if here.text == there.text:  # they parted before, or brought other texts
-        what[1] += " by another way"
-    return f"{what[0]}, and {what[1]}: their collectives would not match.{_ADVICE}"
-
-
 def _leave(circle: "weakref.ref[Circle]", pid: int) -> None:
     """The program ends: say so, to whoever waits for this rank."""
     self = circle()
     # a fork inherits this handler, and its end is not the rank's
     if self is None or os.getpid() != pid or self.verdict:
         return
-    gone = Processes(self._names).gone()
+    gone = Processes(self._said.names).gone()
     if gone:  # the store may be gone too
         return
     with contextlib.suppress(RuntimeError):
         self._tell(left=True)
-
-
-def _read(store: Store, keys: list[str]) -> list[bytes]:
-    if not keys:
-        return []
-    # One round trip where the store can; the question is missing from torch's stubs.
-    at_once = store.has_extended_api()  # pyright: ignore[reportAttributeAccessIssue]
-    return store.multi_get(keys) if at_once else [store.get(key) for key in keys]
 
 
 def _group_limit() -> float:

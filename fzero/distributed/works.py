@@ -175,6 +175,7 @@ def _watched(group: str, own: Circle | None) -> tuple[ProcessGroup, Circle] | No
     # Private. Only this finds the group of a name.
     pg = dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
     first = circle_on(pg)
+    # None also for gloo groups that no circle was made on: torch's own operators wait for those
     return None if first is None else (pg, own or first)
 
 

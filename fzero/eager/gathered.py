@@ -52,10 +52,10 @@ class Gathered:
         """Full leaves that nobody keeps but the caller."""
         found = [self._full.get(lazy.leaf_index) for lazy in leaves]
         missing = [lazy for lazy, full in zip(leaves, found, strict=True) if full is None]
-        flight = self.transport.gather(
+        handle = self.transport.gather(
             [lazy.shard for lazy in missing], [lazy.leaf for lazy in missing]
         )
-        new = iter(flight.wait())
+        new = iter(handle.wait())
         return [next(new) if full is None else full.detach() for full in found]
 
     def reshard(self) -> None:

@@ -71,11 +71,13 @@ def _owner(param: Tensor) -> tuple[Owner, Holder] | None:
     """The owner of a parameter and what holds its gradient, if that is still there."""
     owner: Owner | None = param.__dict__.get("fzero_owner")
     holder = None if owner is None else owner.holder()
+    # an engine that is gone holds nothing: its parameters are then as plain ones
     return None if owner is None or holder is None else (owner, holder)
 
 
 def _read(param: Tensor) -> Tensor | None:
     """The gradient that autograd has left here; else what stands for the engine's, or None."""
+    # there while hooks run, and until the end of a task that is not synced
     grad = raw_grad(param)
     if grad is not None or (found := _owner(param)) is None:
         return grad
@@ -89,6 +91,8 @@ def _write(param: Tensor, grad: Tensor | None) -> None:
         return set_raw_grad(param, grad)
     owner, holder = found
     if grad is None:
+        # what autograd left here as well: of a task that is not synced it has not been taken over
+        # yet
         set_raw_grad(param, None)
         return holder.drop(owner.leaf_index)
     # p.grad = p.grad: what was read is put back
@@ -121,6 +125,7 @@ class HeldGradient(Tensor):
 
     @staticmethod
     def __new__(cls, param: Tensor, owner: Owner) -> "HeldGradient":
+        # no storage: a gradient that is sharded, or not summed yet, has no values to show
         self: HeldGradient = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
             cls, param.shape, dtype=param.dtype, device=param.device
         )
@@ -131,13 +136,14 @@ class HeldGradient(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        held = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HeldGradient)]
+        gradients = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HeldGradient)]
+        # zeros are what no gradient means to an engine, so it drops what it has
         if func in _ZEROS:  # zero_grad(set_to_none=False)
-            for x in held:
+            for x in gradients:
                 if (holder := x.owner.holder()) is not None:
                     holder.drop(x.owner.leaf_index)
             return args[0] if func is torch.ops.aten.zero_.default else None
-        return held[0].owner.refuse(f"{func} was to run on p.grad")
+        return gradients[0].owner.refuse(f"{func} was to run on p.grad")
 
     @property
     def is_sparse(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -172,6 +178,7 @@ class OwnedParameter(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # a file must load where there is no engine, and no fzero
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
@@ -220,6 +227,7 @@ def _now(x: FormerParameter) -> Tensor:
 
 def become_former(param: nn.Parameter, now: Tensor) -> None:
     """Let `param` stand for `now` from here on, and hold no memory."""
+    # in place: whoever has it has this object, which can't be taken from them
     param.data = param.data.new_empty(0)
     param.__class__ = FormerParameter
     param.now = now  # pyright: ignore[reportAttributeAccessIssue]

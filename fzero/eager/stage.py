@@ -214,8 +214,8 @@ def _once(
     full = [grads[index] for index in lazy]
     for index in lazy:
         grads[index] = _NOTHING  # the full gradient goes as soon as its bucket has gone
-    flight = call.source.transport.reduce(full, leaves, scatter=True, over=False)
-    for index, shard, leaf in zip(lazy, flight.wait(), leaves, strict=True):
+    handle = call.source.transport.reduce(full, leaves, scatter=True, over=False)
+    for index, shard, leaf in zip(lazy, handle.wait(), leaves, strict=True):
         grads[index] = shard.to(leaf.dtype)
     return grads
 

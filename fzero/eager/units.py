@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.distributed.transport import Flight, Transport
+from fzero.distributed.transport import Handle, Transport
 from fzero.eager.lazy import outside_inference
 from fzero.layout import LeafLayout
 
@@ -38,7 +38,7 @@ class Units:
         self.transport, self.device, self.keep, self.prefetch = transport, device, keep, prefetch
         self.unit_of = {index: unit for unit, indices in enumerate(plan) for index in indices}
         self.here: dict[int, Tensor] = {}
-        self.flying: dict[int, Flight] = {}
+        self.handles: dict[int, Handle] = {}
         self.pins: dict[str, dict[int, Tensor]] = {}  # by the module that pinned them
         self.order: list[int] = []  # of units, since the last update
         self.expected: list[int] = []  # the same, one update earlier
@@ -55,15 +55,15 @@ class Units:
     def reshard(self) -> None:
         """Free everything; what is under way and was not asked for, too."""
         # what is under way holds its memory until it is there
-        for flight in self.flying.values():
-            flight.wait()
-        self.flying.clear()
+        for handle in self.handles.values():
+            handle.wait()
+        self.handles.clear()
         self.pins = {}
         self.here.clear()
 
     def pin(self, caller: str, units: Sequence[int]) -> None:
         """Gather these units and hold them while `caller`, a module, or modules inside it run."""
-        around = {n: held for n, held in self.pins.items() if _is_around(n, caller)}
+        around = {n: pinned for n, pinned in self.pins.items() if _is_around(n, caller)}
         self.pins = {**around, caller: {i: self.full(i) for u in units for i in self.plan[u]}}
         self.here.update(self.pinned)  # a later one may have displaced an earlier one
 
@@ -74,7 +74,7 @@ class Units:
     @property
     def pinned(self) -> dict[int, Tensor]:
         """What is held by whatever module."""
-        return {i: full for held in self.pins.values() for i, full in held.items()}
+        return {i: full for tensors in self.pins.values() for i, full in tensors.items()}
 
     def drop(self, indices: Sequence[int]) -> None:
         """Free these: nothing is likely to read them again soon."""
@@ -92,20 +92,20 @@ class Units:
         if not self.keep:
             self.here.clear()
             self.here.update(self.pinned)
-        flight = self.flying.pop(unit, None)
-        if flight is None:
-            flight = self._launch(unit)
-        for index, full in zip(self.plan[unit], flight.wait(), strict=True):
+        handle = self.handles.pop(unit, None)
+        if handle is None:
+            handle = self._launch(unit)
+        for index, full in zip(self.plan[unit], handle.wait(), strict=True):
             self.here[index] = full
         self.order.append(unit)
         at = len(self.order)
         # only while the order is that of the update before: a wrong guess would gather for nobody
         if self.expected[at - 1 : at] == [unit]:
             for ahead in self.expected[at : at + self.prefetch]:
-                if ahead not in self.flying and self.plan[ahead][0] not in self.here:
-                    self.flying[ahead] = self._launch(ahead)
+                if ahead not in self.handles and self.plan[ahead][0] not in self.here:
+                    self.handles[ahead] = self._launch(ahead)
 
-    def _launch(self, unit: int) -> Flight:
+    def _launch(self, unit: int) -> Handle:
         indices = self.plan[unit]
         return self.transport.gather(
             [self.shards[i] for i in indices], [self.leaves[i] for i in indices]

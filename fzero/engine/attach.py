@@ -1,4 +1,4 @@
-"""How an engine is made of a module: checks, the plan of what travels together, the takeover."""
+"""How an engine is made of a module: checks, what travels together, its parameters."""
 
 import glob
 import weakref
@@ -48,7 +48,7 @@ def install(
     slots: ParameterSlots,
     params: dict[str, nn.Parameter],
     leaves: Sequence[LeafLayout],
-    held: Sequence[Tensor],
+    locals_: Sequence[Tensor],
     units: Units | None,
     taker: Callable[[int], Callable[[Tensor], None]],
     holder: "weakref.ref[Holder]",
@@ -59,7 +59,7 @@ def install(
         slots: where they sit.
         params: by name.
         leaves: how each is split.
-        held: the tensors that are trained, by index.
+        locals_: this rank's tensors of the parameters, by index.
         units: what gathers them; None if they are always there.
         taker: makes what is called with a parameter that has got a gradient, from its index.
         holder: of their gradients.
@@ -81,7 +81,7 @@ def install(
             become_former(param, now)
         else:
             new[name] = now = param
-            param.data = held[index]
+            param.data = locals_[index]
             param.requires_grad_(trainable)
             # others are of an engine that is gone, or stand for plain ones in a simulation
             if type(param) is nn.Parameter:

@@ -117,8 +117,8 @@ class Buffers:
                 flags += [True, True]
             else:
                 flags += [not _same(new, old), False]
-        told = torch.tensor(flags, dtype=torch.float32).to(self.device_type)
-        answers = [flag > 0 for flag in self.total(told).tolist()]
+        said = torch.tensor(flags, dtype=torch.float32).to(self.device_type)
+        answers = [flag > 0 for flag in self.total(said).tolist()]
         for name, moved, misfit in zip(list(self._still), answers[::2], answers[1::2], strict=True):
             if moved:
                 del self._still[name]
@@ -127,12 +127,12 @@ class Buffers:
 
     def _put(self, name: str, value: Tensor) -> None:
         path, _, key = name.rpartition(".")
-        held = self.module.get_submodule(path)._buffers
-        old = held[key]
+        table = self.module.get_submodule(path)._buffers
+        old = table[key]
         assert old is not None
         if _overlaps(old):
             # elements that share memory can't be written one by one
-            held[key] = value.detach().to(old.device, copy=True)
+            table[key] = value.detach().to(old.device, copy=True)
         else:
             old.detach().copy_(value)
 

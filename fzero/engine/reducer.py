@@ -10,7 +10,7 @@
 |          |          |                   | reach the forward's output                             |
 | adopted  | adopted  | adopted, borrowed | was aside, is the running task's; a raise undoes it    |
 | pending  | seen     | pending           | of the running task: arrived, not sent                 |
-| sent     | sent     | flights, landed   | of the running task: its bucket left, or is back       |
+| sent     | sent     | handles, landed   | of the running task: its bucket left, or is back       |
 | extra    | extra    | pending           | came after its bucket left; kept when the task ends    |
 | kept     | kept*    | kept              | of tasks before: full, this rank's own, not reduced    |
 | used     | sent     | used              | was kept, sent by the running task; a raise undoes it  |
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.distributed.transport import Flight, Transport
+from fzero.distributed.transport import Handle, Transport
 from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
 
 # Reductions that are under way at once: each holds its bucket twice.
-_FLIGHTS = 1
+_UNDER_WAY = 1
 
 
 class Reducer:
@@ -74,7 +74,7 @@ class Reducer:
         self.borrowed: dict[int, list[tuple[Tensor, Tensor | float]]] = {}  # with their factors
         self.kept: dict[int, Tensor] = {}
         self.used: set[int] = set()  # of the kept ones, by the running task
-        self.flights: list[tuple[Sequence[int], Flight]] = []
+        self.handles: list[tuple[Sequence[int], Handle]] = []
         self.landed: dict[int, Tensor] = {}
         self.reduced: dict[int, Tensor] = {}
         self.arrived: dict[int, None] = {}  # leaves of the running task, in order
@@ -82,9 +82,9 @@ class Reducer:
 
     def take(self, index: int, grad: Tensor) -> None:
         """A gradient for the running task."""
-        held = self.pending.get(index)  # another task, nested or around it, has brought one
+        total = self.pending.get(index)  # another task, nested or around it, has brought one
         self.arrived[index] = None
-        self.pending[index] = grad if held is None else held.add_(grad)
+        self.pending[index] = grad if total is None else total.add_(grad)
 
     def take_all(self, grads: dict[int, Tensor]) -> None:
         """Gradients of many leaves for the running task."""
@@ -110,8 +110,8 @@ class Reducer:
     def launch(self, bucket: int) -> None:
         """Reduce a bucket of what is kept and what the task has; zeros where there is nothing."""
         indices = self.buckets[bucket]
-        self._land(_FLIGHTS - 1)  # before the next takes memory
-        self.flights.append((indices, self._send(indices, [self._local(i) for i in indices])))
+        self._land(_UNDER_WAY - 1)  # before the next takes memory
+        self.handles.append((indices, self._send(indices, [self._local(i) for i in indices])))
         self.on_sent(indices)  # its full parameters may be freed
 
     def commit(self) -> None:
@@ -143,7 +143,7 @@ class Reducer:
         # a reduction that fails too is no news: what the task raised is on its way
         with contextlib.suppress(RuntimeError, FzeroError):
             self._land(0)
-        self.flights.clear()
+        self.handles.clear()
         self.landed.clear()
         self.pending.clear()
         self.borrowed.clear()
@@ -165,8 +165,8 @@ class Reducer:
 
     def has(self, index: int) -> bool:
         """Whether a leaf has a gradient anywhere; see [Note: where a gradient is]."""
-        held = (self.pending, self.borrowed, self.kept, self.landed, self.reduced, self.present)
-        return any(index in there for there in (*held, *self.aside.values()))
+        states = (self.pending, self.borrowed, self.kept, self.landed, self.reduced, self.present)
+        return any(index in there for there in (*states, *self.aside.values()))
 
     def anywhere(self, *here: bool) -> list[bool]:
         """Whether any rank says so; all of them must ask."""
@@ -253,7 +253,7 @@ class Reducer:
             grad = aside * factor if grad is None else grad.add_(aside * factor)
         return grad
 
-    def _send(self, indices: Sequence[int], grads: list[Tensor]) -> Flight:
+    def _send(self, indices: Sequence[int], grads: list[Tensor]) -> Handle:
         before, after = self.factors
         leaves = [self.leaves[i] for i in indices]
         # the same on every rank, whoever has kept or got what
@@ -264,9 +264,9 @@ class Reducer:
 
     def _land(self, most: int) -> None:
         """Wait until at most so many reductions are under way."""
-        while len(self.flights) > most:
-            indices, flight = self.flights.pop(0)
-            self.landed.update(zip(indices, flight.wait(), strict=True))
+        while len(self.handles) > most:
+            indices, handle = self.handles.pop(0)
+            self.landed.update(zip(indices, handle.wait(), strict=True))
 
 
 def _summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -277,10 +277,10 @@ def _add(total: dict[int, Tensor], more: dict[int, Tensor], *, in_place: bool) -
     """Add one to the other, which is empty then."""
     both = [index for index in more if index in total] if total else []
     if both:
-        held, new = [total[i] for i in both], [more.pop(i) for i in both]
+        old, new = [total[i] for i in both], [more.pop(i) for i in both]
         if in_place:
-            torch._foreach_add_(held, new)
+            torch._foreach_add_(old, new)
         else:
-            total.update(zip(both, torch._foreach_add(held, new), strict=True))
+            total.update(zip(both, torch._foreach_add(old, new), strict=True))
     total.update(more)
     more.clear()

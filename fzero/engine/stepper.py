@@ -60,8 +60,8 @@ class Stepper:
         """
         plan, cfg, state = self.plan, self.plan.cfg, self.opt_state
         self.watch.look()
-        held = LocalState.of(state._replace(model_state=None), dtensors=plan.opt.foreign)
-        scale = LossScaleState(*held.scale) if held.scale else None
+        local = LocalState.of(state._replace(model_state=None), dtensors=plan.opt.foreign)
+        scale = LossScaleState(*local.scale) if local.scale else None
         known = [loss.to(self.loss_dtype) for loss in losses]
         loss = torch.stack(known).mean() if known else torch.zeros((), dtype=self.loss_dtype)
         # the update sums it over ranks, and the sum is to be the mean
@@ -72,11 +72,11 @@ class Stepper:
             refuse_nonfinite(loss, grads, plan, int(state.step))
         trained, _ = plan.sharding.layout.divide(self.locals)
         if self.half is None:
-            self.half = UpdateProgram(plan, held, reduced=self.reduced)
+            self.half = UpdateProgram(plan, local, reduced=self.reduced)
         if not self.half.hold():
             size = int(cfg.bucket_mb * 2**20)
-            self.half.trace(trained, held, grads, loss, [], bucket_bytes=size)
-        updated = self.half(trained, held, grads, loss, [])
+            self.half.trace(trained, local, grads, loss, [], bucket_bytes=size)
+        updated = self.half(trained, local, grads, loss, [])
         self.buffers.agree()
         # the update wants some loss; of one that nobody named nothing can be told
         loss = updated.loss if losses else torch.full_like(updated.loss, torch.nan)
@@ -85,7 +85,7 @@ class Stepper:
         advance = 1 if scale is None else ~updated.nonfinite
         inner = state.inner
         if updated.inner is not None:
-            inner = tree.unflatten(held.inner_spec, map(like, updated.inner, tree.leaves(inner)))
+            inner = tree.unflatten(local.inner_spec, map(like, updated.inner, tree.leaves(inner)))
         self.opt_state = state._replace(
             step=state.step + advance, inner=inner, loss_scale=updated.loss_scale, metrics=metrics
         )

@@ -19,7 +19,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import TraceError
-from fzero.functional.outside import is_generator, is_library
+from fzero.functional.library import is_library
+from fzero.functional.outside import is_generator
 
 T = TypeVar("T")
 

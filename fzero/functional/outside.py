@@ -5,8 +5,7 @@ defaults; these hold objects, modules and containers, and so on. `Walk` goes thr
 few roots and writes down *facts*: this holder has this value under this key. As long as all facts
 hold, the function reads what it read before.
 
-Of an object only those attributes count that were really read: `Reads` watches them while the
-function runs, through a `__getattribute__` that stands in the objects' classes meanwhile. So a
+Of an object only those attributes count that were really read, as `functional.reads` has seen. So a
 counter in an object that the function happens to reach is no fact.
 
 What lies in torch, numpy, Python's library and this package is not walked through, but closures of
@@ -17,21 +16,24 @@ import collections
 import enum
 import functools
 import gc
-import os
 import sys
-import sysconfig
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dis import get_instructions
-from pathlib import Path as File
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
+from fzero.functional.library import (
+    HEAP_TYPE,
+    is_library,
+    is_library_class,
+    is_library_module,
+    is_machinery,
+)
+from fzero.functional.reads import MISSING, Reads
 
 
 class Place(NamedTuple):
@@ -56,105 +58,6 @@ class Fact(NamedTuple):
     value: Any
     place: Place
     holder: Any
-
-
-class Reads:
-    """Watches which attributes of which objects are read between entering and leaving it.
-
-    Args:
-        met: told of every value that is read for the first time, before its reader has it.
-    """
-
-    def __init__(self, met: Callable[[Any], None]) -> None:
-        self.met = met
-        self.names: dict[int, dict[str, Any]] = {}  # by object: attribute and its first value
-        self.objects: dict[int, Any] = {}  # kept, so that their ids stay theirs
-        self._patched: dict[type, Any] = {}
-        self._known: dict[type, bool] = {}
-        self._owner = threading.get_ident()
-        self._busy = False
-
-    def __enter__(self) -> "Reads":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for cls, original in self._patched.items():
-            if original is None:
-                del cls.__getattribute__
-            else:
-                cls.__getattribute__ = original
-        self._patched.clear()
-
-    def watch(self, value: Any) -> bool:
-        """Watch all objects of `value`'s class. False if Python lets nobody change the class."""
-        cls = type(value)
-        if cls not in self._known:
-            self._known[cls] = self._patch(cls)
-        return self._known[cls]
-
-    def _patch(self, cls: type) -> bool:
-        # in the class below `object`: also what a class's own __getattribute__ asks for is seen
-        for base in reversed(cls.__mro__):
-            if base in self._patched:
-                return True
-            if base is object or not base.__flags__ & _HEAP_TYPE or base.__module__ == "typing":
-                continue
-            own = base.__dict__.get("__getattribute__")
-            try:
-                base.__getattribute__ = self._spy(base.__getattribute__)  # pyright: ignore
-            except TypeError:  # of a class that can't be changed
-                continue
-            self._patched[base] = own
-            return True
-        return False
-
-    def _spy(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        def __getattribute__(this: Any, name: str) -> Any:
-            # `met` looks into objects itself, and other threads are not what is recorded
-            if self._busy or threading.get_ident() != self._owner:
-                return original(this, name)
-            if name[:2] == "__":
-                if name == "__dict__" and not is_library(sys._getframe(1).f_code.co_filename):
-                    self._all(this, original(this, name))
-                return original(this, name)
-            names = self.names.get(id(this))
-            if names is None:
-                self.objects[id(this)] = this
-                names = self.names[id(this)] = {}
-            if name in names:
-                return original(this, name)
-            names[name] = MISSING  # also if there is no such attribute
-            value = names[name] = original(this, name)
-            self._meet(value)
-            return value
-
-        return __getattribute__
-
-    def _all(self, this: Any, attributes: Mapping[str, Any]) -> None:
-        self.objects[id(this)] = this
-        for name, value in attributes.items():
-            self.names.setdefault(id(this), {}).setdefault(name, value)
-            self._meet(value)
-
-    def keep(self, objects: Mapping[int, Any]) -> None:
-        """Keep the names that were read of these objects; forget all else, the values too."""
-        self.names = {
-            ident: dict.fromkeys(names, MISSING)
-            for ident, names in self.names.items()
-            if objects.get(ident) is self.objects[ident]
-        }
-        self.objects = {ident: self.objects[ident] for ident in self.names}
-
-    def _meet(self, value: Any) -> None:
-        self._busy = True
-        try:
-            self.met(value)
-        finally:
-            self._busy = False
-
-
-# Py_TPFLAGS_HEAPTYPE: of classes that Python code made, whose attributes can be set.
-_HEAP_TYPE = 1 << 9
 
 
 class Walk:
@@ -289,7 +192,7 @@ class Walk:
         if isinstance(value, type):
             for name in [*names, *(k for k in value.__dict__ if k[:2] == k[-2:] == "__")]:
                 self._class_attribute(value, name, Place(place, f".{name}"))
-        elif isinstance(value, types.ModuleType) and not _is_library_module(value):
+        elif isinstance(value, types.ModuleType) and not is_library_module(value):
             space = value.__dict__
             for name in names & space.keys():
                 inner = Place(place, f".{name}")
@@ -300,7 +203,7 @@ class Walk:
     def _class_attribute(self, cls: type, name: str, place: Place) -> bool:
         for base in cls.__mro__:
             if name in base.__dict__:
-                if base.__flags__ & _HEAP_TYPE and not _is_library_class(base):
+                if base.__flags__ & HEAP_TYPE and not is_library_class(base):
                     if name[:2] != "__":
                         self._note(base.__dict__.get, name, place, base, follow=False)
                     self._later(base.__dict__[name], place)
@@ -310,7 +213,7 @@ class Walk:
     # --------------------------------------------------------------------------------- objects
     def _object(self, value: Any, place: Place) -> None:
         cls = type(value)
-        if _is_machinery(cls):
+        if is_machinery(cls):
             # what the library has made of a function reads what that reads
             self._later((attributes_of(value) or {}).get("__wrapped__"), place)
             return
@@ -326,7 +229,7 @@ class Walk:
             if not (self.watch and self.watch(value)) and attributes is not None:
                 self._later(attributes, place)
             return
-        if cls.__flags__ & _HEAP_TYPE == 0:  # can't be watched: all it has
+        if cls.__flags__ & HEAP_TYPE == 0:  # can't be watched: all it has
             if attributes is not None:
                 self._later(attributes, place)
             return
@@ -432,52 +335,13 @@ def _dunder_functions(cls: type) -> list[str]:
     return [
         name
         for base in cls.__mro__
-        if base.__flags__ & _HEAP_TYPE and not _is_library_class(base)
+        if base.__flags__ & HEAP_TYPE and not is_library_class(base)
         for name, value in base.__dict__.items()
         if name[:2] == "__" and isinstance(value, types.FunctionType)
-        if value.__module__ != __name__  # what watches it
+        if value.__module__ != Reads.__module__  # what watches it
     ]
 
 
-@functools.cache
-def is_library(filename: str) -> bool:
-    """Whether code of this file is torch's, numpy's, Python's or this package's."""
-    ours = [File(str(sys.modules[name].__file__)).parent for name in ("torch", "fzero", "optree")]
-    if filename.startswith(tuple(f"{folder}{os.sep}" for folder in ours)):
-        return True
-    parts = File(filename).parts
-    for packages in ("site-packages", "dist-packages"):
-        if packages in parts:
-            return parts[parts.index(packages) + 1 :][:1] == ("numpy",)
-    return filename.startswith((sysconfig.get_paths()["stdlib"] + os.sep, "<frozen"))
-
-
-def _is_library_module(module: types.ModuleType) -> bool:
-    file = module.__dict__.get("__file__")
-    if isinstance(file, str):
-        return is_library(file)
-    root = str(module.__dict__.get("__name__")).partition(".")[0]
-    return root in ("torch", "numpy") or root in sys.stdlib_module_names
-
-
-def _is_library_class(cls: type) -> bool:
-    module = sys.modules.get(cls.__module__)
-    return module is not None and _is_library_module(module)
-
-
-def _is_machinery(cls: type) -> bool:
-    """Torch's own classes and this package's, whose objects hold no settings of users'.
-
-    A function may reach its own step function (`self.step_fn`), and so what is watching it: to
-    watch that as well would never end.
-    """
-    root, _, _ = cls.__module__.partition(".")
-    if root == "fzero":
-        return True
-    return root == "torch" and not (issubclass(cls, nn.Module) or cls.__module__.startswith(_OPEN))
-
-
-_OPEN = ("torch.nn.", "torch.distributions.", "torch.optim.")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)

@@ -29,10 +29,10 @@ class Slots(NamedTuple):
 
     name: str
     shape: torch.Size
-    places: tuple[tuple[int, str, str], ...]  # (module index, "_parameters" | "_buffers", key)
+    entries: tuple[tuple[int, str, str], ...]  # (module index, "_parameters" | "_buffers", key)
 
     def tensor(self, plan: "SlotTable") -> Tensor:
-        index, table, key = self.places[0]
+        index, table, key = self.entries[0]
         return plan.modules[index].__dict__[table][key]
 
 
@@ -76,7 +76,7 @@ def plan_slots(root: nn.Module) -> SlotTable:
                 entry = found.setdefault(id(tensor), (table, name, tensor.shape, []))
                 entry[3].append((index, table, key))
 
-    slots = [(t, Slots(name, shape, tuple(places))) for t, name, shape, places in found.values()]
+    slots = [(t, Slots(name, shape, tuple(entries))) for t, name, shape, entries in found.values()]
     names = {ident: entry[1] for ident, entry in found.items()}
     # the tables of a module are its slots, not caches of them
     base = nn.Module().__dict__.keys()
@@ -100,7 +100,7 @@ def plan_slots(root: nn.Module) -> SlotTable:
 
 def owners_of_slots(plan: SlotTable, slots: Slots) -> set[str]:
     """The classes of the modules that hold a tensor."""
-    return {class_name(type(plan.modules[index])) for index, _, _ in slots.places}
+    return {class_name(type(plan.modules[index])) for index, _, _ in slots.entries}
 
 
 def structure_of(attrs: dict[str, Any]) -> tuple[list[nn.Module | None], list[str], list[str]]:
@@ -132,7 +132,7 @@ def fill_template(value: Any, template: Any, tensors: Mapping[str, Tensor]) -> A
 
 
 def other_names(plan: SlotTable, slots: tuple[Slots, ...]) -> dict[str, str]:
-    first = {(id(plan.modules[index]), key): s.name for s in slots for index, _, key in s.places}
+    first = {(id(plan.modules[index]), key): s.name for s in slots for index, _, key in s.entries}
     return {
         f"{prefix}.{key}" if prefix else key: name
         for prefix, module in plan.root.named_modules(remove_duplicate=False)
@@ -150,7 +150,7 @@ def site_of(prefix: str) -> str:
 
 
 class ParameterSlots:
-    """Every place of a module where a parameter sits, to put other tensors there.
+    """Every slot of a module that holds a parameter, to put other tensors there.
 
     >>> import torch
     >>> linear = nn.Linear(2, 1)
@@ -174,8 +174,8 @@ class ParameterSlots:
     def install(self, tensors: Mapping[str, Tensor]) -> None:
         """Put these tensors where the parameters of their names are."""
         plan = self._plan
-        for name, _, places in plan.params:
-            for index, table, key in places:
+        for name, _, entries in plan.params:
+            for index, table, key in entries:
                 plan.modules[index].__dict__[table][key] = tensors[name]
         if plan.caches:
             every = {**{s.name: s.tensor(plan) for s in plan.buffers}, **tensors}

@@ -196,12 +196,6 @@ def resolve(precision: "Precision | str | None") -> Precision:
     )
 
 
-# ------------------------------------------------------------------------- between steps
-
-
-# -------------------------------------------------------------------- inside a model function
-
-
 # ------------------------------------------------------------------------------- helpers
 def class_name(cls: type) -> str:
     """Where a class is defined, as one dotted name."""

@@ -67,20 +67,20 @@ def random_bits(
     step = step.to(part.device).to(torch.int32)
     key = _mixed(_mixed(step ^ first) ^ second)
     # The key twice: after one xor alone, leaves would share their numbers in another order.
-    return _mixed(_mixed(_places(leaf, part, rank) ^ key) + key)
+    return _mixed(_mixed(_elements(leaf, part, rank) ^ key) + key)
 
 
-def _places(leaf: LeafLayout, part: Tensor, rank: int | None) -> Tensor:
-    """Each element's place in the full leaf, row-major; int32 that wraps around."""
-    places = torch.zeros((), dtype=torch.int32, device=part.device)
+def _elements(leaf: LeafLayout, part: Tensor, rank: int | None) -> Tensor:
+    """The number of each element in the full leaf, row-major; int32 that wraps around."""
+    elements = torch.zeros((), dtype=torch.int32, device=part.device)
     stride = 1
     for dim in reversed(range(part.dim())):
         sharded = rank is not None and dim == leaf.dim
         start = leaf.bounds(rank)[0] if sharded and rank is not None else 0
         rows = torch.arange(start, start + part.shape[dim], device=part.device) * stride
-        places = places + rows.to(torch.int32).view(-1, *[1] * (part.dim() - 1 - dim))
+        elements = elements + rows.to(torch.int32).view(-1, *[1] * (part.dim() - 1 - dim))
         stride *= leaf.shape[dim]
-    return places.expand(part.shape)
+    return elements.expand(part.shape)
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
-from fzero.distributed.dtensor import whole_tensor
+from fzero.distributed.dtensor import is_split, local_tensor, sum_over_parts
 from fzero.optim import check
 from fzero.optim.base import GlobalNorm, Optimizer, Params, PyTree
 from fzero.optim.foreach import by_group, scaled
@@ -20,7 +20,7 @@ def tree_global_norm(values: PyTree) -> Tensor:
     """The 2-norm of all numbers in a tree, as if they were one vector.
 
     Args:
-        values: Tree of floating tensors of any shapes.
+        values: Tree of floating tensors of any shapes; of DTensors every rank must ask.
 
     Returns:
         0-d, float64 if any leaf is, float32 otherwise, on the device of the first leaf.
@@ -29,9 +29,11 @@ def tree_global_norm(values: PyTree) -> Tensor:
         >>> tree_global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0), "frozen": None})
         tensor(5.)
     """
-    leaves = [whole_tensor(x) for x in tree.leaves(values)]
+    leaves = tree.leaves(values)
     if not leaves:
         return torch.zeros(())
+    shards = [x for x in leaves if is_split(x)]
+    leaves = [local_tensor(x) for x in leaves]
 
     def norms(group: list[Tensor]) -> tuple[list[Tensor]]:
         # squares of float32 have twice its exponents: in float64 none overflows or vanishes
@@ -41,7 +43,12 @@ def tree_global_norm(values: PyTree) -> Tensor:
     (found,) = by_group(norms, leaves, outputs=1)
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in leaves) else torch.float32
     same = [norm.to(leaves[0].device) for norm in found]
-    return torch.linalg.vector_norm(torch.stack(same)).to(dtype)
+    if not shards:
+        return torch.linalg.vector_norm(torch.stack(same)).to(dtype)
+    squares = torch.stack(same).square()
+    split = squares.new_tensor([is_split(x) for x in tree.leaves(values)])
+    shares = sum_over_parts((squares * split).sum(), shards[0])
+    return (shares + (squares * (1 - split)).sum()).sqrt().to(dtype)
 
 
 def tree_norm(values: PyTree, p: float) -> Tensor:

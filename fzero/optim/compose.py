@@ -153,5 +153,5 @@ def _flags(mask: PyTree | Callable[[PyTree], PyTree], values: PyTree) -> list[bo
 def _select(values: PyTree, flags: list[bool]) -> PyTree:
     """The tree with `None` where the flag is False."""
     leaves, spec = tree.flatten(values)
-    kept = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
-    return tree.unflatten(spec, kept)
+    selected = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
+    return tree.unflatten(spec, selected)

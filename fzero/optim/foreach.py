@@ -86,7 +86,7 @@ def temporary_bytes(device: torch.device) -> int:
 
 
 def leaves_like(spec: tree.Spec, other: PyTree, what: str) -> list[Tensor]:
-    """The leaves of `other`, which has to have the leaves of `spec` at the same places.
+    """The leaves of `other`, which has to have the leaves of `spec` at the same paths.
 
     Args:
         spec: The structure of the gradients.
@@ -94,7 +94,7 @@ def leaves_like(spec: tree.Spec, other: PyTree, what: str) -> list[Tensor]:
         what: Its name, for the message.
 
     Raises:
-        ShardError: The trees differ. The message names the first place.
+        ShardError: The trees differ. The message names the first path.
 
     Examples:
         >>> leaves, spec = tree.flatten({"w": torch.ones(1)})
@@ -105,11 +105,11 @@ gradient. Pass the params that the gradients and the optimizer's state were made
     """
     found, found_spec = tree.flatten(other)
     if found_spec != spec:
-        places = tree.paths(tree.unflatten(spec, range(spec.num_leaves)))
+        paths = tree.paths(tree.unflatten(spec, range(spec.num_leaves)))
         others = tree.paths(other)
-        if extra := [path for path in others if path not in set(places)]:
+        if extra := [path for path in others if path not in set(paths)]:
             difference = f"{what}{extra[0]} has no gradient"
-        elif missing := [path for path in places if path not in set(others)]:
+        elif missing := [path for path in paths if path not in set(others)]:
             difference = f"the gradient at {missing[0]} has no partner in {what}"
         else:
             return found  # another kind of container with the same keys

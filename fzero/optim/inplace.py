@@ -82,22 +82,22 @@ class Overwrite:
                 f"{tree.paths(old)} to {tree.paths(new)}. A state keeps its structure: make every "
                 "field in init."
             )
-        taken = {id(tensor): place for place, tensor in enumerate(self._old)}
+        taken = {id(tensor): index for index, tensor in enumerate(self._old)}
         taken |= dict.fromkeys((id(tensor) for tensor in keep or ()), -1)
         self._new: list[Any] = []
-        for place, (value, before) in enumerate(zip(values, self._old, strict=True)):
+        for index, (value, before) in enumerate(zip(values, self._old, strict=True)):
             if _kind(value) != _kind(before):
                 raise ConfigError(
-                    f"the optimizer's update changed state{tree.paths(old)[place]} from "
+                    f"the optimizer's update changed state{tree.paths(old)[index]} from "
                     f"{_shown(before)} to {_shown(value)}. A state keeps its shapes and dtypes, "
                     "its tensors and its numbers: make it in init as update returns it."
                 )
             if not isinstance(before, Tensor):
                 self._new.append(value)
                 continue
-            aliased = taken.get(id(value), place) != place
+            aliased = taken.get(id(value), index) != index
             value = shard_like(value, before)
-            # a tensor that another place overwrites would change under this one
+            # a tensor that is written as another leaf would change under this one
             self._new.append(value.clone() if aliased else value)
 
     def write(self) -> PyTree:

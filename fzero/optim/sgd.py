@@ -73,12 +73,12 @@ def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optim
         grads: PyTree, state: TraceState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, TraceState]:
         leaves, spec = tree.flatten(grads)
-        kept = _kept_share(state.step, dampening)
+        undamped = _undamped(state.step, dampening)
 
         def kernel(traces: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             grads = cast_like(grads, traces)
             new = list(torch._foreach_mul(traces, decay))
-            _accumulate_(new, grads, kept)
+            _accumulate_(new, grads, undamped)
             ahead = torch._foreach_add(grads, new, alpha=decay) if nesterov else new
             return list(ahead), new
 
@@ -144,7 +144,7 @@ def sgd(
     @torch.no_grad()
     def apply_(grads: PyTree, state: TraceState, params: Params, **_: Any) -> TraceState:
         rate = lr(state.step) if callable(lr) else lr
-        kept = _kept_share(state.step, dampening)
+        undamped = _undamped(state.step, dampening)
 
         def kernel(params: list[Tensor], grads: list[Tensor], *momenta: list[Tensor]) -> None:
             directions = cast_like(grads, params)
@@ -152,7 +152,7 @@ def sgd(
                 directions = torch._foreach_add(directions, params, alpha=weight_decay)
             for traces in momenta:  # one list, or none without momentum
                 torch._foreach_mul_(traces, momentum)
-                _accumulate_(traces, directions, kept)
+                _accumulate_(traces, directions, undamped)
                 if not nesterov:
                     directions = traces
                 elif weight_decay:  # the directions are a temporary already
@@ -172,14 +172,14 @@ def sgd(
     return Optimizer(init, update, apply_)
 
 
-def _kept_share(step: Tensor, dampening: float) -> Tensor | None:
+def _undamped(step: Tensor, dampening: float) -> Tensor | None:
     # torch starts the trace with the whole first gradient. The trace starts at zero here, so the
     # share has to depend on the step, and on the device: reading the step would wait for it.
     return 1.0 - dampening * (step > 0).double() if dampening else None
 
 
-def _accumulate_(traces: list[Tensor], grads: Leaves, kept: Tensor | None) -> None:
-    torch._foreach_add_(traces, grads if kept is None else scaled(grads, kept))
+def _accumulate_(traces: list[Tensor], grads: Leaves, undamped: Tensor | None) -> None:
+    torch._foreach_add_(traces, grads if undamped is None else scaled(grads, undamped))
 
 
 def _check_nesterov(

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from fzero.distributed import works
 from fzero.errors import TraceError
 from fzero.numerics.rng import generator_of
-from fzero.program.graph import is_op, placeholders, tensors_of, written_inputs
+from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
 from fzero.program.memory import reads
 from fzero.program.passes.seed import SITE
 from fzero.program.program import Program
@@ -78,12 +78,12 @@ class _Inputs:
 
     def __init__(self, program: Program) -> None:
         values = [tensors_of(node) for node in placeholders(program.graph)]
-        written = written_inputs(program.graph)
-        self.places = [i for i, value in enumerate(values) if value]
-        self.strides = [values[i][0].stride() for i in self.places]
+        written = inputs_written_in_place(program.graph)
+        self.tensors = [i for i, value in enumerate(values) if value]
+        self.strides = [values[i][0].stride() for i in self.tensors]
         # nearly all inputs are dense, which is asked in a third of the time
-        self.dense = [i for i in self.places if values[i][0].is_contiguous()]
-        self.all_dense = len(self.dense) == len(self.places)
+        self.dense = [i for i in self.tensors if values[i][0].is_contiguous()]
+        self.all_dense = len(self.dense) == len(self.tensors)
         self.written = [i for i, n in enumerate(placeholders(program.graph)) if n in written]
 
     def restore(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -91,7 +91,7 @@ class _Inputs:
         if self.all_dense and all(given[i].is_contiguous() for i in self.dense):
             return given
         laid_out = list(given)
-        for i, strides in zip(self.places, self.strides, strict=True):
+        for i, strides in zip(self.tensors, self.strides, strict=True):
             laid_out[i] = restored(given[i], strides)
         same = all(x is y for x, y in zip(laid_out, given, strict=True))
         return given if same else tuple(laid_out)

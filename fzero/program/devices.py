@@ -27,14 +27,15 @@ def devices_kept(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(fn)
-    def kept(*args: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
         devices = {x.device for x in args if isinstance(x, Tensor)}
+        # of several nobody could tell which one was meant
         if len(devices) != 1:
             return fn(*args)
         with _On(devices.pop()):
             return fn(*args)
 
-    return kept
+    return wrapped
 
 
 class _On(TorchDispatchMode):
@@ -50,6 +51,8 @@ class _On(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # a function that means the meta device is not told apart: in a step nothing has its values
+        # there
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
             kwargs = {**kwargs, "device": self.device}

@@ -39,7 +39,7 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
 
 
 def order_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Each node's place in the graph."""
+    """Each node's number in the graph's order."""
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
@@ -112,8 +112,11 @@ def is_mutable(node: fx.Node) -> bool:
 
 
 def has_effect(target: Any) -> bool:
-    """Whether an operator returns nothing: it is there for what it does, such as to assert."""
-    return isinstance(target, torch._ops.OpOverload) and not target._schema.returns
+    """Whether an operator returns nothing and writes nothing: it asserts, say, or marks a place."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    # foreach operators in place return nothing either
+    return not target._schema.returns and not target._schema.is_mutable
 
 
 def is_wanted(node: fx.Node) -> bool:
@@ -138,7 +141,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def written_inputs(graph: fx.Graph) -> set[fx.Node]:
+def inputs_written_in_place(graph: fx.Graph) -> set[fx.Node]:
     """The placeholders that a graph may write into, directly or through views."""
     operands = {x for node in graph.nodes if is_mutable(node) for x in node.all_input_nodes}
     storages = {x.untyped_storage()._cdata for node in operands for x in tensors_of(node)}

@@ -53,6 +53,7 @@ class Collective(_Row):
         group: str = "",
         dtype: torch.dtype | None = None,
     ) -> "Collective":
+        # four items, which users unpack; what was added since are attributes
         row = super().__new__(cls, kind, leaves, bytes, phase)
         row.wire_bytes, row.times, row.group, row.dtype = wire_bytes, times, group, dtype
         return row

@@ -40,7 +40,7 @@ Bytes = dict[int, int]  # storage -> bytes
 
 def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Bytes]]:
     """What each node allocates, and what can be freed after it."""
-    held = set(_storages(n for n in graph.nodes if n.op in ("placeholder", "get_attr")))
+    inputs = set(_storages(n for n in graph.nodes if n.op in ("placeholder", "get_attr")))
     same: dict[int, int] = {}  # waiting returns what it was given, and its fake value does not
     born: dict[fx.Node, Bytes] = {}
     size: Bytes = {}
@@ -55,7 +55,7 @@ def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Byte
         new = {
             key: nbytes
             for key, nbytes in _storages([node]).items()
-            if key not in size and key not in held and key not in same
+            if key not in size and key not in inputs and key not in same
         }
         if new:
             born[node] = new
@@ -63,10 +63,10 @@ def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Byte
         # what nobody reads dies where it is made
         for key in new:
             last[key] = node
-    kept = {same.get(key, key) for key in _storages(output_node(graph).all_input_nodes)}
+    outputs = {same.get(key, key) for key in _storages(output_node(graph).all_input_nodes)}
     dies: dict[fx.Node, Bytes] = {}
     for key, node in last.items():
-        if key in size and key not in kept:
+        if key in size and key not in outputs:
             dies.setdefault(node, {})[key] = size[key]
     return born, dies
 
@@ -99,7 +99,9 @@ def _storages(nodes: Iterable[fx.Node]) -> Bytes:
     found: Bytes = {}
     for node in nodes:
         for x in tensors_of(node):
+            # constants are real tensors, which are there whether the Program runs or not
             if isinstance(x, FakeTensor) and x.layout is torch.strided:
                 storage = x.untyped_storage()
+                # by storage: a view costs nothing, and keeps all of its base alive
                 found[storage._cdata] = storage.nbytes()
     return found

@@ -31,7 +31,7 @@ from fzero import tree
 from fzero.errors import FzeroError, ShardError, TraceError
 from fzero.functional.owners import noted_like
 from fzero.numerics.rng import generator_of, is_random, mix, preserved
-from fzero.state.replay import START, Draw, Memory, Op, Place, Player, digest, real
+from fzero.state.replay import START, Draw, Memory, Op, Player, StorageView, digest, real
 from fzero.tree import PyTree
 
 Take = Callable[[int, Tensor], None]
@@ -45,7 +45,7 @@ class Recording:
         spec: structure of what it returned.
         leaves: of that, on the meta device; a leaf that is no tensor as it is.
         device: of the first leaf.
-        places: of the leaves that are tensors, by index.
+        views: of the leaves that are tensors, by index.
         ops: in order.
         constants: real storages that the builder read or returned.
         sizes: bytes of every storage.
@@ -56,7 +56,7 @@ class Recording:
     spec: tree.Spec
     leaves: list[Any]
     device: torch.device
-    places: dict[int, Place]
+    views: dict[int, StorageView]
     ops: list[Op]
     constants: Memory
     sizes: dict[int, int]
@@ -74,11 +74,13 @@ class Recording:
         copy what is to stay.
         """
         waiting: dict[int, list[int]] = {}
-        for i, place in self.places.items():
-            waiting.setdefault(place.storage, []).append(i)
+        for i, view in self.views.items():
+            waiting.setdefault(view.storage, []).append(i)
         last_use: dict[int, int] = {}
         for turn, op in enumerate(self.ops):
             last_use.update(dict.fromkeys(op.reads | op.makes, turn))
+        # after its last use a storage is what it will be: the leaves on it can be cut, and it can
+        # go
         dies: dict[int, list[int]] = {}
         for key, turn in last_use.items():
             dies.setdefault(turn, []).append(key)
@@ -87,14 +89,16 @@ class Recording:
         def done(turn: int) -> None:
             for key in dies.get(turn, ()):
                 for i in waiting.pop(key, ()):
-                    take(i, self.places[i].tensor(player.memory))
+                    take(i, self.views[i].tensor(player.memory))
                 del player.memory[key]
 
+        # initialisers write into leaves that ask for a gradient, which autograd refuses
         with torch.no_grad():
             player.advance(len(self.ops), done)
-            for places in waiting.values():  # constants that no operator has touched
-                for i in places:
-                    take(i, self.places[i].tensor(self.constants))
+            for indices in waiting.values():  # constants that no operator has touched
+                for i in indices:
+                    take(i, self.views[i].tensor(self.constants))
+            # as the last random operator left them; then what the builder did after that
             for generator, state in self.starts:
                 generator.set_state(player.find(Draw(generator, START)) if self.ops else state)
             for draw in self.ends:
@@ -136,6 +140,7 @@ def record(builder: Callable[[], PyTree]) -> Recording:
         >>> torch.equal(leaves[1], torch.nn.Linear(2, 3).weight)
         True
     """
+    # a builder may read real tensors: they are its constants
     fakes = _Fakes(allow_non_fake_inputs=True)
     recorder = _Recorder(fakes)
     try:
@@ -144,7 +149,7 @@ def record(builder: Callable[[], PyTree]) -> Recording:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             built = builder()
             leaves, spec = tree.flatten(built)
-            places = {i: recorder.place(x) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+            views = {i: recorder.view(x) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         ends = recorder.ends()
     except FzeroError:
         raise
@@ -173,7 +178,7 @@ def record(builder: Callable[[], PyTree]) -> Recording:
             for x in leaves
         ],
         tensors[0].device if tensors else torch.device("cpu"),
-        places,
+        views,
         recorder.ops,
         recorder.constants,
         recorder.sizes,
@@ -222,7 +227,7 @@ class _Recorder(TorchDispatchMode):
         )
         args, named = given
         inputs = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
-        described = pytree.tree_map_only(Tensor, self.place, given)
+        described = pytree.tree_map_only(Tensor, self.view, given)
         reads = {self._key(x) for x in inputs}
         written = list(_written(func, args, named))
         try:
@@ -233,7 +238,7 @@ class _Recorder(TorchDispatchMode):
         self.fakes.fake_tensor_converter.tensor_memo.clear()
         results = pytree.tree_leaves(result)
         made = [
-            (i, self.place(x))
+            (i, self.view(x))
             for i, x in enumerate(results)
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.alive
         ]
@@ -253,14 +258,15 @@ class _Recorder(TorchDispatchMode):
             return set()
         (x,) = written
         key = self._key(x)
-        others = [p.storage for p in args[1:] if isinstance(p, Place)]
+        others = [p.storage for p in args[1:] if isinstance(p, StorageView)]
+        # a fill of a view leaves the rest of the storage; `x.copy_(x.T)` reads what it overwrites
         whole = x.numel() * x.itemsize == self.sizes[key]
         return {key} if whole and key not in others else set()
 
-    def place(self, x: Tensor) -> Place:
+    def view(self, x: Tensor) -> StorageView:
         """Where `x` lies."""
         x = self._fake(x)
-        return Place(
+        return StorageView(
             self._key(x),
             tuple(x.shape),
             x.stride(),
@@ -285,6 +291,7 @@ class _Recorder(TorchDispatchMode):
         if id(x) not in self.imported:
             with _disable_current_modes():
                 storage = x.untyped_storage()
+            # sizes as numbers: a builder loops over them, and each has one value here
             fake = self.fakes.from_tensor(x, static_shapes=True)
             self.constants.setdefault(self._key(fake), storage)
             self.imported[id(x)] = x, fake
@@ -292,8 +299,9 @@ class _Recorder(TorchDispatchMode):
 
     def _value(self, func: Any, described: tuple[Any, Any]) -> Any:
         """The result of an operator that returns a number, which the builder decides by."""
-        wanted = {x.storage for x in pytree.tree_leaves(described) if isinstance(x, Place)}
+        wanted = {x.storage for x in pytree.tree_leaves(described) if isinstance(x, StorageView)}
         player = self.player
+        # random operators since the last value may have brought new generators
         player.starts = self.starts()
         generators = [generator for generator, _ in player.starts]
         # Preserved: the replay draws, and the recording has to find its marks again.
@@ -357,6 +365,7 @@ class _Stream:
         seed = self.generator.initial_seed()
         with _disable_current_modes():
             fresh = torch.Generator(self.generator.device).manual_seed(seed)
+        # a seed leads to one state; from any other the seed can't be read
         if digest(fresh.get_state()) != now:
             raise TraceError(
                 "the function that builds the parameters sets the state of a random generator to "

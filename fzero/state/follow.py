@@ -99,11 +99,13 @@ _BLOCK, _SMALL = 2**18, 2**12
 def _differs(master: Tensor, part: Tensor) -> bool:
     # A copy in any case: the xor writes into it.
     cast = master.to(part.dtype, copy=True)
+    # both 0 where all bits are alike; a comparison would make a tensor of bools and then read it
     low, high = torch.aminmax(_bits(cast).bitwise_xor_(_bits(part)))
     return bool(low) or bool(high)
 
 
 def _bits(x: Tensor) -> Tensor:
+    # bits, not values: NaN differs from itself, and -0.0 equals 0.0
     return x.view(_INTEGERS[x.dtype.itemsize])
 
 

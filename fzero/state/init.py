@@ -53,7 +53,7 @@ def start(
     agree_on_start(cfg, shapes, model_state, mesh, built=recording is None)
     residence = plan_residence(cfg, device)
     _check_offload(residence, opt)
-    kept = plan_leaf_dtypes(
+    dtypes = plan_leaf_dtypes(
         leaves,
         tree.paths(shapes),
         cfg.dtypes,
@@ -61,7 +61,7 @@ def start(
         sharded=cfg.stage == 3,
         apart=cfg.offload is not None,
     )
-    pairs = zip(leaves, kept.params, strict=True)
+    pairs = zip(leaves, dtypes.params, strict=True)
     # On the meta device: plans need no values, and casts of all leaves at once would cost memory.
     low = [noted_like(x.detach().to("meta", dtype), x) for x, dtype in pairs]
     low = tree.unflatten(tree.flatten(shapes)[1], low)
@@ -71,10 +71,10 @@ def start(
     masters_of: list[Any] = [None] * len(leaves)
 
     def take(i: int, full: Tensor) -> None:
-        shards[i] = sharding.split_one(i, full.to(kept.params[i]))
+        shards[i] = sharding.split_one(i, full.to(dtypes.params[i]))
         leaf = sharding.layout.leaves[i]
-        if kept.masters is not None and leaf.trainable:
-            masters_of[i] = residence.master(plan.part(full, leaf), kept.masters[i])
+        if dtypes.masters is not None and leaf.trainable:
+            masters_of[i] = residence.master(plan.part(full, leaf), dtypes.masters[i])
 
     if recording is None:
         for i, leaf in enumerate(tree.leaves(params)):
@@ -83,7 +83,7 @@ def start(
         _agree_on_randomness(recording, mesh, cfg.timeout)
         recording.replay(take)
     targets = plan.targets(sharding.layout.divide(shards)[0])
-    if kept.masters is not None:
+    if dtypes.masters is not None:
         targets = list(sharding.layout.divide(masters_of)[0])
     wide = targets
     if cfg.dtypes.state == torch.float32:  # the state is made in the dtype of what it is made for
@@ -94,7 +94,7 @@ def start(
     opt_state = OptState(
         step=torch.zeros((), dtype=torch.int64),
         inner=plan.wrap_inner(inner),
-        master=None if kept.masters is None else plan.trained_tree(plan.wrap(targets)),
+        master=None if dtypes.masters is None else plan.trained_tree(plan.wrap(targets)),
         loss_scale=loss_scale.init(cfg.scaling, device=device) if cfg.scaling else None,
         model_state=tree.map(lambda x: x.detach().clone(), model_state),
         metrics={},
@@ -133,8 +133,8 @@ def agree_on_start(
     agree(
         "Config", [(f".{name}", text) for name, text in cfg.describe().items()], mesh, cfg.timeout
     )
-    for what, held, there in (("params", params, built), ("model_state", model_state, True)):
-        leaves, paths = tree.leaves(held), tree.paths(held)
+    for what, values_of, there in (("params", params, built), ("model_state", model_state, True)):
+        leaves, paths = tree.leaves(values_of), tree.paths(values_of)
         pairs = list(zip(paths, leaves, strict=True))
         agree(what, [(path, f"{x.dtype} {tuple(x.shape)}") for path, x in pairs], mesh, cfg.timeout)
         if values and there and mesh.world_size > 1 and not is_simulated(mesh):

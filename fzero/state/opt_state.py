@@ -69,5 +69,5 @@ class LocalState(NamedTuple):
 
     def nbytes(self) -> int:
         """Bytes on this rank of what an update overwrites."""
-        held = (*self.masters, *self.inner)
-        return sum(local_tensor(x).nbytes for x in held if isinstance(x, Tensor))
+        overwritten = (*self.masters, *self.inner)
+        return sum(local_tensor(x).nbytes for x in overwritten if isinstance(x, Tensor))

@@ -26,8 +26,8 @@ START = -1  # the mark of a generator's state at its first use
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies in a storage; see [Note: storages]."""
+class StorageView:
+    """A tensor as a view of a storage; see [Note: storages]."""
 
     storage: int
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class Op:
 
     Args:
         func: the operator.
-        args, kwargs: with a `Place` for each tensor.
+        args, kwargs: with a `StorageView` for each tensor.
         made: of its flat results, those on new storages, by index.
         reads: storages of its arguments, those that it writes to included.
         writes: storages of the arguments that it changes.
@@ -80,7 +80,7 @@ class Op:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: list[tuple[int, Place]]
+    made: list[tuple[int, StorageView]]
     reads: set[int]
     writes: set[int]
     covers: set[int]
@@ -89,19 +89,19 @@ class Op:
     @property
     def makes(self) -> set[int]:
         """The storages that it makes."""
-        return {place.storage for _, place in self.made}
+        return {view.storage for _, view in self.made}
 
     def run(self, memory: Memory, sizes: dict[int, int]) -> None:
         """Run it on `memory`, and keep there what it makes."""
         args, kwargs = real((self.args, self.kwargs), memory)
         results = pytree.tree_leaves(self.func(*args, **kwargs))
-        for i, place in self.made:
+        for i, view in self.made:
             x: Tensor = results[i]
             # a kernel may choose another layout than its fake one, which views are recorded in
-            if (x.stride(), x.storage_offset()) != (place.stride, place.offset):
-                storage = torch.UntypedStorage(sizes[place.storage], device=x.device)
-                x = place.tensor({place.storage: storage}).copy_(x)  # as it was recorded
-            memory[place.storage] = x.untyped_storage()
+            if (x.stride(), x.storage_offset()) != (view.stride, view.offset):
+                storage = torch.UntypedStorage(sizes[view.storage], device=x.device)
+                x = view.tensor({view.storage: storage}).copy_(x)  # as it was recorded
+            memory[view.storage] = x.untyped_storage()
 
 
 class Player:
@@ -160,14 +160,15 @@ class Player:
         while todo:
             key, stop = todo.pop()
             writers = self._writers.get(key, [])
-            place = bisect_left(writers, stop)
-            if place == 0:
+            before = bisect_left(writers, stop)
+            if before == 0:
                 # a clone: what runs may write into it, and constants are the builder's
                 scratch[key] = self.constants[key].clone()
-            elif (turn := writers[place - 1]) not in needed:
+            elif (turn := writers[before - 1]) not in needed:
                 needed.add(turn)
                 op = self.ops[turn]
                 todo += [(k, turn) for k in op.reads - op.covers]
+        # in the order of the recording: generators aside, who writes later overwrites
         for turn in sorted(needed):
             self._play(turn, scratch)
         self.memory.update({key: scratch[key] for key in missing})
@@ -198,13 +199,13 @@ class Player:
 
     def _forget(self, keep: set[int]) -> None:
         """Drop what was not used for long, down to a few times the largest storage."""
-        held = sum(self.sizes[key] for key in self.memory)
+        nbytes = sum(self.sizes[key] for key in self.memory)
         budget = _KEPT * max((self.sizes[key] for key in self.memory), default=0)
         for key in list(self.memory):
-            if held <= budget:
+            if nbytes <= budget:
                 return
             if key not in keep:
-                held -= self.sizes[key]
+                nbytes -= self.sizes[key]
                 del self.memory[key]
 
 
@@ -213,11 +214,11 @@ _KEPT = 2
 
 def real(described: Any, memory: Memory) -> Any:
     """Arguments with tensors in place of descriptions."""
-    return pytree.tree_map_only(Place, lambda place: place.tensor(memory), described)
+    return pytree.tree_map_only(StorageView, lambda view: view.tensor(memory), described)
 
 
 def _lies_in(x: Any, key: int) -> bool:
-    return isinstance(x, Place) and x.storage == key
+    return isinstance(x, StorageView) and x.storage == key
 
 
 def digest(state: Tensor) -> str:

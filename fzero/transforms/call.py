@@ -78,10 +78,17 @@ class Call:
                 args[i] = found.parts(column)
             kwargs = {k: _as_parts(x, self.cfg) for k, x in self.kwargs.items()}
             return self.fn.body(*args, **kwargs)
-        args = [_full(x, self.cfg) for x in self.args]
-        for i, found, column in zip(self.argnums, self.trees, columns, strict=True):
-            full = gathered(column, found.layout, self.axes)
-            args[i] = tree.unflatten(found.spec, full)
+        rows = zip(self.trees, columns, strict=True)
+        return self.run_on(
+            *(tree.unflatten(one.spec, gathered(x, one.layout, self.axes)) for one, x in rows)
+        )
+
+    def run_on(self, *trees: PyTree) -> PyTree:
+        """What the function returns for these trees of full leaves in place of its own."""
+        # one by one: who reads another tree of shards has it gathered where it is read
+        args = [x if i in self.argnums else _full(x, self.cfg) for i, x in enumerate(self.args)]
+        for i, full in zip(self.argnums, trees, strict=True):
+            args[i] = full
         kwargs = {k: _full(x, self.cfg) for k, x in self.kwargs.items()}
         dtypes = self.cfg.dtypes
         with in_force(dtypes, self.trees[0].mesh.device_type):

@@ -31,6 +31,7 @@ from fzero.program.graph import BACKWARD, FORWARD, UPDATE
 from fzero.transforms.call import Call, Results, like, mean
 from fzero.transforms.frames import Frame, stacked, take_apart
 from fzero.transforms.function import Function, check_callable, check_config
+from fzero.transforms.lazily import Lazily
 from fzero.transforms.loss import check_loss, summable
 from fzero.transforms.micro import micro_batches
 from fzero.transforms.staging import gradient
@@ -68,10 +69,15 @@ def sharded(
     if reduce not in (None, "mean", "sum"):
         raise ConfigError(f"sharded: reduce={reduce!r}; it must be 'mean', 'sum' or None.")
 
+    lazily = Lazily(cfg) if cfg.executor == "eager" else None
+
     def body(*args: Any, **kwargs: Any) -> PyTree:
         call = Call(fn, cfg, (0,), args, kwargs)
-        _begin(call, FORWARD)
-        result = call.outward(call.run(call.values))
+        if lazily is not None and not call.inside and not isinstance(fn, Function):
+            result = lazily(call.run_on, call.trees[0])
+        else:
+            _begin(call, FORWARD)
+            result = call.outward(call.run(call.values))
         if reduce is None:
             return result
         tensors, frame = take_apart(result, "the result", numbers=True)

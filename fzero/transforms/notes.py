@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.errors import TraceError
 from fzero.functional.draws import Source, Watch, global_sources, source, without_draws
-from fzero.functional.outside import MISSING, Fact, Place, Reads, Walk, attributes_of, items_of, put
+from fzero.functional.outside import Fact, Place, Walk, attributes_of, items_of, put
+from fzero.functional.reads import MISSING, Reads
 from fzero.program import Program
 
 # Recording patches classes and modules of the process, and runs the user's modules with other

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fzero import zero
 from fzero.config import Config
@@ -115,7 +116,12 @@ class Staged:
 
             return flat_fn
 
-        front_ends = [("torch.func", through(zero.vjp)), ("torch.autograd", through(zero.autograd))]
+        front_ends = [
+            ("torch.func", through(zero.vjp)),
+            ("torch.autograd", through(zero.autograd)),
+            # fused attention has one derivative; written out it has all
+            ("torch.func, attention written out", attention_written_out(through(zero.vjp))),
+        ]
         locals_ = [local_tensor(x).detach() for x in leaves]
         with ONE_AT_A_TIME, calls_noted() as called:
             program = self.notes.record(lambda: trace_program(name, front_ends, locals_, names))
@@ -152,6 +158,16 @@ class Staged:
         assert self.result is not None
         pairs = zip(self.outputs, found, strict=True)
         return self.result.unflatten([leaf.wrapped(x) for leaf, x in pairs])
+
+
+def attention_written_out(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, with attention made of operators that have all derivatives."""
+
+    def run(*args: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return fn(*args)
+
+    return run
 
 
 def _settled(x: Tensor) -> Tensor:

@@ -80,15 +80,15 @@ def _all_ways(hybrid: bool) -> None:
     for limit, exchanged in itertools.product((None, 1, 100, 2**20), (True, False)):
         with mock.patch.object(buckets, "is_gloo", return_value=exchanged):
             carry = Transport(mesh, axes, journal, limit=limit)
-            flights = [carry.gather(shards, leaves) for _ in range(2)]
-            for flight in flights:
-                _same(flight.wait(), gathered)
+            handles = [carry.gather(shards, leaves) for _ in range(2)]
+            for handle in handles:
+                _same(handle.wait(), gathered)
             for scatter, wanted in ((True, parts), (False, sums)):
                 mine = [x.clone() for x in by_rank[rank]]
                 _same(carry.reduce(mine, leaves, scatter=scatter, over=False).wait(), wanted)
                 _same(mine, by_rank[rank])
-                flight = carry.reduce(mine, leaves, scatter=scatter, before=0.5, after=4)
-                _same(flight.wait(), [2 * x for x in wanted])
+                handle = carry.reduce(mine, leaves, scatter=scatter, before=0.5, after=4)
+                _same(handle.wait(), [2 * x for x in wanted])
 
 
 @pytest.mark.parametrize(("world", "hybrid"), [(2, False), (3, False), (4, True), (2, True)])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.distributed import whereabouts
-from fzero.distributed.whereabouts import Circle, Station
+from fzero.distributed.stations import Station
+from fzero.distributed.whereabouts import Circle
 from tests.ranks import Ranks
 
 SOON = 15.0  # seconds: every rank must be told by then, with the patience of these tests
@@ -187,13 +189,12 @@ def test_config_timeout_is_how_late_a_rank_may_be(how: str, tmp_path: Path) -> N
 def _alone() -> Circle:
     circle = Circle((0,), 0)
     circle.alone = False
-    circle._place = "test"
     return circle
 
 
 def test_an_exception_before_the_first_collective_leaves_a_rank_where_it_was() -> None:
     circle = _alone()
-    circle._names = {0: {}}
+    circle._said = SimpleNamespace(names={0: {}})  # pyright: ignore
     with circle.at("one"):
         pass
     before = circle.here

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero import tree
@@ -185,3 +187,52 @@ def test_every_transform_equals_plain_torch(world: int, hybrid: bool, stage: int
 def test_the_eager_executor_has_the_same_numbers() -> None:
     for errors in run_ranks(2, _errors, False, 3, "eager", timeout=240):
         assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-10)
+
+
+def _two(x: Tensor) -> Tensor:
+    return torch.stack([_loss(_tree(1), part) for part in x.chunk(2)]).mean()
+
+
+def test_micro_batches_are_averaged_and_frozen_leaves_have_no_gradient() -> None:
+    cfg = fzero.Config(accum_steps=2, frozen=["wide", "gain"])
+    params, x = fzero.shard(_tree(1), cfg), torch.randn(4, 7, dtype=F64)
+    (value, aux), grads = fzero.value_and_grad(
+        lambda p, x: (_loss(p, x), {"rows": len(x), "x": x.sum()}), cfg, has_aux=True
+    )(params, x)
+    assert (grads["wide"], grads["gain"]) == (None, None)
+    assert aux["x"].shape == (2,)
+    expected = torch.func.grad(lambda p: _loss(p, x))(_tree(1))
+    assert (value - _two(x)).abs() < 1e-12
+    assert (_full(grads)["up"] - expected["up"]).abs().max() < 1e-12
+
+
+def test_two_arguments_are_differentiated_together() -> None:
+    both = fzero.grad(lambda p, q, x: (p["w"] * q["w"] * x).sum(), argnums=(1, 0))
+    of_q, of_p = both(fzero.shard({"w": torch.ones(2)}), {"w": torch.full((2,), 3.0)}, 2.0)
+    assert torch.equal(of_q["w"], torch.full((2,), 2.0))
+    assert torch.equal(of_p["w"].full_tensor(), torch.full((2,), 6.0))
+
+
+def test_attention_has_second_derivatives() -> None:
+    def loss(p: Params, x: Tensor) -> Tensor:
+        q = x @ p["w"]
+        return torch.nn.functional.scaled_dot_product_attention(q, q, x).square().mean()
+
+    params, x = {"w": torch.eye(4, dtype=F64)}, torch.randn(2, 3, 4, dtype=F64)
+    along = {"w": torch.randn(4, 4, dtype=F64)}
+    _, products = fzero.hvp(loss)(params, along, x)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.func.jvp(lambda p: torch.func.grad(loss)(p, x), (params,), (along,))[1]
+    assert (products["w"] - expected["w"]).abs().max() < 1e-12
+
+
+def test_a_checkpoint_has_second_derivatives() -> None:
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: _predict(p, x), x, use_reentrant=False).square().mean()
+
+    params, along, x = _tree(1), _tree(2), torch.randn(3, 7, dtype=F64)
+    _, products = fzero.hvp(loss)(fzero.shard(params), fzero.shard(along), x)
+    plain = torch.func.grad(lambda p: _predict(p, x).square().mean())
+    expected = torch.func.jvp(plain, (params,), (along,))[1]
+    assert (_full(products)["up"] - expected["up"]).abs().max() < 1e-12
+    assert (_full(products)["bias"] - expected["bias"]).abs().max() < 1e-12

@@ -54,7 +54,7 @@ _RECORDS = {
 _TEXTS = {("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 
-def open_dcp(path: Path, flat: Flat, told: Callable[[int], None]) -> Source:
+def open_dcp(path: Path, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
     """A checkpoint of `torch.distributed.checkpoint` as a source.
 
     Parameters are found under the names that they have there, whatever one prefix stands before all
@@ -63,7 +63,7 @@ def open_dcp(path: Path, flat: Flat, told: Callable[[int], None]) -> Source:
     Args:
         path: the folder with the `.metadata`.
         flat: what is to be filled.
-        told: called with the bytes of each tensor that is read.
+        on_bytes: called with the bytes of each tensor that is read.
 
     Raises:
         CheckpointError: the metadata is damaged, asks for code, or leads out of the folder.
@@ -81,7 +81,7 @@ def open_dcp(path: Path, flat: Flat, told: Callable[[int], None]) -> Source:
             ending = f".{moment[0]}.{moment[1]}"
             if at := next((k for k in foreign if k.endswith(ending)), None):
                 ours[key] = at
-    reader = _Reader(path, there, ours, told)
+    reader = _Reader(path, there, ours, on_bytes)
     metadata = reader.read_metadata()
     steps = {k for k in foreign if k.startswith("optim") and k.endswith(".step")}
     values = _steps(path, there, steps, flat) if steps else {}
@@ -104,7 +104,7 @@ class _Reader(FileSystemReader):
     """Reads tensors under our keys; refuses to read anything else."""
 
     def __init__(
-        self, path: Path, there: _There, ours: dict[str, str], told: Callable[[int], None]
+        self, path: Path, there: _There, ours: dict[str, str], on_bytes: Callable[[int], None]
     ) -> None:
         super().__init__(path)
         theirs = {key: [] for key in ours.values()}
@@ -119,7 +119,7 @@ class _Reader(FileSystemReader):
                 for index, info in theirs[at]
             },
         )
-        self._told = told
+        self._on_bytes = on_bytes
         self.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -133,7 +133,7 @@ class _Reader(FileSystemReader):
                 super().read_data(LoadPlan([item]), planner)
                 itemsize = self._metadata.state_dict_metadata[item.storage_index.fqn]
                 assert isinstance(itemsize, TensorStorageMetadata)  # we ask for nothing else
-                self._told(item.lengths.numel() * itemsize.properties.dtype.itemsize)
+                self._on_bytes(item.lengths.numel() * itemsize.properties.dtype.itemsize)
         except (OSError, pickle.UnpicklingError, RuntimeError, AssertionError, EOFError) as error:
             raise CheckpointError(
                 f"{self.path} cannot be read: {error}. A file of it is damaged, or holds something "

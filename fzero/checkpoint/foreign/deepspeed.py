@@ -110,7 +110,7 @@ def _zero(path: Path) -> Path:
     )
 
 
-def _open(where: str, flat: Flat, told: Callable[[int], None]) -> Source:
+def _open(where: str, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
     zero = Path(where)
     names = names_of(flat.tensors)
     folders = {e.name: e for e in sorted(zero.iterdir()) if (e / "fp32.pt").exists()}
@@ -124,14 +124,14 @@ def _open(where: str, flat: Flat, told: Callable[[int], None]) -> Source:
     moments = any(key.startswith("opt_state.") for key in leaves)
     steps = _steps(zero, [folders[name] for name in names if name in folders], moments=moments)
     values = one_step(steps, str(zero), flat) if steps else {}
-    reader = LazyReader(leaves, told)
+    reader = LazyReader(leaves, on_bytes)
     metadata = reader.read_metadata()
-    held = metadata.state_dict_metadata
+    stored = metadata.state_dict_metadata
     for key, x in flat.tensors.items():
         if key.startswith("opt_state.loss_scale"):
             values[key] = x.clone()  # starts anew
     for key, value in values.items():
-        held[key] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [])
+        stored[key] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [])
     return Source(str(zero), reader, metadata, values=values, identity=repr(sorted(leaves)))
 
 
@@ -153,12 +153,12 @@ def _steps(zero: Path, folders: Sequence[Path], *, moments: bool) -> dict[str, f
     steps = {f.parent.name: _number(read_safely(f), f) for f in files if f.exists()}
     top = _state(zero) if (zero / STATE).exists() else {}
     inner = _records(top, "optimizer_state_dict", zero)
-    places = {"": top, "optimizer_state_dict.": inner}
+    records = {"": top, "optimizer_state_dict.": inner}
     found = {
-        f"{place}{key}[{i!r}]": _number(one["step"], zero / STATE)
-        for place, held in places.items()
+        f"{prefix}{key}[{i!r}]": _number(one["step"], zero / STATE)
+        for prefix, record in records.items()
         for key in ("state", "param_groups")
-        for i, one in _records(held, key, zero).items()
+        for i, one in _records(record, key, zero).items()
         if isinstance(one, Mapping) and "step" in one
     }
     steps |= {where: n for where, n in found.items() if n or ".state[" in f".{where}"}
@@ -175,9 +175,9 @@ def _steps(zero: Path, folders: Sequence[Path], *, moments: bool) -> dict[str, f
     return steps
 
 
-def _records(held: Mapping[Any, Any], key: str, zero: Path) -> Mapping[Any, Any]:
-    """What is under a key as a mapping, a list's items by their place; {} if there is nothing."""
-    found = held.get(key) or {}
+def _records(record: Mapping[Any, Any], key: str, zero: Path) -> Mapping[Any, Any]:
+    """What is under a key as a mapping, a list's items by their number; {} if there is nothing."""
+    found = record.get(key) or {}
     if isinstance(found, list):
         found = dict(enumerate(found))
     if not isinstance(found, Mapping):
@@ -201,10 +201,10 @@ def _lazy(file: Path, flat: Flat, key: str) -> Lazy:
     return Lazy(dtype, shape, lambda region: tensor[region])
 
 
-def _padded(held: Tensor, region: Region) -> Tensor:
+def _padded(tensor: Tensor, region: Region) -> Tensor:
     """Rows beyond the last one are zeros, as padding is."""
     rows = region[0]
-    part = held[region]
+    part = tensor[region]
     missing = (rows.stop - rows.start) - part.shape[0]
     return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
 

@@ -24,7 +24,7 @@ from fzero.checkpoint.flatten import has_memory, keys
 from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.writer import ST_DTYPES, write_file
 from fzero.checkpoint.progress import progress
-from fzero.checkpoint.ranks import Ranks, ranks_of, together
+from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
 from fzero.checkpoint.sources import Lazy, LazyReader, Source, names_of, shared_prefix
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree
@@ -116,9 +116,9 @@ def write_folder(
                     "remove them first."
                 )
 
-    def write(place: int) -> None:
-        name, rows = files[place], [leaves[i] for i in members[place]]
-        if place % len(ranks.members) != ranks.index:
+    def write(number: int) -> None:
+        name, rows = files[number], [leaves[i] for i in members[number]]
+        if number % len(ranks.members) != ranks.index:
             # a gather needs all ranks, also those that don't write
             for leaf in rows:
                 leaf.make(False)
@@ -127,7 +127,7 @@ def write_folder(
         part.unlink(missing_ok=True)  # of an export that was cut short
         described = [(leaf.name, leaf.dtype, leaf.shape) for leaf in rows]
         tensors = (_made(leaf) for leaf in rows)
-        write_file(part, described, tensors, about={"format": "pt"}, told=shown)
+        write_file(part, described, tensors, about={"format": "pt"}, on_bytes=shown)
         disk.rename(part, folder / name)
 
     def finish() -> None:
@@ -141,11 +141,11 @@ def write_folder(
             disk.rename(part, folder / INDEX)
             disk.sync_folder(folder)
 
-    together(ranks, "whether the folder is there", prepare, _UNWRITTEN)
-    for place, name in enumerate(files):
-        together(ranks, f"whether {name} is written", partial(write, place), _UNWRITTEN)
+    on_every_rank(ranks, "whether the folder is there", prepare, _UNWRITTEN)
+    for number, name in enumerate(files):
+        on_every_rank(ranks, f"whether {name} is written", partial(write, number), _UNWRITTEN)
     # Last: readers find the files through the index, and by then all are there.
-    together(ranks, "whether the index is written", finish, _UNWRITTEN)
+    on_every_rank(ranks, "whether the index is written", finish, _UNWRITTEN)
     shown.close()
     return folder
 
@@ -156,13 +156,13 @@ def is_safetensors(path: Path) -> bool:
     return inside or path.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def open_safetensors(path: Path, wanted: Sequence[str], told: Callable[[int], None]) -> Source:
+def open_safetensors(path: Path, wanted: Sequence[str], on_bytes: Callable[[int], None]) -> Source:
     """A safetensors file, or what an index lists, as a source of parameters.
 
     Args:
         path: of the file, the index, or the folder with either.
         wanted: our keys.
-        told: called with the bytes of each piece that is read.
+        on_bytes: called with the bytes of each piece that is read.
 
     Raises:
         CheckpointError: a file is damaged, missing, or not in the folder.
@@ -174,7 +174,7 @@ def open_safetensors(path: Path, wanted: Sequence[str], told: Callable[[int], No
         for name, file in found.items()
         if name.startswith(prefix)
     }
-    reader = LazyReader(leaves, told)
+    reader = LazyReader(leaves, on_bytes)
     identity = json.dumps(sorted((name, file.stat().st_size) for name, file in found.items()))
     return Source(str(path), reader, reader.read_metadata(), identity=identity)
 
@@ -207,12 +207,12 @@ def _made(leaf: Whole) -> Tensor:
 
 def _files_of(sizes: Sequence[int], limit: int) -> list[range]:
     """Consecutive leaves for each file."""
-    borders, held = [0], 0
+    borders, filled = [0], 0
     for i, size in enumerate(sizes):
-        if held and held + size > limit:
+        if filled and filled + size > limit:
             borders.append(i)
-            held = 0
-        held += size
+            filled = 0
+        filled += size
     return [range(a, b) for a, b in zip(borders, [*borders[1:], len(sizes)], strict=True)]
 
 

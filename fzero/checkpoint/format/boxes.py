@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
     Args:
         key: the leaf's.
         box: the part.
-        rank: place in the list of ranks that save together.
+        rank: index in the list of ranks that save together.
     """
 
     key: str
@@ -60,7 +60,7 @@ def plan_save(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> list[Chunk
         ... # doctest: +ELLIPSIS
         [Chunk(key='a', ..., rank=0), Chunk(key='b', ..., rank=1), Chunk(key='c', ..., rank=1)]
     """
-    places = {rank: place for place, rank in enumerate(ranks)}
+    index_of = {rank: index for index, rank in enumerate(ranks)}
     everyone = list(range(len(ranks)))
     load = [0] * len(ranks)
     chunks = []
@@ -68,16 +68,18 @@ def plan_save(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> list[Chunk
         holders: dict[Box, list[int]] = {}
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh.mesh
+            # of all ranks, not only this one: each makes the plan of the whole job
             for coordinate in _coordinates(tuple(mesh.shape)):
                 rank = int(mesh[coordinate])
-                if rank not in places:
+                if rank not in index_of:
                     raise CheckpointError(
                         f"{key} lives on ranks {mesh.flatten().tolist()}, and ranks {list(ranks)} "
                         "save together. Save trees of other meshes one at a time."
                     )
                 box = box_at(key, tensor.shape, tensor.placements, tuple(mesh.shape), coordinate)
-                holders.setdefault(box, []).append(places[rank])
+                holders.setdefault(box, []).append(index_of[rank])
         else:
+            # the same on all ranks, so any may write it, and the least busy one does
             holders[Box((0,) * tensor.dim(), tuple(tensor.shape))] = everyone
         for box, who in holders.items():
             # an empty shard has no bytes, and a manifest no empty boxes
@@ -103,17 +105,18 @@ def box_at(
         shape: of the full tensor.
         placements: one per axis of the mesh; later axes split what earlier ones left.
         mesh_shape: ranks along each axis.
-        coordinate: the rank's place along each axis.
+        coordinate: the rank's number along each axis.
 
     >>> box_at("w", (7, 3), (Shard(0),), (4,), (3,))
     Box(offsets=(6, 0), sizes=(1, 3))
     """
     offsets, sizes = [0] * len(shape), list(shape)
-    for placement, world, place in zip(placements, mesh_shape, coordinate, strict=True):
+    for placement, world, number in zip(placements, mesh_shape, coordinate, strict=True):
         if type(placement) is Shard:
             dim = placement.dim
             rows = -(-sizes[dim] // world)
-            start = min(place * rows, sizes[dim])
+            # as torch.chunk: the last ranks may have fewer rows, or none
+            start = min(number * rows, sizes[dim])
             offsets[dim] += start
             sizes[dim] = min(rows, sizes[dim] - start)
         elif not isinstance(placement, Replicate):

@@ -81,11 +81,11 @@ def lock(folder: Path) -> int | None:
     return opened
 
 
-def unlock(held: int) -> None:
+def unlock(opened: int) -> None:
     """Let a folder go."""
-    if held != -1:
-        fcntl.flock(held, fcntl.LOCK_UN)  # closing would leave it to a process that was forked
-        os.close(held)
+    if opened != -1:
+        fcntl.flock(opened, fcntl.LOCK_UN)  # closing would leave it to a process that was forked
+        os.close(opened)
 
 
 def remove(path: Path) -> None:

@@ -146,15 +146,16 @@ def hold(path: Path, seconds: float) -> Callable[[], None]:
         CheckpointError: another process has had it all the time.
     """
     start = time.monotonic()
-    while (held := disk.lock(path)) is None:
+    while (lock := disk.lock(path)) is None:
         if time.monotonic() - start > seconds:
             raise CheckpointError(
                 f"another process has been saving to {path} for {seconds:g} s. One process (or one "
                 "job of several ranks) saves to a folder at a time: wait for it or end it, or save "
                 "to another folder."
             )
+        # asked again and again: a lock that is waited for has no time limit
         time.sleep(0.02)
-    return lambda: disk.unlock(held)
+    return lambda: disk.unlock(lock)
 
 
 def publish(folder: Path, there: Path, *, replaces: bool) -> None:
@@ -188,6 +189,7 @@ def publish(folder: Path, there: Path, *, replaces: bool) -> None:
             try:
                 disk.rename(folder, there)
             except OSError:
+                # back: readers must find the one that was there, not a gap
                 disk.rename(old, there)
                 raise
         disk.sync_folder(there.parent)
@@ -203,6 +205,7 @@ def sweep(path: Path) -> None:
         return
     for entry in list(path.iterdir()):
         match = _REPLACED.fullmatch(entry.name)
+        # killed between two renames: the old one is the only one there is of its step
         if match is not None and not step_folder(path, int(match[1])).exists():
             disk.rename(entry, step_folder(path, int(match[1])))
         elif match is not None or _REMOVING.fullmatch(entry.name):

@@ -179,6 +179,7 @@ def loads(text: str, where: str) -> Manifest:
     """
     try:
         return _parse(json.loads(text), where)
+    # whatever the parser trips over, by nesting too deep for one: nothing in a file is trusted
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{where} is not a manifest that can be read: {type(error).__name__}: {error}. The "
@@ -196,6 +197,7 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         size = path.stat().st_size
+        # asked before it is read: a damaged one must not fill the memory
         if size > MAX_BYTES:
             raise CheckpointError(
                 f"{path} has {size} bytes; a manifest has at most {MAX_BYTES}. The file is damaged."
@@ -272,6 +274,7 @@ def _parse_leaf(key: str, leaf: Mapping[str, Any], files: Mapping[str, File], wh
             start + size <= full
             for start, size, full in zip(box.offsets, box.sizes, shape, strict=True)
         )
+        # a repeated one would make up in number for elements that are nowhere
         if not inside or not box.numel or box in boxes:
             _refuse(where, key, f"the box {tuple(box)}, which is no part of shape {shape}")
         extent = Extent(
@@ -280,13 +283,16 @@ def _parse_leaf(key: str, leaf: Mapping[str, Any], files: Mapping[str, File], wh
             tuple(int(found["checks"][i : i + 8], 16) for i in range(0, len(found["checks"]), 8)),
         )
         nbytes = box.numel * dtype.itemsize
+        # so no read goes beyond what was opened, whatever the numbers say
         if extent.file not in files or extent.start + nbytes > files[extent.file].nbytes:
             _refuse(
                 where, key, f"{nbytes} bytes at {extent.start} of {extent.file}, beyond its end"
             )
+        # a block without one would be read unchecked
         if len(extent.checks) != blocks(nbytes):
             _refuse(where, key, f"{len(extent.checks)} checksums for {blocks(nbytes)} blocks")
         boxes[box] = extent
+    # elements that no box has would keep the values that were there before the load
     if sum(box.numel for box in boxes) != math.prod(shape):
         _refuse(where, key, f"boxes that do not add up to its shape {shape}")
     return Leaf(dtype, shape, boxes)

@@ -72,6 +72,7 @@ class Checks:
     def add(self, data: memoryview) -> None:
         """The next bytes of the stream."""
         while data:
+            # pieces and blocks need not end together: a box's blocks are counted from its own start
             part = data[: BLOCK - self._filled]
             self._now = zlib.crc32(part, self._now)
             self._filled += len(part)
@@ -82,6 +83,7 @@ class Checks:
 
     def done(self) -> tuple[int, ...]:
         """One number per block, the last one short."""
+        # a stream that ends with a block has no short one after it
         return (*self._done, self._now) if self._filled else tuple(self._done)
 
 
@@ -97,6 +99,7 @@ def _cut(
     if nbytes <= limit or dim == len(shape):
         yield Piece(outer, start, nbytes)
         return
+    # as many whole rows as fit; one that is too large by itself is cut along the next dim
     row = nbytes // shape[dim]
     rows = max(limit // row, 1)
     for first in range(0, shape[dim], rows):

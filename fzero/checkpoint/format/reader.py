@@ -22,7 +22,7 @@ from fzero.checkpoint.format.boxes import Box
 from fzero.checkpoint.format.disk import bytes_of
 from fzero.checkpoint.format.manifest import BLOCK, Extent, File
 from fzero.checkpoint.format.pieces import PIECE, pieces
-from fzero.checkpoint.format.writer import THREADS, Told
+from fzero.checkpoint.format.writer import THREADS, OnBytes
 from fzero.errors import CheckpointError
 
 
@@ -31,7 +31,7 @@ class Reader(StorageReader):
 
     Args:
         folder: of the step, with its manifest.
-        told: called with the bytes of each piece that is read.
+        on_bytes: called with the bytes of each piece that is read.
 
     Examples:
         >>> import tempfile, fzero, torch.distributed.checkpoint as dcp
@@ -42,8 +42,10 @@ class Reader(StorageReader):
         {'params.w': tensor([1., 1.])}
     """
 
-    def __init__(self, folder: str | os.PathLike[str], told: Told = lambda nbytes: None) -> None:
-        self.folder, self.told = Path(folder), told
+    def __init__(
+        self, folder: str | os.PathLike[str], on_bytes: OnBytes = lambda nbytes: None
+    ) -> None:
+        self.folder, self.on_bytes = Path(folder), on_bytes
         self.manifest = manifest.read(self.folder)
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -72,6 +74,7 @@ class Reader(StorageReader):
         for item in plan.items:
             leaf = self.manifest.leaves[item.storage_index.fqn]
             offsets = tuple(item.storage_index.offset or (0,) * len(leaf.shape))
+            # boxes of a leaf don't overlap, so the first element tells them apart
             box, extent = next((b, e) for b, e in leaf.boxes.items() if b.offsets == offsets)
             by_file.setdefault(extent.file, []).append((extent, box, item))
         for name in sorted(by_file):
@@ -81,11 +84,12 @@ class Reader(StorageReader):
                 ThreadPoolExecutor(THREADS) as pool,
             ):
                 waiting = []
+                # in the order of the file, which disks read ahead in
                 for extent, box, item in sorted(by_file[name], key=lambda row: row[0].start):
                     key = item.storage_index.fqn
                     source = Boxed(file, key, extent, box.sizes, self.manifest.leaves[key].dtype)
                     target = planner.resolve_tensor(item).detach()
-                    copy = pool.submit(source.copy, item.storage_offsets, target, self.told)
+                    copy = pool.submit(source.copy, item.storage_offsets, target, self.on_bytes)
                     waiting.append((copy, item, target))
                 for copy, item, target in waiting:
                     copy.result()
@@ -155,7 +159,7 @@ class Boxed(NamedTuple):
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
-    def copy(self, offsets: Sequence[int], target: Tensor, told: Told) -> None:
+    def copy(self, offsets: Sequence[int], target: Tensor, on_bytes: OnBytes) -> None:
         """Copy the part of the box at `offsets`, of the target's shape, converting its dtype.
 
         Raises:
@@ -163,8 +167,9 @@ class Boxed(NamedTuple):
         """
         first = self._start_in_file_order(offsets, target)
         if first is not None:
-            self._read_into(bytes_of(target), first, told)
+            self._read_into(bytes_of(target), first, on_bytes)
             return
+        # by way of a buffer: the target has other columns, strides or dtype, or is on a device
         for piece in pieces(self.sizes, self.dtype.itemsize):
             box = _region(piece.cuts, self.sizes)
             low = [max(a, b) for (a, _), b in zip(box, offsets, strict=True)]
@@ -173,6 +178,7 @@ class Boxed(NamedTuple):
             ]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
+            # only now: of a piece that nobody asked for not a byte is read
             data = self._read(piece.start, piece.nbytes)
             source = torch.frombuffer(data, dtype=self.dtype).view([n for _, n in box])
             part = target
@@ -180,17 +186,18 @@ class Boxed(NamedTuple):
                 source = source.narrow(dim, a - box[dim][0], b - a)
                 part = part.narrow(dim, a - offsets[dim], b - a)
             part.copy_(source)
-            told(part.numel() * self.dtype.itemsize)
+            on_bytes(part.numel() * self.dtype.itemsize)
 
     def _start_in_file_order(self, offsets: Sequence[int], target: Tensor) -> int | None:
         """Where in the box the target's bytes start, if they follow each other there as here."""
+        # the usual case, a leaf of the same job: then nothing is copied twice
         same = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
         if not same or tuple(target.shape[1:]) != self.sizes[1:]:
             return None  # the same rows, whole: or else the bytes are scattered
         rows = offsets[0] if offsets else 0
         return rows * torch.Size(self.sizes[1:]).numel() * self.dtype.itemsize
 
-    def _read_into(self, target: memoryview, start: int, told: Told) -> None:
+    def _read_into(self, target: memoryview, start: int, on_bytes: OnBytes) -> None:
         """Blocks that are asked for whole go straight into the tensor; the ends take a detour."""
         at = 0
         while at < len(target):
@@ -201,14 +208,14 @@ class Boxed(NamedTuple):
                 target[at : at + size] = self._read(start + at, size)
             else:
                 self._fill(target[at : at + size], (start + at) // BLOCK)
-            told(size)
+            on_bytes(size)
             at += size
 
-    def check(self, told: Told) -> None:
+    def check(self, on_bytes: OnBytes) -> None:
         """Read all of it, and hold it against its checksums."""
         for piece in pieces((torch.Size(self.sizes).numel(),), self.dtype.itemsize):
             self._read(piece.start, piece.nbytes)
-            told(piece.nbytes)
+            on_bytes(piece.nbytes)
 
     def _read(self, start: int, nbytes: int) -> memoryview:
         """Bytes of the box, from blocks that are as they were written."""

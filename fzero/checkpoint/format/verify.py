@@ -43,25 +43,29 @@ def problems(folder: Path, *, shown: bool = False) -> list[str]:
         found = manifest.read(folder)
     except CheckpointError as error:
         return [str(error)]
-    told = progress(f"verifying {folder.name}", found.nbytes, shown=shown)
+    on_bytes = progress(f"verifying {folder.name}", found.nbytes, shown=shown)
     wrong = []
     for name, file in found.files.items():
         try:
             with open_checked(folder / name, file) as opened:
                 header = os.pread(opened.descriptor, file.header_bytes, 0)
+                # `load` goes by the manifest and never looks; other readers of safetensors go by
+                # the header
                 if zlib.crc32(header) != file.header_check:
                     wrong.append(f"{opened.path}: its header does not have its checksum.")
                 for key, leaf in found.leaves.items():
                     for box, extent in leaf.boxes.items():
+                        # a file at a time, as each is opened and checked once
                         if extent.file != name:
                             continue
                         try:
-                            Boxed(opened, key, extent, box.sizes, leaf.dtype).check(told)
+                            Boxed(opened, key, extent, box.sizes, leaf.dtype).check(on_bytes)
+                        # on to the next: whoever asks wants to know of all that is damaged
                         except CheckpointError as error:
                             wrong.append(str(error))
         except CheckpointError as error:
             wrong.append(str(error))
-    told.close()
+    on_bytes.close()
     return wrong
 
 

@@ -34,7 +34,7 @@ from fzero.checkpoint.format.manifest import BLOCK, Extent, File, Leaf, Manifest
 from fzero.checkpoint.format.pieces import Checks, stream
 from fzero.errors import CheckpointError
 
-Told = Callable[[int], None]
+OnBytes = Callable[[int], None]
 
 THREADS = 2
 
@@ -71,7 +71,7 @@ class Writer(StorageWriter):
     Args:
         folder: where the files go; not yet visible to readers.
         name: of this rank's file.
-        told: called with the bytes of each piece that is written.
+        on_bytes: called with the bytes of each piece that is written.
         pool: computes checksums beside the writing; None: one after the other.
     """
 
@@ -79,10 +79,10 @@ class Writer(StorageWriter):
         self,
         folder: Path,
         name: str,
-        told: Told = lambda nbytes: None,
+        on_bytes: OnBytes = lambda nbytes: None,
         pool: Executor | None = None,
     ) -> None:
-        self.folder, self.name, self.told, self.pool = folder, name, told, pool
+        self.folder, self.name, self.on_bytes, self.pool = folder, name, on_bytes, pool
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept from one save to the next."""
@@ -105,10 +105,11 @@ class Writer(StorageWriter):
             items = list(map(_described, plan.items))
             tensors = (_resolved(planner, item) for item in plan.items)
             path = self.folder / self.name
-            written = write_file(path, items, tensors, told=self.told, pool=self.pool)
+            written = write_file(path, items, tensors, on_bytes=self.on_bytes, pool=self.pool)
             for item, (_, dtype, shape), one in zip(plan.items, items, written, strict=True):
                 nbytes = torch.Size(shape).numel() * dtype.itemsize
                 results.append(WriteResult(item.index, nbytes, one))
+        # torch wants a future, and all is done: a save in the background has its thread already
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -116,6 +117,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest, on the leading rank, once all ranks' boxes are there."""
         found = {result.index: result.storage_data for rank in results for result in rank}
+        # a rank without a box has no file: it is named by no box either
         files = {one.extent.file: one.file for one in found.values()}
         leaves = {}
         for key, leaf in metadata.state_dict_metadata.items():
@@ -147,7 +149,7 @@ def write_file(
     tensors: Iterator[Tensor],
     *,
     about: Mapping[str, str] | None = None,
-    told: Told = lambda nbytes: None,
+    on_bytes: OnBytes = lambda nbytes: None,
     pool: Executor | None = None,
 ) -> list[Written]:
     """A new safetensors file, written a piece at a time; returns once it is on the disk.
@@ -157,7 +159,7 @@ def write_file(
         items: (key, dtype, shape) of each tensor, in the order they are written.
         tensors: the tensors, each asked for when its turn comes.
         about: texts for the file's own metadata.
-        told: called with the bytes of each piece.
+        on_bytes: called with the bytes of each piece.
         pool: computes checksums beside the writing; None: one after the other.
 
     Returns:
@@ -173,6 +175,7 @@ def write_file(
         disk.append(file, memoryview(header))
         start = len(header)
         for (key, dtype, shape), tensor in zip(items, tensors, strict=True):
+            # the header is on the disk already, and has said so
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), key
             checks, first = Checks(), start
             for data in stream(tensor):
@@ -183,9 +186,11 @@ def write_file(
                 finally:
                     # Waited for in any case: the memory goes with the next piece.
                     beside.result() if beside else checks.add(data)
-                told(len(data))
+                on_bytes(len(data))
                 start += len(data)
             extents.append(Extent(path.name, first, checks.done()))
+        # before anybody is told where things are: the manifest must not name what a crash could
+        # undo
         disk.sync(file)
     finally:
         os.close(file)
@@ -217,6 +222,7 @@ def _described(item: WriteItem) -> tuple[str, torch.dtype, tuple[int, ...]]:
             f"{item.index.fqn} is no tensor, and would be pickled. Save tensors only."
         )
     whole = data.chunk.sizes == data.size
+    # names must differ within a file, and a rank may write several boxes of a leaf
     where = "" if whole else f"@{','.join(map(str, data.chunk.offsets))}"
     return f"{item.index.fqn}{where}", data.properties.dtype, tuple(data.chunk.sizes)
 

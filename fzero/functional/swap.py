@@ -1,0 +1,172 @@
+"""A module with other tensors in its slots, for one call. See [Note: slots] in slots.py."""
+
+import contextlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fzero.errors import TraceError
+from fzero.functional.fit import check_fit, check_structure, rebuilt, shown
+from fzero.functional.slots import Buffers, SlotTable, fill_template
+from fzero.functional.torch_checkpoint import recomputing
+from fzero.functional.transforms import Over, is_over
+
+
+@contextlib.contextmanager
+def swapped(
+    plan: SlotTable,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+) -> Iterator[None]:
+    """The module with these tensors in its slots; as it was before on the way out.
+
+    `buffers` are copies of `given`, which the module may change.
+    """
+    check_fit(plan, params, plan.params, "params")
+    check_structure(plan)
+    saved = _snapshot(plan.modules)
+    try:
+        for tensors, slots in ((params, plan.params), (buffers, plan.buffers)):
+            for name, _, entries in slots:
+                for index, table, key in entries:
+                    plan.modules[index].__dict__[table][key] = tensors[name]
+        if plan.caches:
+            tensors = {**params, **buffers}
+            for index, attr, template in plan.caches:
+                attrs = plan.modules[index].__dict__
+                try:
+                    attrs[attr] = fill_template(attrs[attr], template, tensors)
+                # forward has rebuilt the attribute in another form since its template was made
+                except (LookupError, TypeError):
+                    raise rebuilt(plan, index, f"its attribute {attr!r}") from None
+        # what tells, when something is called back, whether forward has written into a copy
+        versions = {name: buffer._version for name, buffer in buffers.items()}
+        call = _Call(plan, params, buffers, versions, given)
+        _wrap_hooks(plan, call.again)
+        with recomputing(call.again):
+            yield
+    finally:
+        _restore(saved)
+
+
+def _there(name: str, value: Tensor) -> Tensor:
+    """`value` for a computation in backward, or what raises when it is read."""
+    return Over(value, repr(name)) if is_over(value) else value
+
+
+class _Call(NamedTuple):
+    """What one call of `apply` put into the slots, and the buffers it was given."""
+
+    plan: SlotTable
+    params: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    versions: Mapping[str, int]
+    given: Mapping[str, Tensor]
+
+    def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, a part of this call, as it will be called back in backward.
+
+        By then the slots hold the module's own tensors again, so it swaps for itself. The buffers
+        are those of now; what a recomputation changes in them is lost, as it was done before. See
+        [Note: called back] in `fzero.functional.callbacks`.
+        """
+        buffers_then = {
+            name: self.given[name]
+            if value is self.buffers[name] and value._version == self.versions[name]
+            else clone(value)
+            for name, value in read_buffers(self.plan, self.buffers).items()
+        }
+
+        def called_back(*args: Any, **kwargs: Any) -> Any:
+            params, buffers = (
+                {name: _there(name, value) for name, value in tensors.items()}
+                for tensors in (self.params, buffers_then)
+            )
+            clones = {name: x if isinstance(x, Over) else clone(x) for name, x in buffers.items()}
+            with swapped(self.plan, params, clones, buffers):
+                return fn(*args, **kwargs)
+
+        return called_back
+
+
+def _wrap_hooks(plan: SlotTable, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let hooks on the modules' backward see the tensors of this call, too."""
+    for module in plan.modules:
+        attrs = module.__dict__
+        for table in ("_backward_hooks", "_backward_pre_hooks"):
+            if hooks := attrs.get(table):
+                # a dict of the call's own: the module's stays as it is, for the calls around this
+                # one
+                attrs[table] = OrderedDict((key, wrap(hook)) for key, hook in hooks.items())
+
+
+_Saved = list[tuple[Any, Any]]
+_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # hooks are in the last
+
+
+def _snapshot(modules: tuple[nn.Module, ...]) -> _Saved:
+    """Shallow copies of every module's attributes and of the plain containers among them.
+
+    The containers stay the same objects during the call, since others may hold them too: a list
+    of auxiliary losses that two modules share must still be one list.
+    """
+    saved: _Saved = []
+    seen: set[int] = set()
+    for module in modules:
+        attrs = module.__dict__
+        saved.append((attrs, attrs.copy()))
+        for value in attrs.values():
+            if type(value) in _CONTAINERS and id(value) not in seen:
+                seen.add(id(value))
+                saved.append((value, value.copy() if value else ()))
+    return saved
+
+
+def _restore(saved: _Saved) -> None:
+    for target, copy in saved:
+        if not copy:
+            if target:
+                target.clear()
+        elif isinstance(target, dict):
+            target.update(copy)
+            if len(target) != len(copy) or list(target) != list(copy):
+                target.clear()
+                target.update(copy)
+        elif isinstance(target, set):
+            target.clear()
+            target.update(copy)
+        else:
+            target.clear()
+            target.extend(copy)
+
+
+def clone(tensor: Tensor) -> Tensor:
+    """A copy that knows whether it was written to, in inference mode, too."""
+    # Inference tensors have no version counter, which is what tells a changed buffer.
+    if torch.is_inference_mode_enabled() or tensor.is_inference():
+        with torch.inference_mode(False):
+            return tensor.clone()
+    return tensor.clone()
+
+
+def read_buffers(plan: SlotTable, given: Mapping[str, Tensor]) -> Buffers:
+    """The buffers after the call: changed in place, or replaced (`self.ema = 0.9 * self.ema`)."""
+    new: Buffers = {}
+    for name, shape, entries in plan.buffers:
+        found = [plan.modules[index].__dict__[table].get(key) for index, table, key in entries]
+        # of a tied buffer forward may have replaced one slot only: that one is the new value
+        replaced = {id(value): value for value in found if value is not given[name]}
+        value = next(iter(replaced.values())) if replaced else given[name]
+        if len(replaced) > 1 or not isinstance(value, Tensor) or value.shape != shape:
+            found = ", ".join(shown(v) for v in replaced.values())
+            raise TraceError(
+                f"The call replaced buffer {name!r} ({tuple(shape)}) by {found}. A buffer must "
+                "stay one tensor of the same shape: reset it outside the call, or keep such "
+                "state as an input and output of forward."
+            )
+        new[name] = value
+    return new

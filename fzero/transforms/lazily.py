@@ -1,0 +1,81 @@
+"""Eager evaluation of models that no rank can hold: leaves are there while something reads them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fzero import tree
+from fzero.config import Config
+from fzero.distributed.journal import EAGER, Journal
+from fzero.distributed.mesh import Mesh
+from fzero.distributed.transport import Transport
+from fzero.eager.gathered import Gathered
+from fzero.layout import Layout
+from fzero.transforms.parts import Opened
+from fzero.tree import PyTree
+
+
+class Lazily:
+    """What gathers for one function, and what it has learned of the order.
+
+    Args:
+        cfg: its `bucket_mb` bounds what is kept.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self._transports: dict[Mesh, Transport] = {}
+        self._order: list[int] = []  # in which leaves were used last time: they travel together
+
+    def __call__(self, run: Callable[[PyTree], Any], params: Opened) -> Any:
+        """`run` on a tree whose leaves are gathered at first use; it builds no graph of them.
+
+        Python doesn't say which use is the last one. So only the leaves that were used last are
+        kept, as many as one bucket holds: what is read again later is gathered again. All ranks
+        read the same leaves in the same order, and so forget the same ones.
+        """
+        mesh = params.mesh
+        if mesh not in self._transports:
+            limit = int(self.cfg.bucket_mb * 2**20)
+            journal = Journal(mesh, EAGER, active=True, limit=self.cfg.timeout)
+            self._transports[mesh] = Transport(mesh, mesh.axes, journal, limit=limit)
+        transport = self._transports[mesh]
+        assert transport.journal is not None
+        transport.journal.begin("evaluation")
+        source = _LastUsed(params.values, params.layout, transport, self._order)
+        try:
+            result = run(tree.unflatten(params.spec, source.leaves))
+            self._order = list(source.used)
+        finally:
+            source.close()
+        return result
+
+
+class _LastUsed(Gathered):
+    """Keeps the leaves that were used last, up to the transport's limit of bytes."""
+
+    def __init__(
+        self,
+        shards: Sequence[Tensor],
+        layout: Layout,
+        transport: Transport,
+        order: Sequence[int],
+    ) -> None:
+        untrained = tuple(replace(leaf, trainable=False) for leaf in layout)
+        untrained = replace(layout, leaves=untrained)
+        super().__init__([x.detach() for x in shards], untrained, transport, order)
+
+    def full(self, index: int) -> Tensor:
+        """The full leaf, gathered unless it is there."""
+        full = super().full(index)
+        self._full[index] = self._full.pop(index)  # the last one is the newest
+        held = sum(x.nbytes for x in self._full.values())
+        # those that travelled with it are wanted next
+        for old in [i for i in self._full if self.turn.get(i, -1) < self.turn.get(index, 0)]:
+            if held <= self.limit:
+                break
+            held -= self._full[old].nbytes
+            self.drop(old)
+        return full

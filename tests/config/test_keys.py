@@ -1,0 +1,81 @@
+"""Each key of DeepSpeed's has one row, and its row decides what becomes of it."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from fzero.config.keys import IGNORED, INERT, REFUSED, SECTIONS, Keys
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def _problems(key: str, value: Any) -> list[str]:
+    keys = Keys(_nested(key, value))
+    keys.refuse_the_rest()
+    return keys.problems
+
+
+def test_no_key_is_in_two_tables() -> None:
+    for one, other in itertools.combinations((IGNORED, INERT.keys(), REFUSED.keys(), SECTIONS), 2):
+        assert not set(one) & set(other)
+
+
+@pytest.mark.parametrize("key", sorted(IGNORED))
+def test_a_key_that_changes_no_result_may_say_anything(key: str) -> None:
+    assert not _problems(key, 12345)
+
+
+@pytest.mark.parametrize("key", sorted(INERT))
+def test_a_key_may_say_what_asks_for_nothing_and_no_more(key: str) -> None:
+    allowed, advice = INERT[key]
+    assert not any(_problems(key, value) for value in allowed)
+    assert _problems(key, "another") == [f'{key} = "another": {advice}']
+    # 1 is equal to True and 0 to False, and neither is what was meant
+    for value in allowed:
+        if isinstance(value, bool):
+            assert len(_problems(key, int(value))) == 1
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_a_section_without_a_counterpart_may_say_no(key: str) -> None:
+    for no in (None, False, {"enabled": False, "depth": 3}, {"enabled": False}):
+        assert not _problems(key, no)
+    for yes in (True, {"enabled": True}, "x"):
+        (problem,) = _problems(key, yes)
+        assert REFUSED[key] in problem
+
+
+@pytest.mark.parametrize("key", sorted(SECTIONS))
+def test_a_section_must_be_one(key: str) -> None:
+    assert not _problems(key, {})
+    assert len(_problems(key, 3)) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "value", "expected"),
+    [
+        ("flag", True, True), ("flag", False, False), ("flag", None, False),
+        ("flag", "auto", False),
+        ("flag", 1, "problem"), ("flag", "true", "problem"),
+        ("number", 2.5, 2.5), ("number", "auto", None), ("number", -1, "problem"),
+        ("number", True, "problem"), ("number", float("nan"), "problem"),
+        ("integer", 5e8, 500_000_000), ("integer", 2.5, "problem"), ("integer", None, None),
+    ],
+)  # fmt: skip
+def test_values_are_typed(asked: str, value: Any, expected: Any) -> None:
+    keys = Keys({"key": value})
+    found = getattr(keys, asked)("key")
+    assert bool(keys.problems) == (expected == "problem")
+    if expected != "problem":
+        assert found == expected
+        assert type(found) is type(expected)
+
+
+def test_an_unknown_key_is_named_with_its_neighbour() -> None:
+    (problem,) = _problems("zero_optimization.overlap_com", True)
+    assert "unknown; did you mean 'zero_optimization.overlap_comm'?" in problem

@@ -1,0 +1,213 @@
+"""`jit`: a user's own step as one Program, pure, in memory that it was given."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import fzero
+from fzero import optim, tree
+from fzero.errors import ConfigError, FzeroError, ShardError, TraceError
+from tests.ranks import fake_ranks, run_ranks
+
+F64 = torch.float64
+Params = dict[str, Tensor]
+
+
+def _params() -> Params:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"w": (7, 15), "v": (15, 5), "b": (5,), "s": ()}
+    return {k: torch.randn(s, generator=generator, dtype=F64) / 3 for k, s in shapes.items()}
+
+
+def _loss(p: Params, x: Tensor) -> Tensor:
+    return ((torch.tanh(x @ p["w"]) @ p["v"] + p["b"]).square().mean() * p["s"].exp()).sin()
+
+
+def _full(values: Any) -> Any:
+    return tree.map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, values)
+
+
+def _trained(stage: int, donate: bool) -> dict[str, float]:
+    cfg = fzero.Config(stage=stage, bucket_mb=0.0002)
+    opt = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(1e-2, weight_decay=0.1))
+
+    def step(params: Params, state: Any, ema: Params, x: Tensor) -> Any:
+        loss, grads = fzero.value_and_grad(_loss, cfg)(params, x)
+        updates, state = opt.update(grads, state, params)
+        params = fzero.apply_updates(params, updates)
+        ema = fzero.tree_map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
+        return params, state, ema, {"loss": loss, "norm": fzero.tree_norm(grads)}
+
+    run = fzero.jit(step, cfg, donate_argnums=(0, 1, 2) if donate else ())
+    full = _params()
+    params = fzero.shard(full, cfg) if stage == 3 else tree.map(torch.clone, full)
+    state, ema = opt.init(params), fzero.tree_map(lambda p: p * 1.0, params)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    data = torch.randn(20, world, 4, 7, generator=torch.Generator().manual_seed(2), dtype=F64)
+
+    theirs = {k: v.clone().requires_grad_() for k, v in full.items()}
+    plain = torch.optim.AdamW(theirs.values(), 1e-2, weight_decay=0.1)
+    average = {k: v.clone() for k, v in full.items()}
+    gaps = []
+    for batch in data:
+        before, old = params, _full(tree.map(lambda x: x.clone(), params))
+        params, state, ema, told = run(params, state, ema, batch[rank])
+        if not donate:  # what came in is as it was
+            assert all(torch.equal(x, old[k]) for k, x in _full(before).items())
+        plain.zero_grad()
+        loss = torch.stack([_loss(theirs, x) for x in batch]).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(list(theirs.values()), 0.5)
+        plain.step()
+        with torch.no_grad():
+            average = {k: 0.9 * average[k] + 0.1 * theirs[k] for k in average}
+        gaps += [(told["loss"] - loss).abs(), (told["norm"] - norm).abs()]
+    for ours, expected in ((params, theirs), (ema, average)):
+        ours = _full(ours)
+        gaps += [(ours[k] - expected[k]).abs().max() for k in expected]
+    assert len(run._staged) == 1
+    return {"gap": torch.stack(gaps).max().item()}
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "donate"), [(1, 3, True), (2, 3, True), (2, 3, False), (2, 0, True)]
+)
+def test_a_step_of_ones_own_trains_as_torch_does(world: int, stage: int, donate: bool) -> None:
+    for found in run_ranks(world, _trained, stage, donate, timeout=120):
+        assert found["gap"] < 1e-12
+
+
+def test_a_donated_tree_is_written_over_and_another_is_not() -> None:
+    swap = fzero.jit(lambda a, b: ({"x": b["x"] * 1, "y": a["x"]}, b), donate_argnums=0)
+    a, b = {"x": torch.zeros(3)}, {"x": torch.ones(3)}
+    (new, same), memory = swap(a, b), a["x"].data_ptr()
+    assert new["x"].data_ptr() == memory or new["y"].data_ptr() == memory
+    assert torch.equal(new["x"], torch.ones(3))
+    assert torch.equal(new["y"], torch.zeros(3))
+    assert same["x"].data_ptr() != b["x"].data_ptr()  # the caller's stays the caller's
+    assert torch.equal(b["x"], torch.ones(3))
+
+
+def test_donated_trees_of_one_shape_can_change_places() -> None:
+    swap = fzero.jit(lambda a, b: (b, a), donate_argnums=(0, 1))
+    a, b = torch.zeros(4), torch.ones(4)
+    first, second = swap(a, b)
+    assert torch.equal(first, torch.ones(4))
+    assert torch.equal(second, torch.zeros(4))
+
+
+def test_what_changes_an_argument_in_place_is_refused_by_name() -> None:
+    def step(params: Params, x: Tensor) -> Params:
+        params["w"].add_(1.0)
+        return params
+
+    with pytest.raises(FzeroError, match=r"step changes its argument params\.w in place"):
+        fzero.jit(step)({"w": torch.ones(2)}, torch.ones(2))
+    with pytest.raises(FzeroError, match=r"argument params\.w in place"):
+        fzero.jit(step)(fzero.shard({"w": torch.ones(2)}), torch.ones(2))
+
+
+def test_a_closure_that_changes_is_recorded_anew() -> None:
+    scale = 2.0
+    inner = fzero.value_and_grad(lambda p, x: (p["w"] * x).sum() * scale)
+    outer = fzero.jit(lambda p, x: inner(p, x)[1])
+    p, x = {"w": torch.ones(2)}, torch.ones(2)
+    assert (inner(p, x)[0], outer(p, x)["w"][0]) == (4, 2)
+    scale = 3.0
+    assert (inner(p, x)[0], outer(p, x)["w"][0]) == (6, 3)
+
+
+def test_random_numbers_are_a_function_of_the_call() -> None:
+    drop = fzero.sharded(lambda p, x: torch.nn.functional.dropout(x * p["w"], 0.5))
+    p, x = {"w": torch.ones(())}, torch.ones(64)
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    first = drop(p, x)
+    assert torch.equal(first, drop(p, x))
+    assert not torch.equal(first, drop(p, x, rng=1))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_statics_are_a_part_of_the_signature() -> None:
+    pick = fzero.sharded(lambda p, name, k=1: p[name] * k)
+    p = {"a": torch.ones(1), "b": torch.zeros(1)}
+    assert (pick(p, "a"), pick(p, "b"), pick(p, "a", k=3)) == (1, 0, 3)
+
+
+def test_a_function_without_a_program_says_so() -> None:
+    eager = fzero.sharded(lambda p: p["w"] * 2, fzero.Config(executor="eager"))
+    with pytest.raises(TraceError, match="stages nothing out"):
+        eager.lower({"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: fzero.sharded(3), "sharded was given a int"),
+        (lambda: fzero.jit(lambda rng: rng), "an argument `rng`"),
+        (lambda: fzero.grad(len, argnums=(0, 0)), "twice"),
+        (lambda: fzero.grad(len, argnums=-1), "from 0 on"),
+        (lambda: fzero.sharded(len, reduce="max"), "'mean', 'sum' or None"),
+        (lambda: fzero.jit(len, 3), "cfg is a int"),
+    ],
+)
+def test_what_can_not_be_a_function_is_refused(make: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make()
+
+
+def test_calls_that_do_not_fit_are_refused() -> None:
+    both = fzero.value_and_grad(lambda p, x: (p["w"] * x).sum())
+    with pytest.raises(ShardError, match="argument 0 is a tree of shards"):
+        both()
+    with pytest.raises(ConfigError, match="rng=-1"):
+        both({"w": torch.ones(1)}, torch.ones(1), rng=-1)
+    hvp = fzero.hvp(lambda p, x: (p["w"] * x).sum())
+    with pytest.raises(ShardError, match=r"vectors\['w'\] is torch.float32 \(2,\)"):
+        hvp({"w": torch.ones(1)}, {"w": torch.ones(2)}, torch.ones(1))
+    with pytest.raises(FzeroError, match="depends on no"):
+        fzero.grad(lambda p: torch.ones(()))({"w": torch.ones(1)})
+
+
+def test_two_threads_record_one_after_the_other() -> None:
+    both = fzero.value_and_grad(lambda p, x: (p["w"] * x).sum())
+    found: list[Any] = []
+    threads = [
+        threading.Thread(
+            target=lambda n: found.append(both({"w": torch.ones(n)}, torch.ones(n))[0].item()),
+            args=(n,),
+        )
+        for n in (2, 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [2.0, 3.0]
+
+
+def test_evaluation_never_holds_the_model() -> None:
+    width, layers = 64, 16
+    with fake_ranks(8):
+        cfg = fzero.Config(bucket_mb=0.02)
+        full = {f"{i:02}": torch.zeros(width, width) for i in range(layers)}
+        params = fzero.shard(full, cfg)
+
+        def predict(p: Params, x: Tensor) -> Tensor:
+            for w in p.values():
+                x = torch.tanh(x @ w)
+            return x
+
+        program = fzero.sharded(predict, cfg).lower(params, torch.zeros(2, width))
+        nbytes = 4 * width * width
+        shards = layers * nbytes // 8
+        # two leaves, whole and as they came, and next to nothing else
+        assert shards < program.peak_bytes() < shards + 4 * nbytes
+        rows = program.collectives()
+        assert [row.kind for row in rows] == ["all_gather"] * layers
+        assert {row.phase for row in rows} == {"forward"}
