@@ -154,7 +154,7 @@ if rank == 0:
         print(f"{when}, the smallest:", *(f"{v:.4g}" for v, _ in report[when]["bottom"][:3]))
         axes.semilogy(at, density(found, at.to(values.device), 0.01 * (high - low)).cpu())
         axes.plot(*zip(*[(v, 2e-5) for v, _ in report[when]["top"]], strict=True), "|", color="r")
-        axes.set(title=when, ylabel="density", ylim=(1e-5, None))
+        axes.set(title=when, ylabel="density", ylim=(1e-5, 1e3))
     panels[-1].set(xlabel="eigenvalue of the Hessian")
     fig.savefig(args.out / "spectrum.png")
     (args.out / "spectrum.json").write_text(json.dumps(report))
