@@ -46,6 +46,7 @@ def functionalise(program: Program) -> Program:
     """
     changed = [node for node in program.graph.nodes if written_operands(node)]
     for node in changed:
+        # now: functional tensors would take the write without a word, and it would be lost
         for operand in written_operands(node):
             _refuse_constant(operand, node)
     if not changed:
@@ -67,6 +68,7 @@ def functionalise(program: Program) -> Program:
             "assignment to a part), or use Config(executor='eager'), which runs any Python."
         ) from error
     graph = traced.graph
+    # make_fx leaves a calling convention of pytrees; a Program's inputs are flat
     graph.set_codegen(CodeGen())
     _restore_outputs(graph, operands(output_node(program.graph)))
     note_reads(graph)
@@ -98,6 +100,7 @@ class _Again(fx.Interpreter):
                 if isinstance(x, FunctionalTensor) and not alike(value, said):
                     with disable_functional_mode(), below.redispatch_to_next():
                         value = torch.ops.fzero.restored(value, said.stride())
+                    # as functionalisation itself does after a write: `x` is `value` from here on
                     below.replace(x, value)
                     below.commit_update(x)
                     below.sync(x)
@@ -174,6 +177,7 @@ def _same_memory(node: fx.Node) -> fx.Node | None:
 
 
 def _refuse_constant(operand: fx.Node, node: fx.Node) -> None:
+    # a write into a part of a constant is one into the constant
     while is_cheap(operand) and operand.all_input_nodes:
         operand = operand.all_input_nodes[0]
     if operand.op == "get_attr":

@@ -53,10 +53,10 @@ def sink_gathers(program: Program) -> Program:
         if node.users and (_gathered(node) or _prepares_gather(node)):
             anchor[node] = min(anchor[user] for user in node.users)
             before.setdefault(anchor[node], []).append(node)
-    for place, moved in before.items():
+    for index, moved in before.items():
         # collected from the end, so this is the order of the graph
         for node in reversed(moved):
-            nodes[place].prepend(node)
+            nodes[index].prepend(node)
     count = sum(is_gather(node) for moved in before.values() for node in moved)
     return program.logged(graph, f"sink gathers: {count} moved to their first use")
 
@@ -79,10 +79,10 @@ def hoist_reductions(program: Program) -> Program:
         if node in only_reduced and ready >= 0 and nodes[ready].op != "placeholder":
             anchor[node] = ready
             after.setdefault(ready, []).append(node)
-    for place, moved in after.items():
-        # each goes directly after the place, so the last one first
+    for index, moved in after.items():
+        # each goes directly after that node, so the last one first
         for node in reversed(moved):
-            nodes[place].append(node)
+            nodes[index].append(node)
     count = sum(is_reduction(node) for moved in after.values() for node in moved)
     return program.logged(graph, f"hoist reductions: {count} moved to where they are ready")
 
