@@ -30,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     separate, together = steps_of(args.width, args.rows)
-    separate(), together()  # recorded
+    one_round(separate, together, turned=False)  # recorded
     rounds = [one_round(separate, together, turned=i % 2 == 1) for i in range(args.rounds + 2)][2:]
     low, middle, high = statistics.quantiles([b / a for a, b in rounds], n=4)
     apart, one = (statistics.median(column) * 1e3 for column in zip(*rounds, strict=True))
