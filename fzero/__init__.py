@@ -22,7 +22,7 @@ from fzero.functional.functionalize import functionalize
 from fzero.functional.remat import remat
 from fzero.numerics.loss_scale import LossScale
 from fzero.numerics.precision import Precision
-from fzero.program import Program
+from fzero.program import Hardware, Program
 from fzero.state.opt_state import OptState
 from fzero.state.sharding import shard, unshard
 from fzero.step.train_step import TrainStep, make_train_step
@@ -43,6 +43,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "FzeroError",
+    "Hardware",
     "LossScale",
     "OptState",
     "Precision",

@@ -52,10 +52,16 @@ LAWS = {
     "eager/lazy": "eager/test_owned.py: views_of_lazy_parameters_are_read_under_inference_mode",
     "eager/units": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
     # Programs
+    "program/categories": "program/test_held.py: "
+    "rows_add_up_and_categories_are_what_the_state_holds",
     "program/graph": "program/test_memory.py: timeline_equals_brute_force",
     "program/pipeline": "program/passes/test_passes.py: values_stay_bitwise_at_world_2",
     "program/program": "program/test_listing.py: listing_is_the_golden_one",
+    "program/promises": "program/test_rules.py: every_mutation_is_found_and_its_node_named",
+    "program/sections": "program/test_listing.py: layers_that_are_alike_are_shown_once",
+    "program/sites": "program/passes/test_seed.py: same_key_same_masks_whatever_ran_before",
     "program/strides": "program/test_codegen.py: restored_has_the_values_and_the_strides",
+    "program/text": "program/test_listing.py: listing_is_the_golden_one",
     "program/trace": "test_errors.py: what_cannot_be_staged_out_is_shown_with_its_line",
     "program/passes/bucket": "program/passes/test_passes.py: "
     "bucket_takes_the_largest_size_that_memory_allows",

@@ -256,3 +256,8 @@ class Axes(NamedTuple):
     def world(self) -> int:
         """Ranks over both axes."""
         return self.shard.size * self.replicate.size
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The process groups over which gradients are summed."""
+        return tuple(axis.group for axis in self if axis.size > 1)

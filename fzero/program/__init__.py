@@ -1,6 +1,7 @@
 """Programs: functions of a training step staged out into graphs that can be read and scheduled."""
 
+from fzero.program.cost import Hardware
 from fzero.program.listing import Collective
 from fzero.program.program import Program
 
-__all__ = ["Collective", "Program"]
+__all__ = ["Collective", "Hardware", "Program"]

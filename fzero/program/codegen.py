@@ -22,8 +22,8 @@ from fzero.errors import TraceError
 from fzero.numerics.rng import generator_of
 from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
 from fzero.program.memory import reads
-from fzero.program.passes.seed import SITE
 from fzero.program.program import Program
+from fzero.program.sites import SITE
 from fzero.program.strides import agree, restored
 
 Executable = Callable[..., list[Any]]

@@ -1,12 +1,14 @@
 """What passes ask of a graph: its nodes, their values, the phase that each belongs to."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter
+
+from fzero.distributed.buckets import unpack_into
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
@@ -84,16 +86,12 @@ def _begins(node: fx.Node) -> str | None:
     return str(node.args[0]) if is_op(node, "fzero::phase") else None
 
 
-READS = "reads"
+AGAIN = "computed_again"
 
 
-def note_reads(graph: fx.Graph) -> None:
-    """Note at each node what it reads while recording: fake tensors, a list an operand.
-
-    `Program.verify` holds passes to it.
-    """
-    for node in graph.nodes:
-        node.meta[READS] = [tensors_of(operand) for operand in operands(node)]
+def is_again(node: fx.Node) -> bool:
+    """Whether a node computes again in backward what forward did."""
+    return node.meta.get(AGAIN, False)
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
@@ -127,6 +125,8 @@ def is_wanted(node: fx.Node) -> bool:
 def written_operands(node: fx.Node) -> list[fx.Node]:
     """The operands whose values an operator changes; a change of sizes or strides alone is none."""
     target = node.target
+    if target is unpack_into:
+        return list(node.args[2])  # pyright: ignore
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.inplace_view in target.tags:
         return []
     schema = target._schema
@@ -152,6 +152,20 @@ def inputs_written_in_place(graph: fx.Graph) -> set[fx.Node]:
     }
 
 
+class Held(NamedTuple):
+    """Bytes that a rank holds for a step, besides what is in its Programs' graphs.
+
+    Args:
+        bytes: on this rank.
+        category: see `fzero.program.categories`.
+        name: of the leaf or input.
+    """
+
+    bytes: int
+    category: str
+    name: str
+
+
 class Part(Protocol):
     """A part of a step as listings, memory and checks read it: a `Program` is one."""
 
@@ -168,4 +182,12 @@ class Part(Protocol):
     @property
     def times(self) -> int: ...
     @property
-    def resident(self) -> int: ...
+    def resident(self) -> tuple[Held, ...]: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+    @property
+    def input_categories(self) -> tuple[str, ...]: ...
+    @property
+    def output_categories(self) -> tuple[str, ...]: ...
+    @property
+    def reduced_over(self) -> tuple[str, ...]: ...

@@ -16,13 +16,23 @@ from fzero.program.graph import Part, is_op, output_node, placeholders, tensors_
 
 
 def peak_bytes(part: Part) -> int:
-    """Most bytes alive at once, inputs and `part.resident` included; this part alone."""
-    return part.resident + input_bytes(part) + max(timeline(part.graph), default=0)
+    """Most bytes alive at once, inputs and what is resident included; this part alone."""
+    return constant_bytes(part) + max(timeline(part.graph), default=0)
+
+
+def constant_bytes(part: Part) -> int:
+    """Bytes that are there all the time: inputs, and what lives beside the graph."""
+    return resident_bytes(part) + input_bytes(part)
+
+
+def resident_bytes(part: Part) -> int:
+    """Bytes of a step's state that live beside the graph."""
+    return sum(row.bytes for row in part.resident)
 
 
 def input_bytes(part: Part) -> int:
     """Bytes of the inputs' storages."""
-    return sum(_storages(placeholders(part.graph)).values())
+    return sum(storages(placeholders(part.graph)).values())
 
 
 def timeline(graph: fx.Graph) -> Iterator[int]:
@@ -40,21 +50,21 @@ Bytes = dict[int, int]  # storage -> bytes
 
 def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Bytes]]:
     """What each node allocates, and what can be freed after it."""
-    inputs = set(_storages(n for n in graph.nodes if n.op in ("placeholder", "get_attr")))
+    inputs = set(storages(n for n in graph.nodes if n.op in ("placeholder", "get_attr")))
     same: dict[int, int] = {}  # waiting returns what it was given, and its fake value does not
     born: dict[fx.Node, Bytes] = {}
     size: Bytes = {}
     last: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        for key in _storages([*reads(node), *_lingering(node)]):
+        for key in storages([*reads(node), *_lingering(node)]):
             last[same.get(key, key)] = node
-        if _is_wait(node):
-            (launched,) = _storages(node.all_input_nodes)
-            same |= dict.fromkeys(_storages([node]), same.get(launched, launched))
+        if is_wait(node):
+            (launched,) = storages(node.all_input_nodes)
+            same |= dict.fromkeys(storages([node]), same.get(launched, launched))
             continue
         new = {
             key: nbytes
-            for key, nbytes in _storages([node]).items()
+            for key, nbytes in storages([node]).items()
             if key not in size and key not in inputs and key not in same
         }
         if new:
@@ -63,7 +73,7 @@ def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Byte
         # what nobody reads dies where it is made
         for key in new:
             last[key] = node
-    outputs = {same.get(key, key) for key in _storages(output_node(graph).all_input_nodes)}
+    outputs = {same.get(key, key) for key in storages(output_node(graph).all_input_nodes)}
     dies: dict[fx.Node, Bytes] = {}
     for key, node in last.items():
         if key in size and key not in outputs:
@@ -74,7 +84,7 @@ def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Byte
 def reads(node: fx.Node) -> list[fx.Node]:
     """What has to be alive while a node runs: its operands, and what it waits for sends."""
     operands = node.all_input_nodes
-    return [*operands, *_sent(operands)] if _is_wait(node) else operands
+    return [*operands, *_sent(operands)] if is_wait(node) else operands
 
 
 def _lingering(node: fx.Node) -> list[fx.Node]:
@@ -83,7 +93,7 @@ def _lingering(node: fx.Node) -> list[fx.Node]:
     Gloo's threads say that they are done, and let go of what they sent a moment later: by then the
     main thread has often allocated what the buffer that came is taken apart into.
     """
-    launches = [x for wait in node.all_input_nodes if _is_wait(wait) for x in wait.all_input_nodes]
+    launches = [x for wait in node.all_input_nodes if is_wait(wait) for x in wait.all_input_nodes]
     return _sent([x for x in launches if "bucket" in x.meta and x.meta["bucket"].exchanged])
 
 
@@ -91,11 +101,13 @@ def _sent(launches: Iterable[fx.Node]) -> list[fx.Node]:
     return [buffer for launch in launches for buffer in launch.all_input_nodes]
 
 
-def _is_wait(node: fx.Node) -> bool:
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective."""
     return is_op(node, "_c10d_functional::wait_tensor")
 
 
-def _storages(nodes: Iterable[fx.Node]) -> Bytes:
+def storages(nodes: Iterable[fx.Node]) -> Bytes:
+    """The storages that the values of nodes are on, and their bytes."""
     found: Bytes = {}
     for node in nodes:
         for x in tensors_of(node):

@@ -1,14 +1,21 @@
 """A Program: one staged-out function as a graph, with what is known about it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import fx
 
+from fzero.program.cost import CPU, Cost, Hardware, cost
+from fzero.program.diff import Diff, diff
+from fzero.program.graph import Held
+from fzero.program.held import Memory, Peak, memory, peak
 from fzero.program.listing import Collective, collectives, listing
 from fzero.program.memory import peak_bytes
+from fzero.program.perfetto import save_trace
+from fzero.program.plot import plot
 from fzero.program.verify import verify
 
 
@@ -22,13 +29,16 @@ class Program:
         graph: a placeholder per input, in order; one output node with a flat tuple. Every node that
             holds tensors has a fake copy of them in `meta["val"]`.
         inputs: a name for each placeholder.
-        outputs: a name for each output.
+        outputs: a name for each output; of a gradient, its leaf's.
         constants: tensors that the traced function closed over, by `get_attr` target.
         log: one line per front end and pass: what it did.
         times: how often a step runs it (micro-batches).
-        resident: bytes of a step's state that live beside this graph and aren't among its inputs.
+        resident: what a step's state has that lives beside this graph and isn't among its inputs.
         bucket_bytes: most bytes of full leaves that share a collective; 0 if there are none.
         next: what the step runs after it.
+        input_categories: what each of the first inputs is: see `fzero.program.categories`.
+        output_categories: the same of outputs.
+        reduced_over: the process groups over which each gradient must be summed here, exactly once.
     """
 
     name: str
@@ -38,9 +48,12 @@ class Program:
     constants: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     log: tuple[str, ...] = ()
     times: int = 1
-    resident: int = 0
+    resident: tuple[Held, ...] = ()
     bucket_bytes: int = 0
     next: "Program | None" = None
+    input_categories: tuple[str, ...] = ()
+    output_categories: tuple[str, ...] = ()
+    reduced_over: tuple[str, ...] = ()
 
     def parts(self) -> Iterator["Program"]:
         """This Program and those that follow it in the step."""
@@ -65,16 +78,93 @@ class Program:
         """Most bytes of tensors alive at once on this rank, inputs included."""
         return max(peak_bytes(part) for part in self.parts())
 
-    def verify(self) -> None:
-        """Check that every value has the shape, dtype and strides that were recorded.
+    def peak(self) -> Peak:
+        """What is alive at the moment when most is: rows of (bytes, category, name, module, where),
+        the largest first. They add up to `peak_bytes()`.
+
+        Examples:
+            >>> import torch, fzero
+            >>> def model_fn(params, x):
+            ...     return torch.tanh(x @ params["w"]).square().mean()
+            >>> step_fn = fzero.make_train_step(model_fn, fzero.optim.adam(0.1))
+            >>> state = step_fn.init({"w": torch.ones(64, 4)})
+            >>> program = step_fn.lower(*state, torch.ones(8, 64))
+            >>> peak = program.peak()
+            >>> sum(row.bytes for row in peak) == peak.bytes == program.peak_bytes()
+            True
+            >>> nbytes, category, name, module, where = peak[0]
+            >>> nbytes, category, name
+            (2048, 'batch', 'batch')
+            >>> peak.by_category()["optimizer"]
+            2052
+        """
+        return peak(self.parts())
+
+    def memory(self) -> Memory:
+        """The bytes alive at each node of the step, by category: see `fzero.program.held.Moment`.
+
+        A Program that runs once per micro-batch is shown once.
+        """
+        return memory(self.parts())
+
+    def cost(self, hardware: Hardware = CPU) -> Cost:
+        """FLOPs, bytes moved and bytes sent of a whole step on this rank, by module, and an
+        estimate of the time they take.
+
+        Args:
+            hardware: what it would run on; see `fzero.program.cost.Hardware`.
+        """
+        return cost(self.parts(), hardware)
+
+    def plot(self, path: str | Path, hardware: Hardware = CPU) -> None:
+        """Draw memory by category over the estimated time of a step, and under it what computes and
+        what communicates then.
+
+        Args:
+            path: ends with what it is to be: ".png", ".svg", ".pdf".
+            hardware: what it would run on.
 
         Raises:
-            TraceError: with the value, what was recorded, and what it is.
+            FzeroError: matplotlib is not installed.
         """
-        verify(self.parts())
+        plot(self.parts(), path, hardware)
+
+    def save_trace(self, path: str | Path, hardware: Hardware = CPU) -> None:
+        """Write the estimated time line as JSON for ui.perfetto.dev or chrome://tracing.
+
+        Args:
+            path: of the file to write.
+            hardware: what it would run on.
+        """
+        save_trace(self.parts(), path, hardware)
+
+    def diff(self, other: "Program") -> Diff:
+        """What `other`'s step does differently; printed it is a table."""
+        return diff(self.parts(), other.parts())
+
+    def verify(self, others: Iterable["Program"] = ()) -> None:
+        """Check that the Program does what was recorded; see `fzero.program.verify`.
+
+        Args:
+            others: the same step's Programs of other ranks: they must launch the same collectives
+                in the same order.
+
+        Raises:
+            TraceError: with the node, what was recorded, and what is there.
+        """
+        verify(self.parts(), [tuple(other.parts()) for other in others])
+
+    def listing(self, *, verbose: bool = False) -> str:
+        """The Program as text, in sections by module, with bytes made and bytes alive.
+
+        Args:
+            verbose: show every node; otherwise layers that are alike are shown once, and views
+                stand inside the operators that read them.
+        """
+        return listing(self.parts(), verbose=verbose)
 
     def __str__(self) -> str:
-        return listing(self.parts())
+        return self.listing()
 
 
 Pass = Callable[[Program], Program]

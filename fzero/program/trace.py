@@ -8,11 +8,8 @@ user's line and the ways on.
 """
 
 import contextlib
-import os
-import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +26,11 @@ from torch.fx.graph import CodeGen
 from fzero.errors import FzeroError, TraceError, TransformOverError
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.program.devices import devices_kept
-from fzero.program.graph import note_reads, output_node, placeholders
+from fzero.program.graph import output_node, placeholders
 from fzero.program.interop import transformers_is_tracing
+from fzero.program.origin import OURS, origins_noted
 from fzero.program.program import Program
+from fzero.program.promises import note
 
 FrontEnd = tuple[str, Callable[..., Any]]
 
@@ -93,7 +92,8 @@ def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
         # a caller's no_grad is not to reach the gradients that are recorded
         torch.enable_grad(),
     ):
-        return make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        noted = origins_noted(fn)
+        return make_fx(noted, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -117,7 +117,7 @@ def _program(
         if node.op == "get_attr"
     }
     assert len(placeholders(graph)) == len(names)
-    note_reads(graph)
+    note(graph)
     outputs = tuple(f"out{i}" for i, _ in enumerate(output_node(graph).args[0]))  # pyright: ignore
     return Program(name, graph, tuple(names), outputs, constants, log)
 
@@ -165,19 +165,11 @@ def _operation(error: Exception) -> str:
 def _user_frame(error: BaseException) -> str:
     """Where in the user's own code an exception came from."""
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [f for f in frames if not f.filename.startswith(_OURS)]
+    mine = [f for f in frames if not f.filename.startswith(OURS)]
     if not mine:
         return ""
     frame = mine[-1]
     return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
-
-
-# By folder, not by name: a user's project may be called after any of them.
-_OURS = (
-    *(f"{Path(str(sys.modules[p].__file__)).parent}{os.sep}" for p in ("torch", "optree", "fzero")),
-    contextlib.__file__,
-    "<",
-)
 
 
 def _first_line(error: BaseException) -> str:

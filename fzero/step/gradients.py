@@ -22,6 +22,8 @@ from fzero.functional.differentiate import no_gradient
 from fzero.layout import Layout
 from fzero.numerics.casts import cast, in_force, widened
 from fzero.program import Program
+from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS, RESULTS, SCALE, STATE
+from fzero.program.graph import Held
 from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
 from fzero.program.trace import trace_program
@@ -125,7 +127,7 @@ def trace_gradients(
     axes: Axes,
     inputs: Sequence[Tensor],
     names: Sequence[str],
-    resident: int,
+    resident: Sequence[Held],
     bucket_bytes: int | None = None,
     notes: Notes | None = None,
 ) -> Program:
@@ -134,7 +136,7 @@ def trace_gradients(
     Args:
         inputs: example tensors for the flat calling convention.
         names: one per input.
-        resident: bytes that a rank holds beside them while the Program runs.
+        resident: what a rank holds beside them while the Program runs.
         bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
         notes: takes down what the model function reads from outside.
 
@@ -152,7 +154,8 @@ def trace_gradients(
     program = replace(
         notes.record(lambda: trace_program("gradients", front_ends, inputs, names)),
         times=cfg.accum_steps,
-        resident=resident,
+        resident=tuple(resident),
+        **_roles(cfg, signature, axes),
     )
     given = {leaf.name: leaf.compute or leaf.dtype for leaf in signature.layout}
     for name in written_inputs(program, given):
@@ -165,6 +168,31 @@ def trace_gradients(
         prefetch=cfg.prefetch,
         slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
     )
+
+
+def _roles(cfg: Config, signature: Signature, axes: Axes) -> dict[str, Any]:
+    """What the inputs and outputs of the flat calling convention are, as a Program has it."""
+    trained = [leaf.name for leaf in signature.layout if leaf.trainable]
+    states = signature.state_out.num_leaves if signature.state_out else 0
+    aux = signature.aux_out.names if signature.aux_out else ()
+    names = [*trained, "loss", *[f"model_state.{i}" for i in range(states)]]
+    names += [f"aux.{name}".rstrip(".") for name in aux]
+    return {
+        "outputs": tuple(names),
+        "input_categories": (
+            *[PARAMETERS] * len(signature.layout),
+            *[STATE] * (signature.state.num_leaves if signature.state else 0),
+            *[BATCH] * signature.batch.num_leaves,
+            *[SCALE] * signature.scaled,
+        ),
+        "output_categories": (
+            *[GRADIENTS] * len(trained),
+            RESULTS,
+            *[STATE] * states,
+            *[RESULTS] * len(aux),
+        ),
+        "reduced_over": () if reduces_once(cfg) else axes.groups,
+    }
 
 
 # How much of the peak fewer and larger collectives may cost. Who shards parameters is short of

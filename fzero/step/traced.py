@@ -8,13 +8,14 @@ from torch import Tensor
 from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
+from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS
 from fzero.program.codegen import compile_program
-from fzero.program.graph import output_node, tensors_of
+from fzero.program.graph import Held, output_node, tensors_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.gradients import ModelFn, Signature, reduces_once, trace_gradients
 from fzero.step.update import Updated
-from fzero.step.update_program import UpdateProgram, outputs_on, shared_outputs
+from fzero.step.update_program import UpdateProgram, held_rows, outputs_on, shared_outputs
 from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, stacked, take_apart
 from fzero.transforms.notes import Notes
@@ -61,11 +62,12 @@ class Traced:
         inputs = [*trained, *frozen, *local.state, *batch, *local.scale[:1]]
         fed = sum(x.nbytes for x in batch)
         # the other micro-batches: parts of one batch, which stays there as a whole
-        beside = local.nbytes() + (cfg.accum_steps - 1) * fed
+        beside = [*held_rows(plan, local), Held((cfg.accum_steps - 1) * fed, BATCH, "the rest")]
         if cfg.accum_steps > 1:  # the sum so far
-            beside += sum(
-                _sum_bytes(x, leaf, plan) for x, leaf in zip(trained, plan.trained, strict=True)
-            )
+            beside += [
+                Held(_sum_bytes(x, leaf, plan), GRADIENTS, leaf.name)
+                for x, leaf in zip(trained, plan.trained, strict=True)
+            ]
         settled = bucket_bytes or (None, None)
         if shared:
             gradients = self.gradient_program = shared.gradient_program
@@ -101,7 +103,13 @@ class Traced:
                 loss,
                 state,
                 budget=gradients.peak_bytes(),
-                resident=cfg.accum_steps * fed + sum(x.nbytes for x in frozen),
+                resident=[
+                    Held(cfg.accum_steps * fed, BATCH, "batch"),
+                    *(
+                        Held(x.nbytes, PARAMETERS, name)
+                        for x, name in zip(frozen, plan.names[1], strict=True)
+                    ),
+                ],
                 bucket_bytes=settled[1],
             )
             self.program = gradients.then(update)

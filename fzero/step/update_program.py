@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from fzero import tree
+from fzero.distributed.dtensor import local_tensor
 from fzero.numerics.loss_scale import LossScaleState
 from fzero.numerics.rng import mix
 from fzero.program import Program
+from fzero.program.categories import (
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    PARAMETERS,
+    RESULTS,
+    SCALE,
+    STATE,
+)
 from fzero.program.codegen import Executable, compile_program
-from fzero.program.graph import output_node, tensors_of
+from fzero.program.graph import Held, output_node, tensors_of
 from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
 from fzero.program.trace import trace_program
@@ -35,6 +45,7 @@ class UpdateProgram:
 
     def __init__(self, plan: Plan, local: LocalState, *, reduced: bool) -> None:
         self.plan = plan
+        self.reduced = reduced
         self.step_update = Update(
             plan.opt,
             plan.cfg,
@@ -126,7 +137,7 @@ class UpdateProgram:
         loss: Tensor,
         state: Sequence[Tensor],
         *,
-        resident: int = 0,
+        resident: Sequence[Held] = (),
         budget: int = 0,
         bucket_bytes: int | None = None,
     ) -> Program:
@@ -134,7 +145,7 @@ class UpdateProgram:
 
         Args:
             trained, local, grads, loss, state: as `__call__` will get them.
-            resident: bytes that a rank holds besides.
+            resident: what a rank holds besides.
             budget: bytes that the rest of the step needs in any case.
             bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
         """
@@ -157,6 +168,8 @@ class UpdateProgram:
             *[f"model_state_before.{i}" for i in range(len(groups[-2]))],
             *["step"] * len(groups[-1]),
         ]
+        kinds = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS, RESULTS, STATE, SCALE, STATE, OPTIMIZER)
+        categories = [kind for kind, group in zip(kinds, groups, strict=True) for _ in group]
         inputs = [x for group in groups for x in group]
         self._recordings += 1
         if self._recordings > MAX_EARLIER:
@@ -170,7 +183,12 @@ class UpdateProgram:
                 recorded = number_sites(recorded)
             cfg = self.plan.cfg
             program = share_collectives(
-                replace(recorded, resident=resident),
+                replace(
+                    recorded,
+                    resident=tuple(resident),
+                    input_categories=tuple(categories),
+                    reduced_over=() if self.reduced else self.plan.axes.groups,
+                ),
                 bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
                 prefetch=cfg.prefetch,
                 budget=budget,
@@ -216,6 +234,18 @@ def outputs_on(program: Program, count: int) -> list[int]:
     outputs: Any = output_node(program.graph).args[0]
     on = [any(x.untyped_storage()._cdata in inputs for x in tensors_of(n)) for n in outputs]
     return [index for index, shared in enumerate(on) if shared and index >= count]
+
+
+def held_rows(plan: Plan, local: LocalState) -> list[Held]:
+    """What `local.nbytes()` counts, row by row."""
+    masters = zip(local.masters, plan.names[0], strict=False)
+    inner = zip(local.inner, names_of_state(local), strict=True)
+    rows = [(x, MASTERS, name) for x, name in masters] + [(x, OPTIMIZER, n) for x, n in inner]
+    return [Held(local_tensor(x).nbytes, kind, name) for x, kind, name in rows if _is_tensor(x)]
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
 
 
 def names_of_state(local: LocalState) -> list[str]:

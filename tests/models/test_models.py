@@ -6,7 +6,7 @@ import torch
 from fzero.errors import TraceError
 from tests.models.compare import batch_of, error, errors_on_ranks, plain, stepped
 from tests.models.zoo import CASES, Case
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 INSTALLED = [case for case in CASES if case.installed]
 STAGED = [case for case in INSTALLED if case.stages_out]
@@ -60,3 +60,15 @@ def test_masks_of_transformers_take_the_first_front_end(name: str) -> None:
     pytest.importorskip("transformers")
     (case,) = (case for case in CASES if case.name == name)
     assert stepped(case, batch_of(case)).front_end == "torch.func.vjp"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("case", STAGED, ids=named)
+def test_nothing_is_wrong_with_the_programs_of_real_models(case: Case, stage: int) -> None:
+    with fake_ranks(2):
+        program = stepped(case, batch_of(case), stage=stage, bucket_mb=0.01).program
+        program.verify([program])
+    peak = program.peak()
+    assert sum(row.bytes for row in peak) == program.peak_bytes()
+    assert "inputs" not in peak.by_category()

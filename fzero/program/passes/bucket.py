@@ -17,7 +17,6 @@ from fzero.distributed.buckets import (
 from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
 from fzero.program.graph import (
-    READS,
     UPDATE,
     copy_graph,
     is_mutable,
@@ -37,6 +36,7 @@ from fzero.program.passes.rewrite import (
 )
 from fzero.program.passes.schedule import schedule
 from fzero.program.program import Program
+from fzero.program.promises import inherit, keep
 
 
 def bucket(
@@ -178,6 +178,7 @@ def _lower(graph: fx.Graph, group: _Group) -> None:
     with graph.inserting_before(before):
         send = call(graph, pack, operands, whole, name=f"pack_{group.kind}")
         target, arguments = carrier(whole, tensors_of(send)[0].numel())
+        inherit(send, group.nodes)
         launch = call(graph, target, send, *arguments, name=group.kind)
         # what the schedule, the listing and the walk over memory know a bucket by
         launch.meta["bucket"] = whole
@@ -205,12 +206,13 @@ def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:
         return []
     found = []
     for node, (copy,) in zip(gathers, copies, strict=True):
+        before = operands(copy)
         targets, sources = map(list, copy.args[:2])  # pyright: ignore
         index = sources.index(node)
         found.append(targets.pop(index))
         sources.pop(index)
         copy.args = (targets, sources)
-        copy.meta[READS] = [tensors_of(x) for x in operands(copy)]
+        keep(copy, before)
         if not sources:
             copy.graph.erase_node(copy)
     return found

@@ -8,6 +8,7 @@ from torch import fx
 from fzero.program.graph import copy_graph, order_of, output_node, placeholders, tensors_of
 from fzero.program.passes.rewrite import call
 from fzero.program.program import Program
+from fzero.program.promises import overwritten, settled
 
 
 def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
@@ -56,8 +57,10 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
             after = inputs[-1]
         with graph.inserting_after(after):
             results[i] = call(graph, torch.ops.aten.copy_.default, target, results[i])
+        overwritten(target)
         written += 1
     output.args = (results,)
+    settled(output)
     if not copies and not written:
         return program
     line = f"donate: {written} results written over inputs, {copies} copied out of them"

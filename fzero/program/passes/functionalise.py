@@ -25,7 +25,6 @@ from fzero.errors import FzeroError, TraceError
 from fzero.program.graph import (
     has_effect,
     is_op,
-    note_reads,
     operands,
     output_node,
     placeholders,
@@ -34,6 +33,7 @@ from fzero.program.graph import (
 )
 from fzero.program.passes.rewrite import call, is_cheap, is_gather
 from fzero.program.program import Program
+from fzero.program.promises import note
 from fzero.program.strides import alike
 
 
@@ -71,7 +71,7 @@ def functionalise(program: Program) -> Program:
     # make_fx leaves a calling convention of pytrees; a Program's inputs are flat
     graph.set_codegen(CodeGen())
     _restore_outputs(graph, operands(output_node(program.graph)))
-    note_reads(graph)
+    note(graph)
     # The second recording names constants anew.
     constants = {
         str(node.target): getattr(traced, str(node.target))

@@ -6,7 +6,16 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fzero.functional.remat import Path, regions_of
-from fzero.program.graph import BACKWARD, FORWARD, copy_graph, is_wanted, order_of, phases
+from fzero.program.graph import (
+    AGAIN,
+    BACKWARD,
+    FORWARD,
+    copy_graph,
+    is_again,
+    is_wanted,
+    order_of,
+    phases,
+)
 from fzero.program.passes.rewrite import infer, refresh
 from fzero.program.program import Program
 
@@ -32,12 +41,9 @@ def rematerialise(program: Program) -> Program:
     while paths:
         paths = _level(graph, paths, gradients)
     graph.eliminate_dead_code(is_impure_node=is_wanted)
-    copies = sum(n.meta.get(_AGAIN, False) for n in graph.nodes)
+    copies = sum(is_again(n) for n in graph.nodes)
     line = f"remat: {regions} regions, {copies} nodes computed again in backward"
     return program.logged(graph, line)
-
-
-_AGAIN = "computed_again"
 
 
 def _level(
@@ -62,7 +68,7 @@ def _level(
         for node in sorted(missing, key=order.__getitem__):
             with graph.inserting_before(reader):
                 new = graph.node_copy(node, lambda x: again.get(x, x))
-            new.meta[_AGAIN] = True
+            new.meta[AGAIN] = True
             again[node] = infer(new)
             if node in inner:  # regions of their own: their values die before the originals' do
                 inner[new] = tuple(r._replace(name=f"{r.name}'") for r in inner[node])

@@ -9,6 +9,7 @@ from fzero.distributed.mesh import is_gloo
 from fzero.program.graph import UPDATE, copy_graph, order_of
 from fzero.program.passes.rewrite import is_cheap, legalise
 from fzero.program.program import Program
+from fzero.program.promises import TURN
 
 
 def schedule(program: Program, *, prefetch: int | None = None) -> Program:
@@ -35,6 +36,8 @@ def schedule(program: Program, *, prefetch: int | None = None) -> Program:
         if node.meta["phase"] != UPDATE:
             _delay(node, following, order)
     legalise(graph)
+    for turn, node in enumerate(node for node in graph.nodes if "bucket" in node.meta):
+        node.meta[TURN] = turn
     line = f"schedule: gathers launched {prefetch} ahead, one reduction in flight"
     return program.logged(graph, line)
 

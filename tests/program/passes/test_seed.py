@@ -17,7 +17,8 @@ from fzero.program.codegen import compile_program
 from fzero.program.graph import copy_graph, output_node
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
-from fzero.program.passes.seed import SITE, insert_seeds, number_sites
+from fzero.program.passes.seed import insert_seeds, number_sites
+from fzero.program.sites import SITE
 from fzero.program.trace import trace_program
 from tests.program.programs import Recorded
 

@@ -1,0 +1,378 @@
+"""What a step costs: FLOPs, bytes moved in memory, bytes sent, and an estimate of its time.
+
+FLOPs are counted by `torch.utils.flop_counter`: matrix products, convolutions and attention, two
+for a multiplication and an addition; other operators count none, and their cost is the bytes they
+move. A masked half of attention counts in full, as there.
+
+An operator takes the longer of its FLOPs at the hardware's rate and its bytes at the memory's
+bandwidth, and an overhead; operators run one after another (the roofline model). A collective takes
+a latency for each hop of its ring and its bytes at the link's bandwidth (the alpha-beta model); it
+runs beside the operators from its launch, after those of its group that were launched before, and
+what waits for it stands still until it is done.
+
+References: Williams, Waterman, Patterson, Roofline, CACM 52(4), 2009; Hockney, The communication
+challenge for MPP, Parallel Computing 20(3), 1994.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from fzero.distributed.buckets import ALL_REDUCE, Bucket
+from fzero.program.graph import Part, phases, tensors_of, written_operands
+from fzero.program.memory import is_wait, storages
+from fzero.program.origin import origin_of
+from fzero.program.sections import pattern
+from fzero.program.text import count, seconds, size, table
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a step would run on: one rank's processor, its memory, and its link to the others.
+
+    Args:
+        name: for reports.
+        flops: FLOP/s of matrix products in float32, as they are reached, not as they are sold.
+        low_flops: the same in bfloat16 and float16; None: as `flops`.
+        memory_bandwidth: bytes/s.
+        overhead: seconds that launching an operator takes.
+        link_latency: seconds for one hop of a collective (alpha).
+        link_bandwidth: bytes/s that a rank sends (1 / beta).
+
+    Examples:
+        >>> Hardware("mine", flops=2e12, memory_bandwidth=1e11).name
+        'mine'
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    low_flops: float | None = None
+    overhead: float = 5e-6
+    link_latency: float = 2e-5
+    link_bandwidth: float = 1e10
+
+    def compute_time(self, flops: int, nbytes: int, dtype: torch.dtype | None = None) -> float:
+        """Seconds of one operator.
+
+        Args:
+            flops: that it computes.
+            nbytes: that it reads and writes.
+            dtype: that it computes in.
+        """
+        low = dtype in (torch.bfloat16, torch.float16)
+        rate = (self.low_flops if low else None) or self.flops
+        return max(flops / rate, nbytes / self.memory_bandwidth) + self.overhead
+
+    def send_time(self, bucket: Bucket) -> float:
+        """Seconds of one collective."""
+        hops = (bucket.world - 1) * (2 if bucket.kind == ALL_REDUCE else 1)
+        return hops * self.link_latency + bucket.wire_bytes / self.link_bandwidth
+
+
+CPU = Hardware(
+    "one core of a CPU, gloo on one machine",
+    flops=6e10,
+    memory_bandwidth=1e10,
+    overhead=4e-6,
+    link_latency=1e-4,
+    link_bandwidth=1e9,
+)
+
+
+class NodeCost(NamedTuple):
+    """What one node costs.
+
+    Args:
+        flops: of matrix products, convolutions, attention.
+        bytes_moved: that it reads and writes in this rank's memory.
+        sent: bytes that this rank sends.
+        seconds: estimated; of a collective, on its link.
+    """
+
+    flops: int
+    bytes_moved: int
+    sent: int
+    seconds: float
+
+
+def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
+    """What a node costs; nothing if it makes a view, or waits."""
+    bucket: Bucket | None = node.meta.get("bucket")
+    if bucket is not None:
+        return NodeCost(0, 0, bucket.wire_bytes, hardware.send_time(bucket))
+    nbytes = _bytes_moved(node)
+    if not nbytes:
+        return NodeCost(0, 0, 0, 0.0)
+    flops = _flops(node)
+    dtype = next((x.dtype for x in tensors_of(node)), None)
+    return NodeCost(flops, nbytes, 0, hardware.compute_time(flops, nbytes, dtype))
+
+
+def _bytes_moved(node: fx.Node) -> int:
+    if node.op != "call_function" or node.target is operator.getitem or is_wait(node):
+        return 0
+    read = storages(node.all_input_nodes)
+    made = [x for x in tensors_of(node) if x.untyped_storage()._cdata not in read]
+    written = [x for operand in written_operands(node) for x in tensors_of(operand)]
+    if not made and not written and node.meta.get("val") is not None:  # a view
+        return 0
+    output = sum(x.nbytes for x in [*made, *written])
+    operands = [x for operand in node.all_input_nodes for x in tensors_of(operand)]
+    if getattr(node.target, "overloadpacket", None) in _LOOKUPS:  # reads the rows that it returns
+        operands = operands[1:]
+        return 2 * output + sum(x.nbytes for x in operands)
+    return output + sum(x.nbytes for x in operands)
+
+
+_aten = torch.ops.aten
+_LOOKUPS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
+
+
+def _flops(node: fx.Node) -> int:
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    formula: Callable[..., int] | None = flop_registry.get(_ALIKE.get(packet, packet))
+    if formula is None:
+        return 0
+    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))  # pyright: ignore
+
+
+# operators that torch's counter doesn't know, and what has the same arguments and the same count
+_FLASH = "_scaled_dot_product_flash_attention"
+_ALIKE: Mapping[Any, Any] = MappingProxyType(
+    {
+        getattr(_aten, f"{_FLASH}_for_cpu{way}"): getattr(_aten, f"{_FLASH}{way}")
+        for way in ("", "_backward")
+    }
+)
+
+
+# ------------------------------------------------------------------------------- on a time line
+class Span(NamedTuple):
+    """What one node does, and when.
+
+    Args:
+        node: of the Program's graph.
+        lane: "compute", or the name of the process group that it sends over.
+        start: seconds from the start of the part.
+        end: the same.
+        cost: of the node.
+        phase: "forward", "backward" or "update".
+        waits: whether the node only waits for a collective.
+    """
+
+    node: fx.Node
+    lane: str
+    start: float
+    end: float
+    cost: NodeCost
+    phase: str
+    waits: bool = False
+
+
+COMPUTE = "compute"
+
+
+def spans(part: Part, hardware: Hardware) -> Iterator[Span]:
+    """Each node of a part's graph on the estimated time line of one run; see the module's text."""
+    now = 0.0
+    free: dict[str, float] = {}  # from when on a group's link is
+    done: dict[fx.Node, float] = {}
+    phase = phases(part.graph)
+    for node in part.graph.nodes:
+        if node.op != "call_function":
+            continue
+        cost = node_cost(node, hardware)
+        bucket: Bucket | None = node.meta.get("bucket")
+        if bucket is not None:
+            start = max(now, free.get(bucket.group, 0.0))
+            done[node] = free[bucket.group] = start + cost.seconds
+            yield Span(node, bucket.group, start, done[node], cost, phase[node])
+            continue
+        end = now + cost.seconds
+        if waits := is_wait(node):
+            end = max(now, *(done.get(x, 0.0) for x in node.all_input_nodes))
+        yield Span(node, COMPUTE, now, end, cost, phase[node], waits)
+        now = end
+
+
+# ----------------------------------------------------------------------------------- as a report
+class CostRow(NamedTuple):
+    """What one module's part of a phase costs in a step.
+
+    Args:
+        phase: "forward", "backward" or "update".
+        module: name; a collective counts for the module that has all its leaves.
+        flops: of matrix products, convolutions, attention.
+        bytes_moved: in this rank's memory.
+        sent: bytes that this rank sends, by kind of collective.
+        seconds: estimated, of the operators alone.
+    """
+
+    phase: str
+    module: str
+    flops: int
+    bytes_moved: int
+    sent: Mapping[str, int]
+    seconds: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved."""
+        return self.flops / self.bytes_moved if self.bytes_moved else 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs on one rank, micro-batches and update together.
+
+    Args:
+        rows: by phase and module, in the order in which they run.
+        hardware: that times are estimated for.
+        seconds: estimated, of the step.
+        exposed: of these, seconds in which a rank only waits for collectives.
+    """
+
+    rows: tuple[CostRow, ...]
+    hardware: Hardware
+    seconds: float
+    exposed: float
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a step."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that a step reads and writes in this rank's memory."""
+        return sum(row.bytes_moved for row in self.rows)
+
+    @property
+    def sent(self) -> Mapping[str, int]:
+        """Bytes that this rank sends, by kind of collective."""
+        return _added(row.sent for row in self.rows)
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved."""
+        return self.flops / self.bytes_moved if self.bytes_moved else 0.0
+
+    def by_module(self, depth: int | None = None) -> tuple[CostRow, ...]:
+        """Rows of modules, all phases together.
+
+        Args:
+            depth: how many parts of a module's name to tell apart; None: all.
+        """
+        named = (
+            row._replace(phase="", module=".".join(row.module.split(".")[:depth]))
+            for row in self.rows
+        )
+        return _merged(named)
+
+    def __str__(self) -> str:
+        head = (
+            f"{count(self.flops)} FLOP, {size(self.bytes_moved)} moved, "
+            f"{size(sum(self.sent.values()))} sent, {self.intensity:.3g} FLOP/byte"
+        )
+        waiting = f"{seconds(self.exposed)} of them waiting for collectives"
+        lines = [head, f"{seconds(self.seconds)} estimated, {waiting}; on {self.hardware.name}"]
+        lines += table([[kind, size(n)] for kind, n in self.sent.items()], "lr")
+        rows = [["phase", "module", "FLOP", "moved", "FLOP/byte", "sent", "time"]]
+        rows += [
+            [
+                row.phase,
+                row.module or "-",
+                count(row.flops),
+                size(row.bytes_moved),
+                f"{row.intensity:.3g}",
+                size(sum(row.sent.values())),
+                seconds(row.seconds),
+            ]
+            for row in _folded(self.rows)
+        ]
+        return "\n".join([*lines, *table(rows, "llrrrrr")])
+
+
+def cost(parts: Iterable[Part], hardware: Hardware) -> Cost:
+    """What a step costs."""
+    rows: list[CostRow] = []
+    total = exposed = 0.0
+    for part in parts:
+        end = 0.0
+        for span in spans(part, hardware):
+            bucket: Bucket | None = span.node.meta.get("bucket")
+            carried = bucket or _handled(span.node)
+            module = _module_of(carried) if carried else origin_of(span.node).module
+            sent = {} if bucket is None else {bucket.kind: span.cost.sent * part.times}
+            spent = 0.0 if bucket is not None or span.waits else span.cost.seconds * part.times
+            flops, moved = span.cost.flops * part.times, span.cost.bytes_moved * part.times
+            rows.append(CostRow(span.phase, module, flops, moved, sent, spent))
+            end = max(end, span.end)
+            exposed += (span.end - span.start) * part.times if span.waits else 0.0
+        total += end * part.times
+    return Cost(_merged(rows), hardware, total, exposed)
+
+
+def _handled(node: fx.Node) -> Bucket | None:
+    """The bucket that a node fills or takes apart."""
+    return next((x for x in node.args if isinstance(x, Bucket)), None)
+
+
+def _module_of(bucket: Bucket) -> str:
+    """The innermost module that has all leaves of a bucket, as far as their names tell."""
+    paths = [leaf.name.split(".")[:-1] for leaf in bucket.leaves]
+    common = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        common.append(level[0])
+    return ".".join(common)
+
+
+def _merged(rows: Iterable[CostRow]) -> tuple[CostRow, ...]:
+    found: dict[tuple[str, str], CostRow] = {}
+    for row in rows:
+        key = (row.phase, row.module)
+        old = found.get(key)
+        if old is not None:
+            row = CostRow(
+                *key,
+                old.flops + row.flops,
+                old.bytes_moved + row.bytes_moved,
+                _added([old.sent, row.sent]),
+                old.seconds + row.seconds,
+            )
+        found[key] = row
+    return tuple(row for row in found.values() if row.bytes_moved or row.sent)
+
+
+def _added(tables: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+    total: dict[str, int] = {}
+    for one in tables:
+        for kind, n in one.items():
+            total[kind] = total.get(kind, 0) + n
+    return total
+
+
+def _folded(rows: Iterable[CostRow]) -> tuple[CostRow, ...]:
+    """Rows of modules that differ in numbers of their names alone, added up."""
+    rows = list(rows)
+    alike: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        alike.setdefault((row.phase, pattern(row.module)), set()).add(row.module)
+
+    def named(row: CostRow) -> CostRow:
+        key = (row.phase, pattern(row.module))
+        many = len(alike[key])
+        return row._replace(module=f"{key[1]} ({many})" if many > 1 else row.module)
+
+    return _merged(map(named, rows))

@@ -1,0 +1,77 @@
+"""The estimated time line of a step as a trace for ui.perfetto.dev or chrome://tracing.
+
+One lane computes, each process group has a lane for what it carries, and a counter has the bytes
+alive by category. The format is the Trace Event Format's JSON.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fzero.program.categories import ORDER
+from fzero.program.cost import COMPUTE, Hardware, spans
+from fzero.program.graph import Part
+from fzero.program.held import memory
+from fzero.program.origin import origin_of
+
+
+def save_trace(parts: Iterable[Part], path: str | Path, hardware: Hardware) -> None:
+    """Write the trace of a step; what runs once per micro-batch is there once."""
+    events = list(_events(list(parts), hardware))
+    about = {"hardware": hardware.name, "times": "estimated"}
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+    Path(path).write_text(text)
+
+
+def _events(parts: list[Part], hardware: Hardware) -> Iterator[dict[str, Any]]:
+    lanes: dict[str, int] = {}
+    start = 0.0
+    held = {(moment.program, moment.node): moment for moment in memory(parts)}
+    for part in parts:
+        end = start
+        for span in spans(part, hardware):
+            if span.lane not in lanes:
+                lanes[span.lane] = len(lanes)
+                yield _named(span.lane, lanes[span.lane])
+            origin, cost = origin_of(span.node), span.cost
+            bucket = span.node.meta.get("bucket")
+            yield {
+                "ph": "X",
+                "name": repr(bucket) if bucket else span.node.name,
+                "cat": f"{part.name},{span.phase}{',wait' if span.waits else ''}",
+                "pid": 0,
+                "tid": lanes[span.lane],
+                "ts": _micro(start + span.start),
+                "dur": _micro(span.end - span.start),
+                "args": {
+                    "operator": str(span.node.target),
+                    "module": origin.module,
+                    "where": origin.where,
+                    "flops": cost.flops,
+                    "bytes moved": cost.bytes_moved,
+                    "bytes sent": cost.sent,
+                    "micro-batches": part.times,
+                },
+            }
+            moment = held[part.name, span.node.name]
+            if span.lane == COMPUTE:
+                yield {
+                    "ph": "C",
+                    "name": "bytes alive",
+                    "pid": 0,
+                    "ts": _micro(start + span.start),
+                    # every category at every place: a counter keeps what it was told last
+                    "args": {name: moment.categories.get(name, 0) for name in ORDER},
+                }
+            end = max(end, start + span.end)
+        start = end
+
+
+def _named(lane: str, number: int) -> dict[str, Any]:
+    name = "computes" if lane == COMPUTE else f"group {lane}"
+    return {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}}
+
+
+def _micro(time: float) -> float:
+    return round(time * 1e6, 3)
