@@ -104,10 +104,10 @@ def add_adapters(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 # ---- training ----
 def bits_per_byte(engine: fzero.Engine) -> float:
-    engine.module.eval()
-    with torch.no_grad():
+    engine.eval()
+    with torch.no_grad():  # every rank the same batches: parameters come block by block
         losses = [engine(input_ids=x, labels=x).loss for x in valid.split(32)]
-    engine.module.train()
+    engine.train()
     return torch.stack(losses).mean().item() / math.log(2)
 
 
@@ -130,12 +130,16 @@ def train(model: LlamaForCausalLM, text: Tensor, steps: int, lr: float, title: s
 base = train(build_base(), source, args.base_steps, 4e-3, "base model, code")
 before = bits_per_byte(base)
 model = build_base()
-model.load_state_dict(base.full_params())  # every rank takes part
+model.load_state_dict(base.state_dict())  # every rank takes part
 engine = train(add_adapters(model), prose, args.steps, 4e-3, "adapters, prose")
 after = bits_per_byte(engine)
 
 # ---- what came out ----
 weights = engine.full_params()  # every rank takes part
+with engine.eval().local_forward():  # each rank writes until its own text ends
+    text = torch.tensor(list(b"The statement "), device=device)[None]
+    how: Any = {"max_new_tokens": 200 - 10 * rank, "do_sample": True, "temperature": 0.7}
+    text = model.generate(text, use_cache=True, **how)  # pyright: ignore
 if rank == 0:
     adapters = {name: x for name, x in weights.items() if ".down." in name or ".up." in name}
     args.out.mkdir(parents=True, exist_ok=True)
@@ -143,8 +147,4 @@ if rank == 0:
     trained, everything = (sum(x.numel() for x in d.values()) for d in (adapters, weights))
     print(f"trained {trained:,} of {everything:,} parameters, saved in {args.out}")
     print(f"manual: {after:.3f} bits per byte; before fine-tuning: {before:.3f}")
-    plain: Any = add_adapters(build_base()).eval()  # no engine: as anybody would load it
-    plain.load_state_dict(weights)
-    text = torch.tensor(list(b"The statement "), device=device)[None]
-    text = plain.generate(text, max_new_tokens=200, do_sample=True, temperature=0.7, use_cache=True)
     print("sample:\n" + bytes(text[0].tolist()).decode(errors="replace"))

@@ -60,7 +60,7 @@ def windows_of(paths: list[Path]) -> Tensor:
 
 
 train, valid = windows_of([f for i, f in enumerate(files) if i % 10]), windows_of(files[::10])
-valid = valid[torch.linspace(0, len(valid) - 1, 512).long()].long().to(device)
+valid = valid[torch.linspace(0, len(valid) - 1, 512 // world * world).long()].long().to(device)
 order = partial(
     fzero.checkpoint.sample_order,
     samples=len(train),
@@ -118,15 +118,16 @@ def model_fn(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def bits_per_byte(params: dict[str, Tensor]) -> float:
-    with torch.no_grad():
-        losses = [model_fn(params, (w[:, :-1], w[:, 1:])) for w in valid.split(64)]
-    return torch.stack(losses).mean().item() / math.log(2)
+    mine = valid[rank::world]  # no rank ever holds the model
+    losses = [len(w) * validate(params, (w[:, :-1], w[:, 1:])) for w in mine.split(64)]
+    return torch.stack(losses).sum().item() / len(mine) / math.log(2)
 
 
 schedule = fzero.optim.warmup_cosine(args.lr, args.steps // 20, args.steps)
 opt = fzero.optim.adamw(schedule, b2=0.95, weight_decay=0.1)
 cfg = fzero.Config(args.stage, precision=args.precision, accum_steps=args.accum, clip_norm=1.0)
 step_fn = fzero.make_train_step(model_fn, opt, cfg)
+validate = fzero.sharded(model_fn, cfg, reduce="mean")
 params, opt_state = step_fn.init(params)
 args.out.mkdir(parents=True, exist_ok=True)
 rows, metrics = [], args.out / "metrics.jsonl"
@@ -145,7 +146,7 @@ for step in (bar := tqdm(range(done + 1, args.steps + 1), mininterval=1, disable
     row["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     rows.append(row)
     if step % 100 == 0 or step == args.steps:
-        validation[step] = row["valid_bits_per_byte"] = bits_per_byte(fzero.unshard(params))
+        validation[step] = row["valid_bits_per_byte"] = bits_per_byte(params)
     saving = args.checkpoint and (step % args.save_every == 0 or step == args.steps)
     stopping = stop()
     if rank == 0 and (saving or stopping or step in validation):

@@ -28,7 +28,6 @@ LAWS = {
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
     "numerics/rng": "program/passes/test_seed.py: mix_depends_on_every_word",
     "optim/adam": "optim/test_torch_parity.py: adam_and_adamw_have_torchs_numbers",
-    "optim/base": "optim/test_laws.py: update_is_pure_and_keeps_structures_and_dtypes",
     "optim/foreach": "optim/test_compose.py: "
     "groups_hold_every_leaf_once_and_no_more_bytes_than_asked",
     "optim/inplace": "optim/test_laws.py: apply_in_place_equals_params_plus_updates",
@@ -126,6 +125,7 @@ LAWS = {
     "every_gradient_is_reduced_once_in_every_history",
     "engine/counts": "engine/test_phases.py: an_event_costs_the_same_however_many_leaves_there_are",
     "engine/engine": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
+    "engine/names": "engine/test_blocks.py: what_does_not_go_inside_is_refused",
     "engine/events": "engine/test_phases.py: every_gradient_is_reduced_once_in_every_history",
     "engine/forward": "engine/test_exceptions.py: gradients_of_a_forward_that_raised_are_gone",
     "engine/grouping": "engine/test_ranks_differ.py: every_rank_is_told",

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import collections
+import datetime
 import os
 import re
 import sys
@@ -62,6 +63,9 @@ def main() -> None:
     sys.exit(bool(found))
 
 
+_PATIENCE = datetime.timedelta(seconds=120)
+
+
 class Runner:
     """Runs programs on this rank; what ranks found is told to all, apart from the process group."""
 
@@ -75,8 +79,19 @@ class Runner:
             self._join()
 
     def _join(self) -> None:
-        store = dist.PrefixStore(f"group {self.number}", self.store)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
+        for _ in range(5):
+            store = dist.PrefixStore(f"group {self.number}", self.store)
+            try:
+                dist.init_process_group(
+                    "gloo", store=store, rank=self.rank, world_size=self.world, timeout=_PATIENCE
+                )
+            except RuntimeError as error:  # a busy machine refuses a connection now and then
+                print(f"rank {self.rank} tries again: {error}"[:200], flush=True)
+            if all(self._tell("1" if dist.is_initialized() else "")):
+                return
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        raise RuntimeError("no process group after five tries")
 
     def any(self, here: Any) -> bool:
         """Whether it holds on rank 0."""

@@ -207,8 +207,10 @@ class Functional(Ours):
     def evaluate(self, step: int) -> Tensor:
         modes = self.modes()
         self.net.eval()
-        full = self.full()
-        data = batch(self.program, step, 7, self.rank, next(iter(full.values())).dtype)
+        full, low = self.full(), self.cfg.dtypes.param or self.dtype
+        # at stage 3 only frozen ones are kept in the low dtype
+        full = {k: v.to(low) for k, v in full.items()}
+        data = batch(self.program, step, 7, self.rank, low)
         with torch.no_grad():
             if self.buffers is None:
                 loss = self.apply(full, *data)

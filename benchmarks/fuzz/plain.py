@@ -84,16 +84,23 @@ class Plain:
         elif do == "lr" and self.program["lr"]:
             self.write_lr(VALUES[change["value"]]())
         elif do == "evaluate":
-            found = []
-            for rank, net in enumerate(self.nets):
-                modes = {m: m.training for m in net.modules()}
-                net.eval()
-                with torch.no_grad():
-                    found.append(net(*batch(self.program, step, 7, rank, torch.float64)))
-                for module, mode in modes.items():
-                    module.training = mode
-            return torch.stack(found)
+            with torch.no_grad():
+                return torch.stack(self._evaluated(step, 7))
+        elif do == "drop a backward" and self.program["way"] == "engine":
+            for loss in self._evaluated(step, 6):
+                loss.backward()  # forward may write, and hooks may count
         return None
+
+    def _evaluated(self, step: int, micro: int) -> list[Tensor]:
+        """The loss of each rank's batch in evaluation mode."""
+        found = []
+        for rank, net in enumerate(self.nets):
+            modes = {m: m.training for m in net.modules()}
+            net.eval()
+            found.append(net(*batch(self.program, step, micro, rank, torch.float64)))
+            for module, mode in modes.items():
+                module.training = mode
+        return found
 
     def step(self, step: int) -> Snapshot:
         """One update; the loss, parameters and buffers after it."""

@@ -20,13 +20,15 @@ from fzero.distributed.rendezvous import rendezvous
 from fzero.distributed.whereabouts import circle_of
 
 _GATHER = (
-    " At stage 3, modules that only some ranks run must be named in Config(gather_together=[...])."
+    " At stage 3, modules that only some ranks run must be named in Config(gather_together=[...]); "
+    "evaluations that only some ranks run belong into engine.local_forward()."
 )
 _RAISED = (
     " A pass that raised can be run again only where it raised on all ranks. Raise on all of them, "
     "or start again from the last checkpoint."
 )
-_WITHOUT_COLLECTIVES = ("forward", "evaluation")  # unless parameters are gathered
+# unless parameters are gathered
+_WITHOUT_COLLECTIVES = ("forward", "evaluation", "local_forward")
 _LONGEST = 1000  # phases that are remembered of what happens between two updates
 
 

@@ -155,6 +155,20 @@ class Transport:
             total = self._sum(total, axis)
         return total
 
+    def chosen(self, x: Tensor, *, mine: bool) -> Tensor:
+        """The `x` of the one rank that says `mine`, on every rank, in new memory, bit for bit.
+
+        Args:
+            x: of one shape and dtype on every rank.
+            mine: whether this rank's counts.
+        """
+        # added up as bytes: 0 + -0.0 is not -0.0, and NaNs have bits
+        if not x.numel():
+            return x.detach().clone()
+        bits = x.detach().reshape(-1).view(torch.uint8)
+        total = self.sum(bits if mine else torch.zeros_like(bits))
+        return total.view(x.dtype).view(x.shape)
+
     def whole(self, shard: Tensor, leaf: LeafLayout) -> Tensor:
         """A full leaf from its shards, in the dtype that they have."""
         return self.gather([shard], [replace(leaf, compute=shard.dtype)]).wait()[0]

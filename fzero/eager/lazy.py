@@ -42,6 +42,10 @@ class ParameterSource(Source, Protocol):
     leaves: Sequence[LeafLayout]
     device: torch.device
 
+    def is_writable(self, index: int, /) -> bool:
+        """Whether what is written to the full parameter will count."""
+        ...
+
 
 L = TypeVar("L", bound=Tensor)
 
@@ -178,12 +182,20 @@ class LazyParameter(Tensor):
             return _view(args[0], func, args[1:], kwargs)
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            for x in _written(func, args, kwargs or {}, LazyParameter):
-                raise FzeroError(
-                    f"{func} would change the parameter {x.leaf.name!r} in place, and at stage 3 "
-                    "what is gathered is a copy: the change would be lost. Change parameters "
-                    "through engine.state, or train at stage 2."
-                )
+            written = list(_written(func, args, kwargs or {}, LazyParameter))
+            for x in written:
+                if not x.source.is_writable(x.leaf_index):
+                    raise FzeroError(
+                        f"{func} would change the parameter {x.leaf.name!r} in place, and at stage "
+                        "3 what is gathered is a copy: the change would be lost. Change it inside "
+                        f"`with engine.gathered([{x.leaf.name!r}], modifier_rank=0):`, or through "
+                        "engine.state or engine.load_state_dict."
+                    )
+            if written:
+                args, kwargs = pytree.tree_map_only(LazyParameter, _full, (args, kwargs))
+                func(*args, **(kwargs or {}))
+                # an operator that writes returns what it wrote to, or nothing
+                return written[0] if schema.returns else None
         # not tree_map: this runs once an operator that reads a parameter, and lists of tensors are
         # the only containers that operators take by position
         args = tuple([_full(x) if type(x) is LazyParameter else _inner(x) for x in args])

@@ -1,6 +1,8 @@
 """Parameters of a module that are there only while something reads them."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +10,45 @@ from torch import Tensor
 from fzero.distributed.transport import Handle, Transport
 from fzero.eager.lazy import outside_inference
 from fzero.layout import LeafLayout
+
+
+class Order:
+    """In which order units are gathered, pass by pass, and so what is likely to come next.
+
+    >>> order = Order()
+    >>> [order.after(unit, 1) for unit in (0, 1, 2)]
+    [[], [], []]
+    >>> order.turn()
+    >>> [order.after(unit, 1) for unit in (0, 1, 0)]
+    [[1], [2], []]
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.expected: list[int] = []  # what was seen in the pass before
+
+    def turn(self) -> None:
+        """A pass begins that is likely to be as the one before."""
+        self.expected, self.seen = self.seen, []
+
+    def after(self, unit: int, most: int) -> list[int]:
+        """A unit has come: at most so many that will come next, if all goes as before."""
+        self.seen.append(unit)
+        at = len(self.seen)
+        # only at the same place as before: a wrong guess would gather for nobody
+        return self.expected[at : at + most] if self.expected[at - 1 : at] == [unit] else []
+
+
+class Held(NamedTuple):
+    """What a block holds.
+
+    Args:
+        full: full parameters by index.
+        written: whether they may be written to: the block will see to it that it counts.
+    """
+
+    full: Mapping[int, Tensor]
+    written: bool
 
 
 class Units:
@@ -40,8 +81,10 @@ class Units:
         self.here: dict[int, Tensor] = {}
         self.handles: dict[int, Handle] = {}
         self.pins: dict[str, dict[int, Tensor]] = {}  # by the module that pinned them
-        self.order: list[int] = []  # of units, since the last update
-        self.expected: list[int] = []  # the same, one update earlier
+        self.blocks: list[Held] = []  # innermost last
+        # from one update to the next, and of one evaluation, whatever passes came between
+        self.training, self.evaluation = Order(), Order()
+        self.order = self.training
 
     def full(self, index: int) -> Tensor:
         """The full parameter, gathered unless it is there."""
@@ -60,6 +103,47 @@ class Units:
         self.handles.clear()
         self.pins = {}
         self.here.clear()
+        self.here.update(self.held)
+
+    def evaluate(self) -> None:
+        """A pass begins that no backward follows: nothing is kept, and its order is its own."""
+        self.order = self.evaluation
+        self.order.turn()
+
+    def train(self) -> None:
+        """An evaluation is over."""
+        self.order = self.training
+
+    @contextlib.contextmanager
+    def hold(self, full: Mapping[int, Tensor], *, written: bool = False) -> Iterator[None]:
+        """Have these parameters there until the block ends, whatever is freed meanwhile."""
+        block = Held(full, written)
+        self.blocks.append(block)
+        self.here.update(full)
+        try:
+            yield
+        finally:
+            self.blocks = [other for other in self.blocks if other is not block]
+            self.reshard()
+
+    @property
+    def held(self) -> dict[int, Tensor]:
+        """What is held by blocks; the innermost one's where several hold the same."""
+        return {i: full for block in self.blocks for i, full in block.full.items()}
+
+    def is_writable(self, index: int) -> bool:
+        """Whether what is written to the full parameter will count."""
+        return any(block.written and index in block.full for block in self.blocks)
+
+    def everything(self) -> dict[int, Tensor]:
+        """All full parameters, gathered unit by unit; those that are held as they are."""
+        held = self.held
+        full: dict[int, Tensor] = {}
+        for unit, indices in enumerate(self.plan):
+            if all(index in held for index in indices):
+                continue
+            full.update(zip(indices, self._launch(unit).wait(), strict=True))
+        return {**full, **held}
 
     def pin(self, caller: str, units: Sequence[int]) -> None:
         """Gather these units and hold them while `caller`, a module, or modules inside it run."""
@@ -73,23 +157,25 @@ class Units:
 
     @property
     def pinned(self) -> dict[int, Tensor]:
-        """What is held by whatever module."""
-        return {i: full for tensors in self.pins.values() for i, full in tensors.items()}
+        """What is held by whatever module or block."""
+        pins = {i: full for tensors in self.pins.values() for i, full in tensors.items()}
+        return {**pins, **self.held} if self.blocks else pins
 
     def drop(self, indices: Sequence[int]) -> None:
         """Free these: nothing is likely to read them again soon."""
+        pinned = self.pinned
         for index in indices:
-            if index not in self.pinned:
+            if index not in pinned:
                 self.here.pop(index, None)
 
     def turn(self) -> None:
         """An update begins: what is gathered from now on is new, in an order that is known."""
         self.reshard()
-        self.expected, self.order = self.order, []
+        self.training.turn()
 
     def _bring(self, unit: int) -> None:
         # one unit at a time: what autograd saved is lazy, and gathers again
-        if not self.keep:
+        if not self.keep or self.order is self.evaluation:
             self.here.clear()
             self.here.update(self.pinned)
         handle = self.handles.pop(unit, None)
@@ -97,13 +183,11 @@ class Units:
             handle = self._launch(unit)
         for index, full in zip(self.plan[unit], handle.wait(), strict=True):
             self.here[index] = full
-        self.order.append(unit)
-        at = len(self.order)
-        # only while the order is that of the update before: a wrong guess would gather for nobody
-        if self.expected[at - 1 : at] == [unit]:
-            for ahead in self.expected[at : at + self.prefetch]:
-                if ahead not in self.handles and self.plan[ahead][0] not in self.here:
-                    self.handles[ahead] = self._launch(ahead)
+        if self.blocks:  # it may hold some of the unit, and have been written to
+            self.here.update(self.held)
+        for ahead in self.order.after(unit, self.prefetch):
+            if ahead not in self.handles and self.plan[ahead][0] not in self.here:
+                self.handles[ahead] = self._launch(ahead)
 
     def _launch(self, unit: int) -> Handle:
         indices = self.plan[unit]

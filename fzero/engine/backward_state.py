@@ -73,6 +73,7 @@ class BackwardState(NamedTuple):
         paused: how many `no_sync` blocks are open.
         counted: whether one of these backwards has reached a forward.
         latest: the last forward that no backward has reached since the last update, or nothing.
+        blocks: the open ones of `local_forward` and `gathered`, innermost last.
     """
 
     task: Task | None = None
@@ -86,3 +87,13 @@ class BackwardState(NamedTuple):
     paused: int = 0
     counted: bool = False
     latest: tuple[int, ...] = ()
+    blocks: tuple[str, ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank may do what other ranks don't: no collective may run."""
+        return LOCAL in self.blocks
+
+
+LOCAL, GATHERED = "local_forward", "gathered"
+"""Names of blocks, as messages call them."""

@@ -116,7 +116,7 @@ class Buffers:
                 # moved, and a misfit: on one rank that is enough to keep it from travelling on all
                 flags += [True, True]
             else:
-                flags += [not _same(new, old), False]
+                flags += [not same_bits(new, old), False]
         said = torch.tensor(flags, dtype=torch.float32).to(self.device_type)
         answers = [flag > 0 for flag in self.total(said).tolist()]
         for name, moved, misfit in zip(list(self._still), answers[::2], answers[1::2], strict=True):
@@ -130,8 +130,9 @@ class Buffers:
         table = self.module.get_submodule(path)._buffers
         old = table[key]
         assert old is not None
-        if _overlaps(old):
-            # elements that share memory can't be written one by one
+        if _overlaps(old) or old.is_inference():
+            # elements that share memory can't be written one by one, nor can what an evaluation
+            # under torch.inference_mode() has put there, outside of it
             table[key] = value.detach().to(old.device, copy=True)
         else:
             old.detach().copy_(value)
@@ -141,7 +142,7 @@ def _overlaps(x: Tensor) -> bool:
     return any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape and dtype have the same bits, as far as NaNs have any."""
     return torch.equal(a, b) or (
         (a.is_floating_point() or a.is_complex())

@@ -82,29 +82,29 @@ class Driver:
         self.params = install(
             slots, params, leaves, self.stepper.locals, self.units, self._taker, me
         )
-        model.register_forward_hook(Door(me))
+        Door(me).install(model)
         self.writes = Writes(model, self.params, leaves, self.stepper, lazy=self.units is not None)
+        self._versions = self.writes.versions()  # of before a forward without the engine's call
 
     # --- what its engine asks ---
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[Forward]:
         """The engine's own call runs in it; what it gives out goes to `returned`."""
-        if self.units is not None and self.is_at_rest:
-            self.units.reshard()  # engine.state may have been written since they were gathered
+        self._begin()
         forward = Forward(self, next(self._forwards))
-        self.journal.enter("forward" if torch.is_grad_enabled() else "evaluation")
         # a checkpoint computes again: backwards inside this forward are nested in that task
         if (task := current_task()) != -1:
             self.on(events.TaskMet(task))
-        self.on(events.ForwardStarted(forward.number))
+        self.on(events.ForwardStarted(forward.number, torch.is_grad_enabled()))
         calling, self._calling = self._calling, True  # the door is to keep quiet meanwhile
         try:
             yield forward
         except BaseException:
             self.on(events.ForwardRaised(forward.number))
             if self.state.task is None:
-                self.journal.raised(sent=False)
+                self._broke_off(sent=False)
+            self._end()
             raise
         finally:
             self._calling = calling
@@ -114,8 +114,30 @@ class Driver:
         self.on(events.ForwardEnded(forward.number, torch.is_grad_enabled()))
         if torch.is_grad_enabled():
             forward.hook(out)
-        elif self.units is not None and self.state.task is None:
-            self.units.reshard()  # no backward will free them
+        self._end()
+
+    def _begin(self) -> None:
+        """A pass through the module begins, on all ranks unless they are in a local block."""
+        evaluates = not torch.is_grad_enabled()
+        if self.units is not None:
+            if self.is_at_rest:
+                self.units.reshard()  # engine.state may have been written since they were gathered
+            if evaluates:
+                self.units.evaluate()
+        if not self.state.is_local:
+            self.journal.enter("evaluation" if evaluates else "forward")
+
+    def _end(self) -> None:
+        """A pass has ended; after an evaluation no backward will free what it has gathered."""
+        if self.units is not None and not torch.is_grad_enabled():
+            self.units.train()
+            if self.is_at_rest:
+                self.units.reshard()
+
+    def _broke_off(self, *, sent: bool) -> None:
+        """A pass has raised; in a local block no other rank waits for it."""
+        if not self.state.is_local:
+            self.journal.raised(sent=sent)
 
     def backward(self, loss: Tensor, *, retain_graph: bool, divided: bool) -> bool:
         """Run `loss.backward()`; whether it came to something of this engine.
@@ -158,17 +180,34 @@ class Driver:
 
     # --- what hooks tell ---
 
-    def called_directly(self, out: Any) -> None:
-        """The module has run without the engine's call: a forward like any other.
+    def calls_directly(self) -> None:
+        """The module is about to run without the engine's call: a forward like any other.
 
         A function made of it by `functionalize` runs it too, with tensors of its caller's.
         """
+        if not self._calling and not self.writes.is_lent():
+            self.recover()
+            self._versions = self.writes.versions()
+            self._begin()
+
+    def called_directly(self, out: Any) -> None:
+        """The module has run without the engine's call.
+
+        Raises:
+            FzeroError: it changed a trained parameter in place, and there are several ranks.
+        """
         if self._calling or self.writes.is_lent():
             return
+        self.writes.unwritten_since(self._versions)
         self.recover()
         forward = Forward(self, next(self._forwards))
-        self.on(events.ForwardStarted(forward.number))
+        self.on(events.ForwardStarted(forward.number, torch.is_grad_enabled()))
         self.returned(forward, out)
+
+    def left_directly(self) -> None:
+        """It has, or it has raised: then nothing has ended yet."""
+        if not self._calling:
+            self._end()
 
     def output_reached(self, forward: int, loss: Tensor | None) -> None:
         """A gradient has come to an output of a forward, which may have had a loss."""
@@ -238,7 +277,7 @@ class Driver:
                 self._correction.open()
                 # backward of lazy parameters gathers them, which other ranks take part in
                 self._entered, self._node = self.units is not None, None
-                if self._entered:
+                if self._entered and not self.state.is_local:
                     self.journal.enter("backward")
                 # the graph task holds these, and so this, for as long as it runs
                 watch(lambda: self._ended(task), lambda: self._raised(task))
@@ -353,7 +392,7 @@ class Driver:
         task = self.state.task
         self.on(events.TaskRaised(number))
         if task is not None and task.number == number:
-            self.journal.raised(sent=task.launched > 0)
+            self._broke_off(sent=task.launched > 0)
 
     def _order_buckets(self, arrived: list[int], inside: bool) -> None:
         """From now on reduce in the order in which the first backward brought gradients.

@@ -1,17 +1,19 @@
 """`Engine`: ZeRO for people who call `loss.backward()`."""
 
 import contextlib
-from collections.abc import Iterator
-from difflib import get_close_matches
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from fzero.config import Config
-from fzero.engine import events, outputs, phases
+from fzero.engine import blocks, events, module_state, outputs, phases
 from fzero.engine.attach import WITHOUT, frozen_too, parameters_of
 from fzero.engine.driver import Driver
 from fzero.engine.forward import no_loss
+from fzero.engine.module_state import LoadedKeys
+from fzero.engine.names import Names
 from fzero.engine.parts import build_parts
 from fzero.errors import BackwardError, FzeroError, ShardError
 from fzero.numerics.casts import in_force, refuse_outer_autocast
@@ -85,8 +87,7 @@ class Engine:
             gradient_reduction,
             gradient_predivide,
         )
-        self._names = {leaf.name: i for i, leaf in enumerate(self._parts.reducer.leaves)}
-        self._other_names = slots.other_names()
+        self._names = Names(self._parts.reducer.leaves, slots.other_names())
         self._driver = Driver(model, slots, params, self._parts, self.cfg)
 
     # --- forward and backward ---
@@ -174,6 +175,72 @@ class Engine:
         finally:
             self._driver.on(events.SyncResumed())
 
+    # --- evaluation ---
+
+    def train(self, mode: bool = True) -> "Engine":
+        """`module.train(mode)`: what dropout and batch norm go by. Returns the engine."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "Engine":
+        """`module.eval()`; see `train`. Gradients are left out by `torch.no_grad()` alone."""
+        return self.train(False)
+
+    def local_forward(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, each rank may run as many forwards as it likes, of what it likes, or none.
+
+        All parameters are gathered at the start, which every rank must come to, and freed at the
+        end; in between no collective runs. So a rank holds the whole model, in its compute dtype,
+        at stage 3. Without this block forwards gather unit by unit, and all ranks run the same.
+
+        A backward that reaches a parameter is refused inside, as is `step()`. What is written to
+        the tensors of `engine.state` inside is seen after the block.
+
+        Raises:
+            BackwardError: inside a forward or a backward.
+            RankMismatchError: at stage 3, a rank does not come.
+
+        Examples:
+            >>> engine = Engine(nn.Linear(3, 1), fzero.optim.sgd(0.1)).eval()
+            >>> rank = 0
+            >>> with engine.local_forward(), torch.no_grad():
+            ...     out = [engine(torch.ones(2, 3)) for _ in range(3 + rank)]
+        """
+        return blocks.local_forward(self._driver)
+
+    def gathered(
+        self, names: str | Iterable[str], modifier_rank: int | None = None
+    ) -> contextlib.AbstractContextManager[dict[str, Tensor]]:
+        """Some of the module's parameters are there in full until the block ends.
+
+        Args:
+            names: as in `model.named_parameters()`; the same on every rank.
+            modifier_rank: the global rank whose writes count: they are what every rank has after
+                the block, in the next forward, update and checkpoint. After an exception all is as
+                before. None: to read; at stage 3 writing is refused.
+
+        Returns:
+            A context, whose value is the module's own parameters by name.
+
+        Raises:
+            ShardError: there is no parameter, or no rank, of that name.
+            BackwardError: with `modifier_rank`, inside a forward, a backward or `local_forward`.
+            RankMismatchError: ranks name different parameters, or one does not come.
+
+        Examples:
+            >>> engine = Engine(nn.Linear(2, 1), fzero.optim.sgd(0.1))
+            >>> with engine.gathered("bias", modifier_rank=0) as params:
+            ...     nn.init.ones_(params["bias"]) is engine.module.bias
+            True
+            >>> engine.full_params()["bias"]
+            tensor([1.])
+        """
+        names = [names] if isinstance(names, str) else names
+        indices = list(dict.fromkeys(self._names.index("gathered", name) for name in names))
+        if modifier_rank is None:
+            return blocks.gathered(self._driver, indices)
+        return blocks.gathered_for(self._driver, indices, modifier_rank)
+
     # --- the step ---
 
     def step(self) -> None:
@@ -237,6 +304,7 @@ class Engine:
             ) from None
         driver = self._driver
         driver.recover()
+        phases.refuse_in_block(driver.state, "state = ...")
         if not driver.is_at_rest:
             raise BackwardError(
                 "engine.state was assigned inside a forward or backward. Assign it between passes."
@@ -245,6 +313,71 @@ class Engine:
         driver.writes.ours()
         if driver.units is not None:
             driver.units.reshard()  # what they gathered is of the values before
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """`module.parameters()`. For `torch.optim` they are of no use: give the engine `opt`."""
+        return self.module.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the module's parameters and buffers, full, under all of its own names.
+
+        `load_state_dict` takes it, of this engine and of a plain module. Where there are master
+        weights, they are what is given. Every rank must call it at stage 3, and from stage 1 on
+        where there are masters. The optimizer's state is not in it: see `engine.state`.
+
+        Examples:
+            >>> engine = Engine(nn.Linear(3, 1), fzero.optim.sgd(0.1))
+            >>> nn.Linear(3, 1).load_state_dict(engine.state_dict())
+            <All keys matched successfully>
+        """
+        return module_state.state_dict(self._driver, self._parts)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadedKeys:
+        """Copy values into parameters, masters and buffers. The optimizer's state stays.
+
+        Args:
+            state_dict: full tensors, the same on every rank, of any dtype of the right kind. Of a
+                tied parameter's names one is enough.
+            strict: whether names that are missing or unknown are an error.
+
+        Returns:
+            The names that were missing, and those that are unknown.
+
+        Raises:
+            ShardError: names or shapes don't fit; nothing has changed.
+            RankMismatchError: ranks load different values.
+            BackwardError: inside a forward, a backward, `gathered` or `local_forward`.
+
+        Examples:
+            >>> engine = Engine(nn.Linear(3, 1), fzero.optim.sgd(0.1))
+            >>> engine.load_state_dict(nn.Linear(3, 1).state_dict())
+            LoadedKeys(missing_keys=[], unexpected_keys=[])
+        """
+        return module_state.load(self._driver, state_dict, strict=strict)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Of the last step: 0-d tensors; see `OptState.metrics`. Empty before the first one."""
+        return dict(self._parts.stepper.opt_state.metrics)
+
+    @property
+    def global_steps(self) -> int:
+        """How many updates there were; with a loss scale those that did not overflow."""
+        return int(self._parts.stepper.opt_state.step)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self._parts.reducer.device
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update.
+
+        Raises:
+            FzeroError: the optimizer tells none, as those from elsewhere do, or several.
+        """
+        return self._parts.stepper.rate()
 
     def full_params(self) -> dict[str, Tensor]:
         """Copies of the full parameters by name. At stage 3 every rank must call it."""
@@ -266,18 +399,7 @@ class Engine:
             ShardError: there is no parameter of that name.
         """
         self._driver.recover()
-        return self._parts.full_grad(self._index(name))
-
-    def _index(self, name: str) -> int:
-        name = self._other_names.get(name, name)
-        if name in self._names:
-            return self._names[name]
-        near = get_close_matches(name, list(self._names), n=3)
-        hint = f" Near ones: {', '.join(map(repr, near))}." if near else ""
-        raise ShardError(
-            f"full_grad({name!r}): the module has no parameter of that name.{hint} Names are those "
-            "of model.named_parameters()."
-        )
+        return self._parts.full_grad(self._names.index("full_grad", name))
 
 
 _NO_COPY = (

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 
 class ForwardStarted(NamedTuple):
+    """A forward begins; one without a `graph` is an evaluation, which is no micro-batch."""
+
     forward: int
+    graph: bool = True
 
 
 class ForwardEnded(NamedTuple):
@@ -78,6 +81,16 @@ class SyncPaused(NamedTuple):
 
 class SyncResumed(NamedTuple):
     """A `no_sync` block was left."""
+
+
+class BlockEntered(NamedTuple):
+    """`local_forward` or `gathered`: from here to its end parameters are held."""
+
+    block: str
+
+
+class BlockLeft(NamedTuple):
+    block: str
 
 
 class StepCalled(NamedTuple):
@@ -171,6 +184,8 @@ Event = (
     | TaskRaised
     | SyncPaused
     | SyncResumed
+    | BlockEntered
+    | BlockLeft
     | StepCalled
     | GradientsZeroed
 )

@@ -24,8 +24,16 @@ class Listener(Protocol):
         """Nobody can call backward on its outputs any more."""
         ...
 
+    def calls_directly(self) -> None:
+        """The module is about to run."""
+        ...
+
     def called_directly(self, out: Any, /) -> None:
         """The module has run, and its output is there."""
+        ...
+
+    def left_directly(self) -> None:
+        """The module has run, or has raised."""
         ...
 
 
@@ -60,7 +68,7 @@ class Forward:
 
 
 class Door:
-    """A forward hook of an engine's module: `model(x)` counts as `engine(x)` does.
+    """The hooks on an engine's module through which `model(x)` counts as `engine(x)` does.
 
     Copies of the module take copies of it along, which tell nobody.
     """
@@ -68,10 +76,30 @@ class Door:
     def __init__(self, listener: "weakref.ref[Listener] | None" = None) -> None:
         self.listener = listener
 
-    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
-        listener = self.listener() if self.listener is not None else None
-        if listener is not None and listener.module is module:
+    def install(self, module: nn.Module) -> None:
+        """Be called before and after the module's forward, and when it raises."""
+        module.register_forward_pre_hook(self.before, prepend=True)  # others gather and hold
+        module.register_forward_hook(self.after)
+        module.register_forward_hook(self.left, always_call=True)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Forward begins."""
+        if (listener := self._listener_of(module)) is not None:
+            listener.calls_directly()
+
+    def after(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Forward has ended."""
+        if (listener := self._listener_of(module)) is not None:
             listener.called_directly(out)
+
+    def left(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Forward has ended or raised."""
+        if (listener := self._listener_of(module)) is not None:
+            listener.left_directly()
+
+    def _listener_of(self, module: nn.Module) -> Listener | None:
+        listener = self.listener() if self.listener is not None else None
+        return listener if listener is not None and listener.module is module else None
 
     def __deepcopy__(self, memo: Any) -> "Door":
         return Door()

@@ -57,6 +57,24 @@ class Parts(NamedTuple):
             full[leaf.name] = value.clone()
         return full
 
+    def full_values(self) -> dict[int, Tensor]:
+        """Copies of what is trained, full, by index: masters where there are such.
+
+        A collective where parameters or masters are sharded.
+        """
+        plan, masters = self.stepper.plan, self.stepper.masters()
+        sharded = plan.cfg.stage == 3
+        if sharded or (masters and plan.splits_state):
+            self.journal.enter("state_dict")
+        full: dict[int, Tensor] = {}
+        for index in self.registered:
+            value = masters.get(index, self.stepper.locals[index]).detach()
+            if plan.splits_state if index in masters else sharded:
+                device = self.reducer.device  # masters may live on the host
+                value = self.transport.whole(value.to(device), self.reducer.leaves[index])
+            full[index] = value.clone()
+        return full
+
     def full_grad(self, index: int) -> Tensor | None:
         """The unscaled gradient of a leaf so far, or None; a collective that changes nothing."""
         self.journal.enter("full_grad")

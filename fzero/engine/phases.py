@@ -29,6 +29,8 @@ from fzero.engine.counts import Counts, add, as_often, count, rarer
 from fzero.engine.events import (
     Action,
     Adopt,
+    BlockEntered,
+    BlockLeft,
     Clear,
     Commit,
     Discard,
@@ -103,7 +105,8 @@ def is_boundary(rules: Rules, state: BackwardState) -> bool:
 
 
 def _forward_started(rules: Rules, state: BackwardState, event: ForwardStarted) -> Result:
-    return state._replace(running=(*state.running, event.forward), fresh=True), ()
+    fresh = state.fresh or event.graph
+    return state._replace(running=(*state.running, event.forward), fresh=fresh), ()
 
 
 def _forward_ended(rules: Rules, state: BackwardState, event: ForwardEnded) -> Result:
@@ -187,6 +190,12 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
             counts[forward] = count(counts.get(forward, ()), bit)
             return state._replace(aside=tuple(counts.items())), (SetAside(event.leaf, forward),)
         task, actions = _task_of(rules, state, event.task)
+    if state.blocks and state.is_local:
+        raise BackwardError(
+            "backward reached a parameter inside engine.local_forward(), where ranks may do "
+            "different things, and a gradient is reduced over all of them. Leave the block first; "
+            "a backward may come after it. No gradient was changed."
+        )
     if rules.scaled and not task.scaled:
         raise BackwardError(
             "backward reached a parameter, and the gradient does not carry the loss scale. With a "
@@ -229,7 +238,8 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
 
 
 def _leaf_reached(rules: Rules, state: BackwardState, event: LeafReached) -> Result:
-    if state.task is None:
+    # a task that came to leaves reduces at its end, which in a local block it must not
+    if state.task is None or state.is_local:
         return state, ()
     return state._replace(task=state.task._replace(brought=True)), ()
 
@@ -287,8 +297,20 @@ def _sync_resumed(rules: Rules, state: BackwardState, event: SyncResumed) -> Res
     return state._replace(paused=state.paused - 1), ()
 
 
+def _block_entered(rules: Rules, state: BackwardState, event: BlockEntered) -> Result:
+    return state._replace(blocks=(*state.blocks, event.block)), ()
+
+
+def _block_left(rules: Rules, state: BackwardState, event: BlockLeft) -> Result:
+    blocks = [*state.blocks]
+    blocks.reverse()
+    blocks.remove(event.block)  # the innermost of its name
+    return state._replace(blocks=tuple(reversed(blocks))), ()
+
+
 def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Result:
     refuse_inside(state, "step()")
+    refuse_in_block(state, "step()")
     if state.paused:
         raise BackwardError(
             "engine.step() was called inside engine.no_sync(), where gradients are not reduced. "
@@ -336,6 +358,21 @@ def refuse_inside(state: BackwardState, what: str) -> None:
         )
 
 
+def refuse_in_block(state: BackwardState, what: str) -> None:
+    """Raise inside `local_forward` and `gathered`, which hold the parameters of before.
+
+    Args:
+        state: of the engine.
+        what: was called.
+    """
+    if state.blocks:
+        raise BackwardError(
+            f"engine.{what} was called inside engine.{state.blocks[-1]}(), which holds full "
+            "parameters as they were: what it wrote would not be seen, or be overwritten. Leave "
+            "the block first."
+        )
+
+
 _HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {
     ForwardStarted: _forward_started,
     TaskMet: _task_met,
@@ -351,6 +388,8 @@ _HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {
     TaskRaised: _task_raised,
     SyncPaused: _sync_paused,
     SyncResumed: _sync_resumed,
+    BlockEntered: _block_entered,
+    BlockLeft: _block_left,
     StepCalled: _step_called,
     GradientsZeroed: _gradients_zeroed,
 }

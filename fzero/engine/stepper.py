@@ -1,6 +1,6 @@
 """What an engine keeps from step to step, and how it updates it: the functional path's own half."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.engine.buffers import Buffers
-from fzero.errors import ShardError
+from fzero.errors import FzeroError, ShardError
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState, OptState
@@ -96,6 +96,43 @@ class Stepper:
         """Let the masters start from what was written into the parameters."""
         trained, _ = self.plan.sharding.layout.divide(self.locals)
         follow_(locals_of(tree.leaves(self.opt_state.master)), self.plan.parts(trained))
+
+    def rate(self) -> float:
+        """The learning rate of the next update.
+
+        Raises:
+            FzeroError: the optimizer tells none, or several that differ.
+        """
+        # its step is what the update will see; of whole leaves there is no need
+        rates = sorted({float(rate) for rate in self.plan.opt.rates(self.opt_state.inner)})
+        if len(rates) != 1:
+            found = f"{len(rates)} learning rates: {rates}" if rates else "no learning rate to tell"
+            raise FzeroError(
+                f"engine.lr: the optimizer has {found}. One is known of fzero.optim's optimizers "
+                "that take lr, and of chains with one of them; compute others from your schedule "
+                "and engine.global_steps."
+            )
+        return rates[0]
+
+    def masters(self) -> dict[int, Tensor]:
+        """This rank's masters, as the next update will find them, by index; or none."""
+        if self.opt_state.master is None:
+            return {}
+        self.follow()
+        trained = [i for i, leaf in enumerate(self.plan.sharding.layout) if leaf.trainable]
+        return dict(zip(trained, locals_of(tree.leaves(self.opt_state.master)), strict=True))
+
+    @torch.no_grad()
+    def load(self, values: Mapping[int, Tensor]) -> None:
+        """Copy full values into parameters, by index, and all their digits into masters."""
+        sharding, masters = self.plan.sharding, self.masters()
+        for index, value in values.items():
+            leaf, own = sharding.layout.leaves[index], self.locals[index]
+            value = value.detach()
+            sharded = sharding.dtensors[index] is not None
+            own.copy_(leaf.split(value, self.plan.mesh.shard_rank) if sharded else value)
+            if index in masters:
+                masters[index].copy_(self.plan.part(value, leaf))
 
     def read(self) -> tuple[PyTree, OptState]:
         """`(params, opt_state)`, the tensors themselves."""

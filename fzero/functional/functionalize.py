@@ -139,8 +139,9 @@ def _no_mix(params: Mapping[str, Tensor]) -> Iterator[None]:
             raise
         raise ShardError(
             f"params[{sharded[0]!r}] is a DTensor, a parameter that is sharded over ranks, and "
-            "apply was given plain tensors beside it. Pass fzero.unshard(params), which every rank "
-            "must call, or call apply in a step function."
+            "apply takes full ones. Pass them through fzero.sharded: fzero.sharded(apply, cfg)"
+            "(params, ...), which every rank must call, gathers each where it is used. (Or pass "
+            "fzero.unshard(params), if one rank can hold all.)"
         ) from error
 
 

@@ -5,7 +5,7 @@ function is staged out (masks drawn anew, or refused by `torch.func`), and after
 module was called (its slots hold its own weights again). There is no public hook for its callers;
 the public alternative is `fzero.remat` in place of `torch.utils.checkpoint.checkpoint`. So the
 names that `checkpoint` looks up in its module at each call are replaced for as long as somebody
-needs it. No name is trusted: `check_takeover` records a checkpoint of two lines once per process
+needs it. No name is trusted: `check_checkpoints` records a checkpoint of two lines once per process
 and looks at what came of it, since a torch may keep a name that it no longer calls (2.14 does).
 
 In a functionalised call more is needed than this module gives, or less: `functional.callbacks` lets
@@ -40,13 +40,13 @@ NON_REENTRANT = (
 
 
 @contextlib.contextmanager
-def checkpoints_taken_over() -> Iterator[None]:
+def checkpoints_as_regions() -> Iterator[None]:
     """While a function is recorded: `torch.utils.checkpoint` marks a region, as `remat` does.
 
     Raises:
         TraceError: this torch's checkpoint goes another way.
     """
-    check_takeover("traced")
+    check_checkpoints("traced")
     with _PATCH:
         yield
 
@@ -62,7 +62,7 @@ def recomputing(wrap: Wrap) -> Iterator[None]:
 
 
 @functools.cache
-def check_takeover(executor: str) -> None:
+def check_checkpoints(executor: str) -> None:
     """Raise unless a checkpoint of one line is seen to go our way, in both of its forms.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import check
-from fzero.optim.base import Optimizer, Params, PyTree, Schedule
+from fzero.optim.base import Optimizer, Params, PyTree, Schedule, rate_by_step
 from fzero.optim.foreach import by_group, cast_like, leaves_like, scale_, zero_step, zeros_like
 from fzero.optim.inplace import in_place
 from fzero.optim.transforms import decay_tree, scale_tree
@@ -206,7 +206,7 @@ def _adam(
         by_group(kernel, *columns)
         return state
 
-    return Optimizer(moments.init, update, apply_)
+    return Optimizer(moments.init, update, apply_, rates=rate_by_step(lr))
 
 
 def _moments(spec: tree.Spec, state: AdamState) -> tuple[list[Tensor], list[Tensor]]:

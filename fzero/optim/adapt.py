@@ -59,9 +59,10 @@ def as_optimizer(obj: Any) -> Optimizer:
     update = _adapted(obj.update)
     init = _own_memory(obj.init)
     if isinstance(obj, Optimizer) and not obj.foreign:
-        return Optimizer(init, update, in_place(update))
+        return Optimizer(init, update, in_place(update), rates=obj.rates)
     update = _on_whole_leaves(update)
-    return Optimizer(_init_on_whole_leaves(init), update, in_place(update), foreign=True)
+    whole = Optimizer(_init_on_whole_leaves(init), update, in_place(update), foreign=True)
+    return whole._replace(rates=obj.rates) if isinstance(obj, Optimizer) else whole
 
 
 def _own_memory(init: Callable[[Params], PyTree]) -> Callable[[Params], PyTree]:

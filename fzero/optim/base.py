@@ -5,7 +5,7 @@ same work in place. All trees hold plain local tensors: this rank's shards, of a
 ones included; `None` is an empty subtree (a frozen leaf).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -46,6 +46,19 @@ class ApplyFn(Protocol):
     ) -> PyTree: ...
 
 
+RatesFn = Callable[[PyTree], Sequence[float | Tensor]]
+"""`state -> learning rates` of the next update."""
+
+
+def _unknown(state: PyTree) -> Sequence[float | Tensor]:
+    return ()
+
+
+def rate_by_step(lr: float | Schedule) -> RatesFn:
+    """The learning rate of an optimizer whose state counts its steps."""
+    return lambda state: [lr(state.step) if callable(lr) else lr]
+
+
 class Optimizer(NamedTuple):
     """An optimizer, or a part of one, as functions of pytrees.
 
@@ -58,6 +71,8 @@ class Optimizer(NamedTuple):
             the same tensors. None: `fzero.optim.as_optimizer` makes one out of `update`.
         foreign: True if the functions were written without shards in mind:
             `fzero.optim.as_optimizer` gathers whole leaves for them.
+        rates: `(state) -> [learning rate, ...]` of the next update, numbers or 0-d tensors; what
+            it doesn't know of it leaves out.
 
     Examples:
         >>> halve = Optimizer(init=lambda params: (),
@@ -70,3 +85,4 @@ class Optimizer(NamedTuple):
     update: UpdateFn
     apply_: ApplyFn | None = None
     foreign: bool = False
+    rates: RatesFn = _unknown

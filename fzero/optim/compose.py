@@ -72,7 +72,10 @@ def chain(*transforms: Any) -> Optimizer:
         final = last.apply_(grads, state[-1], params, **options)
         return (*(own.write() for own in stored), final)
 
-    return Optimizer(init, update, apply_, any(part.foreign for part in parts))
+    def rates(state: tuple[PyTree, ...]) -> list[Any]:
+        return [x for part, own in zip(parts, state, strict=True) for x in part.rates(own)]
+
+    return Optimizer(init, update, apply_, any(part.foreign for part in parts), rates)
 
 
 def masked(inner: Any, mask: PyTree | Callable[[PyTree], PyTree]) -> Optimizer:
@@ -130,7 +133,7 @@ def masked(inner: Any, mask: PyTree | Callable[[PyTree], PyTree]) -> Optimizer:
         add_(tree.leaves(_select(params, others)), tree.leaves(_select(grads, others)))
         return MaskedState(inner_state)
 
-    return Optimizer(init, update, apply_, part.foreign)
+    return Optimizer(init, update, apply_, part.foreign, lambda state: part.rates(state.inner))
 
 
 def _flags(mask: PyTree | Callable[[PyTree], PyTree], values: PyTree) -> list[bool]:

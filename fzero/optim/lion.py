@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import check
-from fzero.optim.base import Optimizer, Params, PyTree, Schedule
+from fzero.optim.base import Optimizer, Params, PyTree, Schedule, rate_by_step
 from fzero.optim.foreach import (
     by_group,
     cast_like,
@@ -145,4 +145,4 @@ def lion(
         state.step.add_(1)
         return state
 
-    return Optimizer(signs.init, update, apply_)
+    return Optimizer(signs.init, update, apply_, rates=rate_by_step(lr))

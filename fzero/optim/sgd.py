@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import ConfigError
 from fzero.optim import check
-from fzero.optim.base import Optimizer, Params, PyTree, Schedule
+from fzero.optim.base import Optimizer, Params, PyTree, Schedule, rate_by_step
 from fzero.optim.foreach import (
     Leaves,
     by_group,
@@ -169,7 +169,7 @@ def sgd(
         state.step.add_(1)
         return state
 
-    return Optimizer(init, update, apply_)
+    return Optimizer(init, update, apply_, rates=rate_by_step(lr))
 
 
 def _undamped(step: Tensor, dampening: float) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import ConfigError
 from fzero.optim import check
-from fzero.optim.base import Optimizer, Params, PyTree, Schedule
+from fzero.optim.base import Optimizer, Params, PyTree, Schedule, rate_by_step
 from fzero.optim.foreach import by_group, cast_like, leaves_like, scaled, zero_step
 from fzero.optim.inplace import EmptyState, in_place
 
@@ -75,14 +75,17 @@ def scale_by_learning_rate(lr: float | Schedule) -> Optimizer:
     """
     check.learning_rate("scale_by_learning_rate", lr)
     if not callable(lr):
-        return scale(-lr)
+        return scale(-lr)._replace(rates=lambda state: [lr])
 
     def update(
         grads: PyTree, state: ScheduleState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, ScheduleState]:
         return scale_tree(grads, -lr(state.step)), ScheduleState(state.step + 1)
 
-    return Optimizer(lambda params: ScheduleState(zero_step(params)), update, in_place(update))
+    def init(params: Params) -> ScheduleState:
+        return ScheduleState(zero_step(params))
+
+    return Optimizer(init, update, in_place(update), rates=rate_by_step(lr))
 
 
 def add_decayed_weights(weight_decay: float) -> Optimizer:

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
 from fzero.errors import FzeroError, TraceError, TransformOverError
-from fzero.functional.torch_checkpoint import checkpoints_taken_over
+from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.program.devices import devices_kept
 from fzero.program.graph import output_node, placeholders
 from fzero.program.interop import transformers_is_tracing
@@ -88,7 +88,7 @@ def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     fakes = [_fake(x, mode) for x in inputs]
     with (
         transformers_is_tracing(),
-        checkpoints_taken_over(),
+        checkpoints_as_regions(),
         # a caller's no_grad is not to reach the gradients that are recorded
         torch.enable_grad(),
     ):

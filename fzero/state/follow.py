@@ -7,11 +7,16 @@ starts from the parameter, and everywhere else it keeps the digits that the para
 for. Nothing counts writes, so none goes unseen; and a master that alone was written is undone: the
 parameter is what a model computes with, and so what counts.
 
-On the host a comparison of bits decides whether there is anything to do. A device is not asked, for
-the answer would have to be waited for: it selects element by element.
+On the host a comparison of bits decides whether there is anything to do: a cast, a difference and
+one look at all bits, block by block in a core's cache. A device is not asked, for the answer would
+have to be waited for: it selects element by element.
 """
 
-from collections.abc import Sequence
+# torch._foreach_* have no public names.
+# pyright: reportPrivateImportUsage=false
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +24,6 @@ from torch import Tensor
 from fzero.optim.foreach import by_group, temporary_bytes
 
 
-@torch.no_grad()
 def follow_(masters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Overwrite `masters` where `parts` are not their casts.
 
@@ -35,12 +39,10 @@ def follow_(masters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         >>> master
         tensor([1.0010, 5.0000])
     """
-    pairs = [pair for both in zip(masters, parts, strict=True) for pair in _pieces(*both)]
-    if pairs:
-        mine, theirs = map(list, zip(*pairs, strict=True))
-        by_group(_follow_, mine, theirs, max_bytes=temporary_bytes)
+    Follower(masters, parts)(masters, parts)
 
 
+@torch.no_grad()
 def followed(master: Tensor, part: Tensor) -> Tensor:
     """The master as the next update will find it; `master` itself if that is what it is.
 
@@ -52,56 +54,160 @@ def followed(master: Tensor, part: Tensor) -> Tensor:
         (tensor([0.]), tensor([1.0010]))
     """
     part = part.to(master.device)
-    return _selected(master, part) if bool(_differ([master], [part])) else master
+    follower = Follower([master], [part], compares=True)
+    return _selected(master, part) if any(follower.differ([master], [part])) else master
 
 
-def _follow_(masters: list[Tensor], parts: list[Tensor]) -> None:
-    """`follow_` for a few MiB of masters of one device and dtype."""
-    parts = [part.to(master.device) for master, part in zip(masters, parts, strict=True)]
-    if masters[0].device.type == "cpu" and not _differ(masters, parts):
-        return
+class Follower:
+    """`follow_` again and again for leaves that are each time like these.
+
+    A step takes about a microsecond for each leaf and reads masters and parameters once; what can
+    be made beforehand is kept. Threads may call one at once.
+
+    Args:
+        masters, parts: as `follow_` takes them; kept are their shapes, dtypes and devices.
+        compares: whether to compare first; None: on the host.
+    """
+
+    def __init__(
+        self, masters: Sequence[Tensor], parts: Sequence[Tensor], *, compares: bool | None = None
+    ) -> None:
+        compared: list[Piece] = []
+        self._selected: list[Piece] = []
+        for i, (master, part) in enumerate(zip(masters, parts, strict=True)):
+            if master.is_complex():
+                master, part = torch.view_as_real(master), torch.view_as_real(part)
+            asks = master.device.type == "cpu" if compares is None else compares
+            limit = _BLOCK if asks else temporary_bytes(master.device) // master.itemsize
+            (compared if asks else self._selected).extend(_pieces(i, master, part, limit))
+        self._groups = list(_groups(compared))
+        self._free: list[list[_Room]] = []
+
+    def __call__(self, masters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Overwrite `masters` where `parts` are not their casts."""
+        with torch.no_grad():
+            for pieces, differs in zip(self._groups, self.differ(masters, parts), strict=True):
+                if differs:
+                    _select_(*_taken(pieces, masters, parts))
+            if self._selected:
+                mine, theirs = _taken(self._selected, masters, parts)
+                by_group(_select_, mine, theirs, max_bytes=temporary_bytes)
+
+    def differ(self, masters: Sequence[Tensor], parts: Sequence[Tensor]) -> Iterator[bool]:
+        """Group by group, whether any bit of `parts` is not that of the masters' casts."""
+        if not self._groups:
+            return
+        try:
+            rooms = self._free.pop()
+        except IndexError:
+            rooms = _rooms(self._groups)
+        for pieces, room in zip(self._groups, rooms, strict=True):
+            yield _differs(*_taken(pieces, masters, parts), room)
+        self._free.append(rooms)
+
+
+class Piece(NamedTuple):
+    """Some rows of a leaf: its number, the rows (None: the whole leaf), and what it is like."""
+
+    leaf: int
+    rows: tuple[int, int] | None
+    shape: torch.Size
+    dtypes: tuple[torch.dtype, torch.dtype]
+    devices: tuple[torch.device, torch.device]
+
+
+class _Room(NamedTuple):
+    """Where the casts of a group's masters go: as they are compared, their bits, and all bits."""
+
+    casts: list[Tensor]
+    bits: list[Tensor]
+    together: Tensor
+
+
+# elements: so many are compared while they are in a core's cache; fewer are put together first,
+# since a call costs as much as their comparison
+_BLOCK, _SMALL = 2**18, 2**12
+
+
+def _pieces(i: int, master: Tensor, part: Tensor, limit: int) -> Iterator[Piece]:
+    """A leaf in pieces of no more than `limit` elements, or of one row; nothing of an empty one."""
+    rest = (master.dtype, part.dtype), (master.device, part.device)
+    count = master.numel()
+    if count and (count <= limit or master.shape[0] == 1):
+        yield Piece(i, None, master.shape, *rest)
+    elif count:
+        rows = max(1, limit * master.shape[0] // count)
+        for start in range(0, master.shape[0], rows):
+            length = min(rows, master.shape[0] - start)
+            yield Piece(i, (start, length), torch.Size([length, *master.shape[1:]]), *rest)
+
+
+def _groups(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Pieces of the same dtypes and devices, of no more than a block together; small ones apart."""
+    held: dict[object, list[Piece]] = {}
+    sizes: dict[object, int] = {}
+    for piece in pieces:
+        size = piece.shape.numel()
+        key = piece.dtypes, piece.devices, size <= _SMALL
+        if key in held and sizes[key] + size > _BLOCK:
+            yield held.pop(key)
+        sizes[key] = size + (sizes[key] if key in held else 0)
+        held.setdefault(key, []).append(piece)
+    yield from held.values()
+
+
+def _rooms(groups: Sequence[Sequence[Piece]]) -> list[_Room]:
+    """All in the same memory, for groups are compared one after the other."""
+    sizes = [[piece.shape.numel() for piece in group] for group in groups]
+    low = [group[0].dtypes[1] for group in groups]
+    most = max(sum(counts) * dtype.itemsize for counts, dtype in zip(sizes, low, strict=True))
+    memory = torch.empty(most, dtype=torch.uint8, device=groups[0][0].devices[0])
+    rooms = []
+    for group, counts, dtype in zip(groups, sizes, low, strict=True):
+        flat = memory[: sum(counts) * dtype.itemsize].view(dtype)
+        casts = [flat]
+        if counts[0] > _SMALL:
+            casts = [x.view(p.shape) for x, p in zip(flat.split(counts), group, strict=True)]
+        rooms.append(_Room(casts, [_bits(x) for x in casts], _bits(flat)))
+    return rooms
+
+
+def _taken(
+    pieces: Sequence[Piece], masters: Sequence[Tensor], parts: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    mine, theirs = ([tensors[p.leaf] for p in pieces] for tensors in (masters, parts))
+    for tensors in (mine, theirs):
+        for place, piece in enumerate(pieces):
+            if tensors[place].is_complex():
+                tensors[place] = torch.view_as_real(tensors[place])
+            if piece.rows is not None:
+                tensors[place] = tensors[place].narrow(0, *piece.rows)
+    there, here = pieces[0].devices
+    if there != here:
+        theirs = [x.to(there) for x in theirs]
+    return mine, theirs
+
+
+def _differs(masters: list[Tensor], parts: list[Tensor], room: _Room) -> bool:
+    if masters[0].numel() <= _SMALL:
+        masters, parts = ([torch.cat([x.reshape(-1) for x in xs])] for xs in (masters, parts))
+    torch._foreach_copy_(room.casts, masters)
+    # zero where the bits are the same, whatever number they are
+    torch._foreach_sub_(room.bits, [_bits(x) for x in parts])
+    low, high = torch.aminmax(room.together)
+    return bool(low) or bool(high)
+
+
+def _select_(masters: list[Tensor], parts: list[Tensor]) -> None:
     for master, part in zip(masters, parts, strict=True):
         master.copy_(_selected(master, part))
 
 
 def _selected(master: Tensor, part: Tensor) -> Tensor:
-    # it has all the digits, so it is the master, written or not
-    if part.dtype == master.dtype:
+    if part.dtype == master.dtype:  # it has all the digits, so it is the master, written or not
         return part
     written = _bits(part) != _bits(master.to(part.dtype))
     return torch.where(written, part.to(master.dtype), master)
-
-
-def _differ(masters: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-    """Whether any bit of `parts` is not that of the masters' casts; the host waits for it."""
-    small: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for master, part in zip(masters, parts, strict=True):
-        if part.numel() > _BLOCK:
-            rows = zip(
-                master.reshape(-1).split(_BLOCK), part.reshape(-1).split(_BLOCK), strict=True
-            )
-            if any(_differs(*row) for row in rows):
-                return True
-        elif part.numel() > _SMALL:
-            if _differs(master, part):
-                return True
-        else:
-            mine, theirs = small.setdefault(part.dtype, ([], []))
-            mine.append(master.reshape(-1))
-            theirs.append(part.reshape(-1))
-    return any(_differs(torch.cat(mine), torch.cat(theirs)) for mine, theirs in small.values())
-
-
-# elements: so many are compared while they are in the cache; fewer are put together first
-_BLOCK, _SMALL = 2**18, 2**12
-
-
-def _differs(master: Tensor, part: Tensor) -> bool:
-    # A copy in any case: the xor writes into it.
-    cast = master.to(part.dtype, copy=True)
-    # both 0 where all bits are alike; a comparison would make a tensor of bools and then read it
-    low, high = torch.aminmax(_bits(cast).bitwise_xor_(_bits(part)))
-    return bool(low) or bool(high)
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -110,12 +216,3 @@ def _bits(x: Tensor) -> Tensor:
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _pieces(master: Tensor, part: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The two, in rows of a few MiB if they are larger; nothing of empty ones."""
-    limit = temporary_bytes(master.device)
-    if master.nbytes <= limit or master.shape[0] == 1:
-        return [(master, part)] if master.numel() else []
-    rows = max(1, limit * master.shape[0] // master.nbytes)
-    return list(zip(master.split(rows), part.split(rows), strict=True))

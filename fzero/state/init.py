@@ -140,7 +140,7 @@ def agree_on_start(
         if values and there and mesh.world_size > 1 and not is_simulated(mesh):
             agree(
                 f"the values of {what}",
-                [(path, _checksum(x)) for path, x in pairs],
+                [(path, checksum(x)) for path, x in pairs],
                 mesh,
                 cfg.timeout,
                 hint="Every rank must start from the same values: seed all ranks alike before "
@@ -160,7 +160,7 @@ def _agree_on_randomness(recording: Recording, mesh: Mesh, timeout: float | None
     )
 
 
-def _checksum(x: Tensor) -> str:
+def checksum(x: Tensor) -> str:
     """A text that differs where bits do: their sum, and one along each dim that sees the order.
 
     Integers that wrap around: no rounding, so the order of summation, which may depend on a rank's

@@ -27,7 +27,7 @@ from fzero.errors import FzeroError
 from fzero.functional.differentiate import accumulated, added, differentiated
 from fzero.functional.draws import Watch
 from fzero.functional.tasks import check_tasks
-from fzero.functional.torch_checkpoint import check_takeover, recomputing
+from fzero.functional.torch_checkpoint import check_checkpoints, recomputing
 from fzero.layout import LeafLayout
 from fzero.numerics.casts import widened
 from fzero.numerics.rng import generator_of, mix, preserved
@@ -59,14 +59,14 @@ class Eager:
 
     collectives = "those of the eager executor"
 
-    def __init__(self, model_fn: ModelFn, plan: Plan, held: LocalState) -> None:
-        check_takeover("eager")
+    def __init__(self, model_fn: ModelFn, plan: Plan, local: LocalState) -> None:
+        check_checkpoints("eager")
         check_tasks()
         self.model_fn = model_fn
         self.plan = plan
         self.limit = int(plan.cfg.bucket_mb * 2**20)
         self.bucket_bytes = (self.limit, self.limit)
-        self.update_program = UpdateProgram(plan, held, reduced=True)
+        self.update_program = UpdateProgram(plan, local, reduced=True)
         # below stage 3 leaves are reduced in a fixed order, whatever the model function does
         self.journal = Journal(plan.mesh, EAGER, active=plan.cfg.stage == 3, limit=plan.cfg.timeout)
         self.transport = Transport(plan.mesh, plan.axes, self.journal, limit=self.limit)
@@ -85,7 +85,7 @@ class Eager:
         self,
         trained: Sequence[Tensor],
         frozen: Sequence[Tensor],
-        held: LocalState,
+        local: LocalState,
         micro: Sequence[PyTree],
         step: Tensor,
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
@@ -95,14 +95,14 @@ class Eager:
             FzeroError: the model function changed a parameter or the batch in place.
             RankMismatchError: at stage 3, this rank gathers other leaves than the others.
         """
-        plan, state = self.plan, held.state
+        plan, state = self.plan, local.state
         leaves = plan.sharding.layout.merge(trained, frozen)
         total: list[Tensor] = []
         losses, auxes = [], []
         for i, batch in enumerate(micro):
             key = mix(plan.cfg.seed, int(step), i, plan.mesh.rank)
             with _seeded(key, leaves), _unchanged(leaves, batch, plan):
-                grads, loss, state, aux = self._one(leaves, state, batch, held)
+                grads, loss, state, aux = self._one(leaves, state, batch, local)
             if total:
                 torch._foreach_add_(total, grads)
             else:
@@ -121,28 +121,28 @@ class Eager:
     def update(
         self,
         trained: Sequence[Tensor],
-        held: LocalState,
+        local: LocalState,
         grads: list[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
     ) -> Updated:
-        """Overwrite `trained` and what `held` has of masters and optimizer state."""
+        """Overwrite `trained` and what `local` has of masters and optimizer state."""
         half = self.update_program
         if not half.hold():
-            half.trace(trained, held, grads, loss, state, bucket_bytes=self.limit)
-        return half(trained, held, grads, loss, state)
+            half.trace(trained, local, grads, loss, state, bucket_bytes=self.limit)
+        return half(trained, local, grads, loss, state)
 
     def _one(
-        self, leaves: Sequence[Tensor], state: Sequence[Tensor], batch: PyTree, held: LocalState
+        self, leaves: Sequence[Tensor], state: Sequence[Tensor], batch: PyTree, local: LocalState
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
         """One micro-batch, from the leaves as they live between steps."""
         plan, cfg = self.plan, self.plan.cfg
         inputs, spec = take_apart(batch)
         signature = Signature(
-            plan.sharding.spec, plan.sharding.layout, held.state_spec, spec, bool(held.scale)
+            plan.sharding.spec, plan.sharding.layout, local.state_spec, spec, bool(local.scale)
         )
         loss_fn = scaled(
-            flat_loss_fn(self.model_fn, cfg, signature), share_of(cfg, plan.axes, held.scale)
+            flat_loss_fn(self.model_fn, cfg, signature), share_of(cfg, plan.axes, local.scale)
         )
 
         def run(given: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, tuple[Tensor, ...]]]:

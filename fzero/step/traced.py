@@ -37,7 +37,7 @@ class Traced:
         model_fn: ModelFn,
         plan: Plan,
         leaves: Sequence[Tensor],
-        held: LocalState,
+        local: LocalState,
         batch: Sequence[Tensor],
         batch_spec: Frame,
         bucket_bytes: tuple[int, ...] | None = None,
@@ -50,19 +50,19 @@ class Traced:
             shared.signature
             if shared
             else Signature(
-                plan.sharding.spec, layout, held.state_spec, batch_spec, scaled=bool(held.scale)
+                plan.sharding.spec, layout, local.state_spec, batch_spec, scaled=bool(local.scale)
             )
         )
         self.notes = shared.notes if shared else Notes({"model_fn": model_fn})
         trained, frozen = layout.divide(leaves)
         names = [name for group in plan.names for name in group]
-        names += [f"model_state.{i}" for i in range(len(held.state))]
+        names += [f"model_state.{i}" for i in range(len(local.state))]
         names += [f"batch.{name}".rstrip(".") for name in batch_spec.names]
-        names += ["loss_scale"] * bool(held.scale)
-        inputs = [*trained, *frozen, *held.state, *batch, *held.scale[:1]]
+        names += ["loss_scale"] * bool(local.scale)
+        inputs = [*trained, *frozen, *local.state, *batch, *local.scale[:1]]
         fed = sum(x.nbytes for x in batch)
         # the other micro-batches: parts of one batch, which stays there as a whole
-        beside = [*held_rows(plan, held), Held((cfg.accum_steps - 1) * fed, BATCH, "the rest")]
+        beside = [*held_rows(plan, local), Held((cfg.accum_steps - 1) * fed, BATCH, "the rest")]
         if cfg.accum_steps > 1:  # the sum so far
             beside += [
                 Held(_sum_bytes(x, leaf, plan), GRADIENTS, leaf.name)
@@ -91,14 +91,14 @@ class Traced:
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
         self.shared = shared_outputs(gradients)[: len(plan.trained)]
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
-        self.update_program = UpdateProgram(plan, held, reduced=not reduces_once(cfg))
+        self.update_program = UpdateProgram(plan, local, reduced=not reduces_once(cfg))
         self.program = gradients
         # an optimizer that knows nothing of shards runs as it is, and is not recorded
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
             update = self.update_program.trace(
                 trained,
-                held,
+                local,
                 grads,
                 loss,
                 state,
@@ -129,23 +129,23 @@ class Traced:
         self,
         trained: Sequence[Tensor],
         frozen: Sequence[Tensor],
-        held: LocalState,
+        local: LocalState,
         micro: Sequence[PyTree],
         step: Tensor,
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
         """Gradients and loss summed over the micro-batches, the last model state, all aux."""
         refuse_hooks(self.module_params)  # that came after the recording
-        plan, state = self.plan, held.state
+        plan, state = self.plan, local.state
         total: list[Tensor] = []
         losses, auxes = [], []
         for i, batch in enumerate(micro):
-            flat = [*trained, *frozen, *state, *take_apart(batch)[0], *held.scale[:1]]
+            flat = [*trained, *frozen, *state, *take_apart(batch)[0], *local.scale[:1]]
             if self.seeded:
                 flat.append(mix(plan.cfg.seed, int(step), i, plan.mesh.rank))  # pyright: ignore
             results = self.run_gradients(*flat)
             # aux on the memory of a parameter, which the update writes over
-            for place in self.borrowed:
-                results[place] = results[place].clone()
+            for index in self.borrowed:
+                results[index] = results[index].clone()
             grads, loss, state, aux = self.signature.results(results)
             if not total:
                 total = grads
@@ -165,13 +165,13 @@ class Traced:
     def update(
         self,
         trained: Sequence[Tensor],
-        held: LocalState,
+        local: LocalState,
         grads: list[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
     ) -> Updated:
-        """Overwrite `trained` and what `held` has of masters and optimizer state."""
-        return self.update_program(trained, held, grads, loss, state)
+        """Overwrite `trained` and what `local` has of masters and optimizer state."""
+        return self.update_program(trained, local, grads, loss, state)
 
 
 def _sum_bytes(x: Tensor, leaf: LeafLayout, plan: Plan) -> int:

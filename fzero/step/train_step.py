@@ -280,6 +280,6 @@ def _takes_state(model_fn: ModelFn) -> bool:
         given = inspect.signature(model_fn).parameters.values()
     except (TypeError, ValueError):
         return True
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [x for x in given if x.kind in places and x.default is inspect.Parameter.empty]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [x for x in given if x.kind in kinds and x.default is inspect.Parameter.empty]
     return len(required) != 2 or any(x.kind is inspect.Parameter.VAR_POSITIONAL for x in given)

@@ -163,14 +163,14 @@ class Update:
         """This rank's share in the norm of split leaves, as numbers that can be summed over ranks.
 
         A sum of squares is one number. Other norms don't add up so easily, a maximum not at all:
-        there each rank tells its own norm, in a place of its own.
+        there each rank tells its own norm, in an element of its own.
         """
         p, axis = self.cfg.norm_type, self.axes.shard
         norm = tree_norm(list(parts), p).double()
         if p == 2:
             return [norm.square().to(device)]
-        places = (axis.rank, axis.size - 1 - axis.rank)
-        return torch.nn.functional.pad(norm.view(1).to(device), places).unbind()
+        ends = (axis.rank, axis.size - 1 - axis.rank)
+        return torch.nn.functional.pad(norm.view(1).to(device), ends).unbind()
 
     def _joined(self, stats: Tensor, whole: Sequence[Tensor]) -> Tensor:
         """The norm of everything, from every rank's share and the leaves that all have."""
@@ -201,11 +201,11 @@ class Update:
         assert self.opt.apply_ is not None
         # masters may be in host memory, and are updated there
         grads = [g.to(x.device) for g, x in zip(grads, targets, strict=True)]
-        wide, held = targets, list(inner)
+        wide, given = targets, list(inner)
         if self._widens:
             wide = [widened(x) for x in targets]
-            held = [widened(x) if isinstance(x, Tensor) else x for x in inner]
-        state = tree.unflatten(self.inner_spec, held)
+            given = [widened(x) if isinstance(x, Tensor) else x for x in inner]
+        state = tree.unflatten(self.inner_spec, given)
         with whole_leaves(self.whole), self._noise(grads, wide):
             new = self.opt.apply_(
                 self.treedef(grads), state, self.treedef(wide), global_norm=self.global_norm
@@ -255,9 +255,9 @@ class Update:
             if not bool(skip):
                 self._apply(skip, grads, inner, targets, step)
             return
-        kept = [x.clone() for x in (*inner, *targets)]
+        before = [x.clone() for x in (*inner, *targets)]
         self._apply(skip, grads, inner, targets, step)
-        for now, old in zip((*inner, *targets), kept, strict=True):
+        for now, old in zip((*inner, *targets), before, strict=True):
             now.copy_(torch.where(skip.to(now.device), old, now))
 
     def global_norm(self, values: PyTree) -> Tensor:
@@ -300,9 +300,9 @@ class Update:
             torch._foreach_copy_(list(params[start:stop]), full)
             start = stop
 
-    def _one_for_all_ranks(self, x: Tensor, place: int) -> Tensor:
+    def _one_for_all_ranks(self, x: Tensor, index: int) -> Tensor:
         """See [Note: one model state] in `fzero.state.model_state`."""
-        name, axes = f"model_state {place}", self.axes
+        name, axes = f"model_state {index}", self.axes
         if axes.world == 1:
             return x
         first = axes.shard.rank == axes.replicate.rank == 0
@@ -318,10 +318,10 @@ def _times(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
 
 def _borders(leaves: Sequence[LeafLayout], limit: int) -> list[int]:
     """Where to cut `leaves` so that no bucket has more than `limit` bytes, or just one leaf."""
-    borders, held = [], 0
+    borders, filled = [], 0
     for i, leaf in enumerate(leaves):
-        if held and held + leaf.nbytes > limit:
+        if filled and filled + leaf.nbytes > limit:
             borders.append(i)
-            held = 0
-        held += leaf.nbytes
+            filled = 0
+        filled += leaf.nbytes
     return [*borders, len(leaves)] if leaves else []

@@ -27,7 +27,7 @@ from fzero.program.graph import Held, output_node, tensors_of
 from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
 from fzero.program.trace import trace_program
-from fzero.state.follow import follow_
+from fzero.state.follow import Follower
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.update import Update, Updated
@@ -39,11 +39,11 @@ class UpdateProgram:
 
     Args:
         plan: of the step.
-        held: shows the structure of the optimizer's state.
+        local: shows the structure of the optimizer's state.
         reduced: whether gradients come summed over the ranks.
     """
 
-    def __init__(self, plan: Plan, held: LocalState, *, reduced: bool) -> None:
+    def __init__(self, plan: Plan, local: LocalState, *, reduced: bool) -> None:
         self.plan = plan
         self.reduced = reduced
         self.step_update = Update(
@@ -53,7 +53,7 @@ class UpdateProgram:
             plan.axes,
             reduced=reduced,
             treedef=plan.foreign_tree if plan.opt.foreign else plan.trained_tree,
-            inner_spec=held.inner_spec,
+            inner_spec=local.inner_spec,
             whole=plan.whole,
             bucket_bytes=int(plan.cfg.bucket_mb * 2**20),
             device_type=plan.mesh.device_type,
@@ -61,6 +61,7 @@ class UpdateProgram:
         self.program: Program | None = None
         self.run: Executable | None = None
         self.seeded = False
+        self.follow: Follower | None = None
         self.notes = Notes({})
         self._earlier: list[tuple[Notes, Program, Executable]] = []  # the last used comes first
         self._recordings = 0
@@ -85,23 +86,25 @@ class UpdateProgram:
     def __call__(
         self,
         trained: Sequence[Tensor],
-        held: LocalState,
+        local: LocalState,
         grads: list[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
     ) -> Updated:
-        """Overwrite `trained` and what `held` has of masters and optimizer state.
+        """Overwrite `trained` and what `local` has of masters and optimizer state.
 
         Masters start from what was written into the parameters; see [Note: masters follow].
         """
-        if held.masters:
-            follow_(held.masters, self.plan.parts(trained))
-        groups = self._groups(trained, held, grads, loss, state)
+        if local.masters:
+            parts = self.plan.parts(trained)
+            self.follow = self.follow or Follower(local.masters, parts)
+            self.follow(local.masters, parts)
+        groups = self._groups(trained, local, grads, loss, state)
         if self.run is None:
             return self._eagerly(groups)
         flat = [x for group in groups for x in group]
         if self.seeded:  # the same on all ranks: the noise is that of whole leaves
-            flat.append(mix(self.plan.cfg.seed, int(held.step), _UPDATE))  # pyright: ignore
+            flat.append(mix(self.plan.cfg.seed, int(local.step), _UPDATE))  # pyright: ignore
         del groups
         grads.clear()
         return _updated(self.run(*flat), len(state))
@@ -109,16 +112,17 @@ class UpdateProgram:
     def _groups(
         self,
         trained: Sequence[Tensor],
-        held: LocalState,
+        local: LocalState,
         grads: Sequence[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
     ) -> list[Sequence[Tensor]]:
         """All that an update reads, in the order of `Update`'s arguments."""
         cfg = self.plan.cfg
-        before = held.state if cfg.nonfinite_policy == "skip" else []
-        step = [held.step] if cfg.dtypes.stochastic_rounding else []
-        parts = [trained, held.masters, held.inner, grads, [loss], state, held.scale, before, step]
+        before = local.state if cfg.nonfinite_policy == "skip" else []
+        step = [local.step] if cfg.dtypes.stochastic_rounding else []
+        own = [trained, local.masters, local.inner]
+        parts = [*own, grads, [loss], state, local.scale, before, step]
         return [list(part) for part in parts]
 
     def _eagerly(self, groups: Sequence[Sequence[Tensor]]) -> Updated:
@@ -131,7 +135,7 @@ class UpdateProgram:
     def trace(
         self,
         trained: Sequence[Tensor],
-        held: LocalState,
+        local: LocalState,
         grads: Sequence[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
@@ -143,12 +147,12 @@ class UpdateProgram:
         """Stage it out for tensors like these, and run the Program from now on.
 
         Args:
-            trained, held, grads, loss, state: as `__call__` will get them.
+            trained, local, grads, loss, state: as `__call__` will get them.
             resident: what a rank holds besides.
             budget: bytes that the rest of the step needs in any case.
             bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
         """
-        groups = self._groups(trained, held, grads, loss, state)
+        groups = self._groups(trained, local, grads, loss, state)
         cuts = [sum(map(len, groups[:i])) for i in range(len(groups) + 1)]
 
         def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
@@ -158,12 +162,12 @@ class UpdateProgram:
         trained_names = [leaf.name for leaf in self.plan.trained]
         names = [
             *trained_names,
-            *[f"master.{name}" for name in trained_names[: len(held.masters)]],
-            *[f"inner.{name}" for name in names_of_state(held)],
+            *[f"master.{name}" for name in trained_names[: len(local.masters)]],
+            *[f"inner.{name}" for name in names_of_state(local)],
             *[f"grad.{name}" for name in trained_names],
             "loss",
             *[f"model_state.{i}" for i in range(len(state))],
-            *[f"loss_scale.{i}" for i in range(len(held.scale))],
+            *[f"loss_scale.{i}" for i in range(len(local.scale))],
             *[f"model_state_before.{i}" for i in range(len(groups[-2]))],
             *["step"] * len(groups[-1]),
         ]
@@ -206,7 +210,7 @@ def _updated(results: Sequence[Tensor], states: int) -> Updated:
 
 def shared_outputs(program: Program) -> list[bool]:
     """For each output, whether its memory is an input's, another output's, or overlaps itself."""
-    held = {
+    inputs = {
         x.untyped_storage()._cdata
         for node in program.graph.nodes
         if node.op == "placeholder"
@@ -216,10 +220,10 @@ def shared_outputs(program: Program) -> list[bool]:
     shared = []
     for node in output_node(program.graph).args[0]:  # pyright: ignore
         (x,) = tensors_of(node)  # pyright: ignore
-        place = (x.untyped_storage()._cdata, x.storage_offset())
+        at = (x.untyped_storage()._cdata, x.storage_offset())
         dense = x.is_contiguous()
-        shared.append(place in seen or place[0] in held or not dense)
-        seen.add(place)
+        shared.append(at in seen or at[0] in inputs or not dense)
+        seen.add(at)
     return shared
 
 
@@ -228,17 +232,17 @@ def outputs_on(program: Program, count: int) -> list[int]:
 
     An update writes over those: aux that is a parameter must be what it was in the forward pass.
     """
-    inputs = [n for n in program.graph.nodes if n.op == "placeholder"][:count]
-    held = {x.untyped_storage()._cdata for node in inputs for x in tensors_of(node)}
+    first = [n for n in program.graph.nodes if n.op == "placeholder"][:count]
+    inputs = {x.untyped_storage()._cdata for node in first for x in tensors_of(node)}
     outputs: Any = output_node(program.graph).args[0]
-    on = [any(x.untyped_storage()._cdata in held for x in tensors_of(n)) for n in outputs]
-    return [place for place, shared in enumerate(on) if shared and place >= count]
+    on = [any(x.untyped_storage()._cdata in inputs for x in tensors_of(n)) for n in outputs]
+    return [index for index, shared in enumerate(on) if shared and index >= count]
 
 
-def held_rows(plan: Plan, held: LocalState) -> list[Held]:
-    """What `held.nbytes()` counts, row by row."""
-    masters = zip(held.masters, plan.names[0], strict=False)
-    inner = zip(held.inner, names_of_state(held), strict=True)
+def held_rows(plan: Plan, local: LocalState) -> list[Held]:
+    """What `local.nbytes()` counts, row by row."""
+    masters = zip(local.masters, plan.names[0], strict=False)
+    inner = zip(local.inner, names_of_state(local), strict=True)
     rows = [(x, MASTERS, name) for x, name in masters] + [(x, OPTIMIZER, n) for x, n in inner]
     return [Held(local_tensor(x).nbytes, kind, name) for x, kind, name in rows if _is_tensor(x)]
 
@@ -247,8 +251,8 @@ def _is_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-def names_of_state(held: LocalState) -> list[str]:
-    return tree.names(tree.unflatten(held.inner_spec, held.inner))
+def names_of_state(local: LocalState) -> list[str]:
+    return tree.names(tree.unflatten(local.inner_spec, local.inner))
 
 
 MAX_EARLIER = 8

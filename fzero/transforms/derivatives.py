@@ -30,7 +30,7 @@ from fzero.numerics.casts import widened
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE
 from fzero.transforms.call import Call, Results, like, mean
 from fzero.transforms.frames import Frame, stacked, take_apart
-from fzero.transforms.function import Function, check_callable, check_config
+from fzero.transforms.function import Function, check_callable, check_config, positions
 from fzero.transforms.lazily import Lazily
 from fzero.transforms.loss import check_loss, summable
 from fzero.transforms.micro import micro_batches
@@ -118,7 +118,9 @@ def value_and_grad(
         (tensor(15.), {'w': tensor([ 6., 12.])})
     """
     name, cfg = check_callable("value_and_grad", fn), check_config("value_and_grad", cfg)
-    numbers = _positions("value_and_grad", argnums)
+    numbers = positions("value_and_grad", "argnums", argnums)
+    if not numbers:
+        raise ConfigError("value_and_grad: argnums=(); name at least one argument.")
 
     def body(*args: Any, **kwargs: Any) -> Any:
         call = Call(fn, cfg, numbers, args, kwargs, room=True)
@@ -254,7 +256,7 @@ def hvp(fn: Callable[..., Tensor], cfg: Config | None = None) -> Function:
 
     Args:
         fn: `fn(params, *args) -> loss`, as for `value_and_grad`.
-        cfg: see `Config`; frozen leaves get None.
+        cfg: see `Config`; frozen leaves get None. `accum_steps` counts as in `value_and_grad`.
 
     Returns:
         `(params, vectors, *args) -> (grads, products)`; all live as the parameters do.
@@ -274,22 +276,18 @@ def hvp(fn: Callable[..., Tensor], cfg: Config | None = None) -> Function:
     def body(params: PyTree, vectors: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
         call = Call(fn, cfg, (0,), (params, *args), kwargs)
         directions = like(vectors, call.trees[0], cfg, "vectors")
-        layout = call.layout
-        trained, frozen = layout.divide(call.values)
-        along, _ = layout.divide(directions)
+        along, _ = call.layout.divide(directions)
+        count = 1 if call.inside else cfg.accum_steps
+        totals: list[Leaves] = []
         _begin(call, FORWARD)
-
-        def grads_of(trained: Leaves) -> Leaves:
-            return zero.grad(_loss_of(call, 1.0 / call.axes.world))(trained, frozen)[0]
-
-        if gradient() is zero.vjp:
-            grads, products = torch.func.jvp(grads_of, (trained,), (along,))  # pyright: ignore
-        else:  # the other front end: the Hessian is its own transpose
-            grads, pull = torch.func.vjp(grads_of, trained)  # pyright: ignore
-            (products,) = pull(along)
+        for one in _micro_calls(call, count, room=False):
+            found = _hessian(one, along, 1.0 / (call.axes.world * count))
+            pairs = zip(totals or found, found, strict=True)
+            totals = [tuple(map(torch.add, *pair)) for pair in pairs] if totals else found
+        layout, frozen = call.layout, call.layout.divide(call.values)[1]
         _begin(call, UPDATE)
         none = [None] * len(frozen)
-        both = (call.closed(layout.merge(column, none))[0] for column in (grads, products))
+        both = (call.closed(layout.merge(column, none))[0] for column in totals)
         return next(both), next(both)
 
     return Function(name, body, fn, cfg)
@@ -326,6 +324,20 @@ def _one(call: Call, factor: float, *, has_aux: bool) -> tuple[Tensor, PyTree, l
     return widened(loss), rebuilt, [x.contiguous() for x in grads]
 
 
+def _hessian(call: Call, along: Leaves, factor: float) -> list[Leaves]:
+    """The gradient of `factor * loss`, and its Hessian times a vector."""
+    trained, frozen = call.layout.divide(call.values)
+
+    def grads_of(trained: Leaves) -> Leaves:
+        return zero.grad(_loss_of(call, factor))(trained, frozen)[0]
+
+    if gradient() is zero.vjp:
+        return list(torch.func.jvp(grads_of, (tuple(trained),), (tuple(along),)))  # pyright: ignore
+    # the other front end: the Hessian is its own transpose
+    grads, pull = torch.func.vjp(grads_of, tuple(trained))  # pyright: ignore
+    return [grads, pull(tuple(along))[0]]
+
+
 def _loss_of(call: Call, factor: float, frames: list[Frame] | None = None) -> zero.LossFn:
     """`(trained, frozen) -> (factor * loss, (loss, aux))` on local tensors."""
 
@@ -356,7 +368,7 @@ def _loss_of(call: Call, factor: float, frames: list[Frame] | None = None) -> ze
     return unmarked
 
 
-def _micro_calls(call: Call, count: int) -> list[Call]:
+def _micro_calls(call: Call, count: int, *, room: bool = True) -> list[Call]:
     if count == 1:
         return [call]
     last = len(call.args) - 1
@@ -368,7 +380,7 @@ def _micro_calls(call: Call, count: int) -> list[Call]:
     *rest, batch = call.args
     cut = micro_batches(batch, count)
     return [
-        Call(call.fn, call.cfg, call.argnums, (*rest, one), call.kwargs, room=True) for one in cut
+        Call(call.fn, call.cfg, call.argnums, (*rest, one), call.kwargs, room=room) for one in cut
     ]
 
 
@@ -396,12 +408,3 @@ def _floats(values: Sequence[Tensor]) -> Leaves:
 def _with_floats(values: Sequence[Tensor], floats: Sequence[Tensor]) -> Leaves:
     rest = iter(floats)
     return tuple(next(rest) if x.is_floating_point() else x for x in values)
-
-
-def _positions(what: str, argnums: Any) -> tuple[int, ...]:
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if not numbers or not all(isinstance(i, int) and i >= 0 for i in numbers):
-        raise ConfigError(f"{what}: argnums={argnums!r}; positions of arguments, from 0 on.")
-    if len(set(numbers)) < len(numbers):
-        raise ConfigError(f"{what}: argnums={argnums!r} names an argument twice.")
-    return numbers

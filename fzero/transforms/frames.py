@@ -153,10 +153,10 @@ def _opened(x: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]] | None
         return None
     if isinstance(x, UserDict | dict):
         items = dict(x.items())
-        held = {k: v for k, v in getattr(x, "__dict__", {}).items() if k not in items}
+        fields = {k: v for k, v in getattr(x, "__dict__", {}).items() if k not in items}
         # the items of a UserDict once more
-        held.pop("data", None)
-        rest = [(k, v if isinstance(v, _PLAIN) else None) for k, v in held.items()]
+        fields.pop("data", None)
+        rest = [(k, v if isinstance(v, _PLAIN) else None) for k, v in fields.items()]
         return items, tuple(rest)
     if dataclasses.is_dataclass(x):
         return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}, ()

@@ -13,8 +13,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero import tree
 from fzero.config import Config
+from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Mesh
-from fzero.errors import ConfigError, RankMismatchError, TraceError
+from fzero.errors import ConfigError, RankMismatchError, ShardError, TraceError
 from fzero.functional.transforms import in_transform
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.program import Program
@@ -23,7 +24,7 @@ from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import warn_of_recordings
 from fzero.transforms.parts import has_parts, mesh_of
 from fzero.transforms.randomness import seeded
-from fzero.transforms.staging import Staged
+from fzero.transforms.staging import Staged, changed_in_place
 from fzero.tree import PyTree
 
 MAX_SIGNATURES = 8
@@ -75,6 +76,7 @@ class Function:
         Raises:
             ShardError: a leaf can't be an argument, or lives on another mesh.
             TraceError: the function can't be staged out.
+            FzeroError: it changes an argument in place.
             RankMismatchError: ranks would run different collectives, or a rank is gone.
         """
         if _inside(args, kwargs):
@@ -86,8 +88,14 @@ class Function:
         agreement = self._agreement
         if self.cfg.executor == "eager":
             agreement.calls += 1
+            before = _versions(leaves)
             with agreement.running(mesh), seeded(self.cfg.seed, rng, mesh, leaves):
-                return self.body(*args, **kwargs)
+                result = self.body(*args, **kwargs)
+            for i, (old, new) in enumerate(zip(before, _versions(leaves), strict=True)):
+                if old != new:
+                    frame = take_apart((args, kwargs), "arguments")[1]
+                    raise changed_in_place(self.name, _named(frame, self.__wrapped__).names[i])
+            return result
         staged = self._find(args, kwargs, leaves, key, mesh)
         # counted here and not in `_find`, which `lower` may call on one rank alone
         agreement.calls += 1
@@ -144,6 +152,11 @@ class Function:
 
     def _donated(self, args: Sequence[Any], count: int) -> list[bool]:
         """One flag per tensor among the arguments."""
+        if self.donate_argnums and max(self.donate_argnums) >= len(args):
+            raise ShardError(
+                f"{self.name}: donate_argnums={self.donate_argnums}, and it was called with "
+                f"{len(args)} positional arguments. Pass what is donated by position."
+            )
         flags: list[bool] = []
         for i, arg in enumerate(args):
             flags += [i in self.donate_argnums] * len(take_apart(arg, "arguments")[0])
@@ -172,7 +185,8 @@ def jit(
         A function of the same arguments; `.lower(...)` gives its Program.
 
     Raises:
-        ConfigError: `fn` can't be called.
+        ConfigError: `fn` can't be called, or `donate_argnums` are no positions. At a call:
+        ShardError: a donated argument is not there, or shares its memory with another.
 
     Examples:
         >>> import fzero, torch
@@ -186,9 +200,22 @@ def jit(
     """
     name = check_callable("jit", fn)
     cfg = check_config("jit", cfg)
-    if isinstance(donate_argnums, int):
-        donate_argnums = (donate_argnums,)
-    return Function(name, fn, fn, cfg, donate_argnums=donate_argnums, takes_parts=False)
+    numbers = positions("jit", "donate_argnums", donate_argnums)
+    return Function(name, fn, fn, cfg, donate_argnums=numbers, takes_parts=False)
+
+
+def positions(what: str, field: str, given: Any) -> tuple[int, ...]:
+    """Positions of arguments, from one or several.
+
+    Raises:
+        ConfigError: they are no positions, or one is named twice.
+    """
+    numbers = (given,) if isinstance(given, int) else tuple(given)
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in numbers):
+        raise ConfigError(f"{what}: {field}={given!r}; positions of arguments, from 0 on.")
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"{what}: {field}={given!r} names an argument twice.")
+    return numbers
 
 
 def check_callable(what: str, fn: Any) -> str:
@@ -239,6 +266,12 @@ def no_program() -> TraceError:
 def _inside(args: Any, kwargs: Any) -> bool:
     """Whether an outer function is being staged out or differentiated."""
     return in_transform() or get_proxy_mode() is not None or has_parts((args, kwargs))
+
+
+def _versions(leaves: Sequence[Tensor]) -> list[int]:
+    """How often each was written; -1 for what does not count."""
+    found = [local_tensor(x) for x in leaves]
+    return [-1 if x.is_inference() else x._version for x in found]
 
 
 def _key(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:

@@ -111,9 +111,9 @@ class Notes:
         return (
             all(map(is_, self._now(), self._kept))
             and not any(map(len, self._empty))
-            and all(_unchanged(live, kept) for live, kept in self._full)
+            and all(_unchanged(live, noted) for live, noted in self._full)
             and _ambient() == self._ambient
-            and all(_equal_arrays(live, kept) for live, kept in self._arrays)
+            and all(_equal_arrays(live, noted) for live, noted in self._arrays)
             and all(map(_equal_tensors, *zip(*self._values, strict=True)) if self._values else ())
         )
 
@@ -130,11 +130,11 @@ class Notes:
                 return [f"{fact.place} from {_shown(fact.value)} to {_shown(now)}"]
         if self._ambient != (now := _ambient()):
             return [f"torch's defaults from {self._ambient} to {now}"]
-        for live, kept in self._values:
-            if not _equal_tensors(live, kept):
+        for live, noted in self._values:
+            if not _equal_tensors(live, noted):
                 return ["the values of a tensor that Python read"]
-        for live, kept in self._arrays:
-            if not _equal_arrays(live, kept):
+        for live, noted in self._arrays:
+            if not _equal_arrays(live, noted):
                 return ["the values of a numpy array"]
         walk = Walk(self.roots, self._reads)
         old, new = self._tokens, _tokens(walk, self._written)
@@ -151,10 +151,10 @@ class Notes:
         self._getters = [f.get for f in facts]
         self._keys = [f.key for f in facts]
         self._kept = [f.value for f in facts]
-        held = [(c, p) for c, p in walk.containers if not _under(p, self._written)]
+        containers = [(c, p) for c, p in walk.containers if not _under(p, self._written)]
         # apart, as most are empty (tables of hooks), and a length is compared fastest
-        self._empty = [c for c, _ in held if not len(c)]
-        self._full = [(c, _contents(c)) for c, _ in held if len(c)]
+        self._empty = [c for c, _ in containers if not len(c)]
+        self._full = [(c, _contents(c)) for c, _ in containers if len(c)]
         self._arrays = [(a, a.copy()) for a, _ in walk.arrays]
         self._tokens = _tokens(walk, self._written)
 
@@ -194,8 +194,8 @@ class _Snapshot:
             if both and not _equal(value, fact.value):
                 found[str(fact.place)] = None
         for container, place in later.containers:
-            live, kept, _ = self.containers.get(id(container), (container, None, place))
-            if kept is not None and not _unchanged(live, kept):
+            live, noted, _ = self.containers.get(id(container), (container, None, place))
+            if noted is not None and not _unchanged(live, noted):
                 found[str(place)] = None
         return list(found)
 
@@ -204,16 +204,16 @@ class _Snapshot:
         for fact in self.facts.values():
             if _look(fact) is not fact.value:
                 put(fact, fact.value)
-        for live, kept, _ in self.containers.values():
-            if not _unchanged(live, kept):
+        for live, noted, _ in self.containers.values():
+            if not _unchanged(live, noted):
                 # in place: others hold the same container
                 live.clear()
                 if isinstance(live, dict):
-                    live.update(zip(*kept, strict=True))
+                    live.update(zip(*noted, strict=True))
                 elif isinstance(live, set):
-                    live.update(kept)
+                    live.update(noted)
                 else:
-                    live.extend(kept)
+                    live.extend(noted)
 
 
 def _look(fact: Fact) -> Any:
@@ -230,14 +230,14 @@ def _contents(container: Any) -> Any:
     return set(container) if isinstance(container, set) else list(container)
 
 
-def _unchanged(live: Any, kept: Any) -> bool:
+def _unchanged(live: Any, noted: Any) -> bool:
     if isinstance(live, dict):
-        keys, values = kept
+        keys, values = noted
         same = len(live) == len(keys) and all(map(is_, dict.values(live), values))
         return same and list(dict.keys(live)) == keys
     if isinstance(live, set):
-        return live == kept
-    return len(live) == len(kept) and all(map(is_, live, kept))
+        return live == noted
+    return len(live) == len(noted) and all(map(is_, live, noted))
 
 
 def _tokens(walk: Walk, written: frozenset[str]) -> dict[tuple[str, int], Any]:
@@ -290,13 +290,13 @@ def _equal(a: Any, b: Any) -> bool:
     return False
 
 
-def _equal_arrays(live: Any, kept: Any) -> bool:
-    same = live.shape == kept.shape and live.dtype == kept.dtype
-    return same and live.tobytes() == kept.tobytes()
+def _equal_arrays(live: Any, noted: Any) -> bool:
+    same = live.shape == noted.shape and live.dtype == noted.dtype
+    return same and live.tobytes() == noted.tobytes()
 
 
-def _equal_tensors(live: Tensor, kept: Tensor) -> bool:
-    return torch.equal(live.detach(), kept)
+def _equal_tensors(live: Tensor, noted: Tensor) -> bool:
+    return torch.equal(live.detach(), noted)
 
 
 def _ambient() -> tuple[Any, ...]:

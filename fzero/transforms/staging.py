@@ -15,7 +15,7 @@ from fzero import zero
 from fzero.config import Config
 from fzero.distributed.dtensor import from_spec, local_tensor
 from fzero.distributed.mesh import Mesh
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, ShardError
 from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.functional.owners import Owners, noted, owners_of
 from fzero.numerics.rng import mix
@@ -97,6 +97,7 @@ class Staged:
         bucket_bytes: tuple[int, ...] | None,
     ) -> None:
         self.cfg, self.mesh, self.frame = cfg, mesh, frame
+        self.donated = tuple(donated) if any(donated) else ()
         self.inputs = [Leaf.of(x) for x in leaves]
         self.notes = Notes(reads)
         self.outputs: list[Leaf] = []
@@ -128,7 +129,7 @@ class Staged:
         self.module_params = list({id(x): (label, x) for label, x in called}.values())
         given = {label: x.dtype for label, x in zip(names, locals_, strict=True)}
         for label in written_inputs(program, given):
-            raise _changed_in_place(name, label)
+            raise changed_in_place(name, label)
         settled = bucket_bytes[0] if bucket_bytes else None
         program = optimise(
             program,
@@ -148,9 +149,15 @@ class Staged:
         return self.notes.hold()
 
     def __call__(self, leaves: Sequence[Tensor], rng: int) -> PyTree:
-        """Run it on arguments of this signature."""
+        """Run it on arguments of this signature.
+
+        Raises:
+            ShardError: a donated leaf is another argument as well.
+        """
         refuse_hooks(self.module_params)  # that came after the recording
         flat: list[Any] = [local_tensor(x) for x in leaves]
+        if self.donated:
+            self._check_donated(flat)
         flat = [x.detach() if x.requires_grad else x for x in flat]
         if self.seeded:
             flat.append(mix(self.cfg.seed, rng, 0, self.mesh.rank))
@@ -158,6 +165,22 @@ class Staged:
         assert self.result is not None
         pairs = zip(self.outputs, found, strict=True)
         return self.result.unflatten([leaf.wrapped(x) for leaf, x in pairs])
+
+    def _check_donated(self, flat: Sequence[Tensor]) -> None:
+        """Raise if what a result is written over is another argument as well."""
+        places = list(map(Tensor.data_ptr, flat))
+        if len(set(places)) == len(places):
+            return
+        first: dict[int, int] = {}
+        for i, (place, x) in enumerate(zip(places, flat, strict=True)):
+            other = first.setdefault(place, i) if x.numel() else i
+            if other != i and (self.donated[i] or self.donated[other]):
+                names = self.frame.names
+                raise ShardError(
+                    f"{names[other]} and {names[i]} are one tensor, and donated: results are "
+                    "written over it while the other is still read. Give each tree memory of its "
+                    "own (fzero.tree_map(torch.clone, tree)), or donate neither."
+                )
 
 
 def attention_written_out(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +206,8 @@ def _settled(x: Tensor) -> Tensor:
     return x if local.is_contiguous() else from_spec(local.contiguous(), x._spec)
 
 
-def _changed_in_place(name: str, label: str) -> FzeroError:
+def changed_in_place(name: str, label: str) -> FzeroError:
+    """What to say of a function that writes to what it was given."""
     return FzeroError(
         f"{name} changes its argument {label} in place. A staged-out function is pure: compute a "
         "new tensor and return it (fzero.apply_updates(params, updates) instead of add_). To reuse "

@@ -104,9 +104,60 @@ class Session:
         self.live.append((self.forwards, ours, theirs))
 
     def look(self, a: int, b: int) -> None:
-        """A forward that nobody goes back from."""
+        """Forwards that nobody goes back from: right, and nothing comes of them."""
+        engine, x, way = self.engine, data(self.rank, a), WAYS[a % 3]
         with torch.no_grad():
-            self.engine(data(self.rank, a), "plain", 2)
+            want = self.plain[self.rank](x, way, 2)
+        before = engine.is_gradient_accumulation_boundary()
+        outs = []
+        if b % 5 == 0:
+            with torch.no_grad():
+                outs.append(engine(x, way, 2))
+        elif b % 5 == 1:
+            with torch.inference_mode():
+                outs.append(engine.module(x, way, 2))
+        elif b % 5 == 2:
+            with engine.local_forward(), torch.no_grad():
+                outs += [engine(x, way, 2) for _ in range((a + self.rank) % 3)]
+        elif b % 5 == 3:
+            with engine.gathered(["middle.weight", "net.tied.weight"]), torch.no_grad():
+                outs.append(engine.eval()(x, way, 2))
+            engine.train()
+        else:
+            with contextlib.suppress(Lost), engine.local_forward():
+                with torch.enable_grad():  # it has a graph, and nobody goes back through it
+                    outs.append(engine(x, "plain", 2).detach())
+                with pytest.raises(fzero.BackwardError, match="local_forward"):
+                    engine.module.middle.weight.sum().backward()
+                raise Lost
+        for out in outs:  # updates before it may have added up in another order
+            torch.testing.assert_close(out, want, rtol=0, atol=1e-9)
+        assert b % 5 == 4 or engine.is_gradient_accumulation_boundary() == before
+
+    def write(self, a: int, b: int) -> None:
+        """One rank writes to a parameter, or all load others, between two backwards."""
+        self.live.clear()  # they were computed from the parameters of before
+        name, engine = ("net.tied.weight", "middle.bias", "net.gain")[a % 3], self.engine
+        modules = [net.module for net in self.plain]
+        if b % 3 == 0:
+            state = engine.state_dict()
+            assert state.keys() == modules[0].state_dict().keys()
+            state = {key: 0.9 * x for key, x in state.items()}
+            assert engine.load_state_dict(state) == ([], [])
+            for module in modules:
+                module.load_state_dict(state)
+            return
+        chosen = b % self.world
+        with torch.no_grad():
+            with engine.gathered(name, modifier_rank=chosen) as params:
+                (param,) = params.values()
+                param.mul_(0.9 if self.rank == chosen else 7.0)
+            for module in modules:
+                module.get_parameter(name).mul_(0.9)
+        block = engine.gathered(name, modifier_rank=chosen)
+        with contextlib.suppress(Lost), torch.no_grad(), block as params:
+            params.popitem()[1].zero_()
+            raise Lost
 
     def backward(self, a: int, b: int) -> None:
         if not self.live:

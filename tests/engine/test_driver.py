@@ -19,17 +19,10 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 SURFACE = {
-    "backward",
-    "cfg",
-    "full_grad",
-    "full_params",
-    "is_gradient_accumulation_boundary",
-    "module",
-    "no_sync",
-    "scale",
-    "state",
-    "step",
-    "zero_grad",
+    *("backward", "scale", "no_sync", "step", "zero_grad", "is_gradient_accumulation_boundary"),
+    *("eval", "train", "local_forward", "gathered"),
+    *("state", "state_dict", "load_state_dict", "full_params", "full_grad", "parameters"),
+    *("module", "cfg", "device", "lr", "metrics", "global_steps"),
 }
 
 

@@ -20,7 +20,17 @@ OPERATIONS = [
     *WAYS,
     *["backward"] * 5,
     *["step"] * 2,
-    *["backward_of_two", "only_grad", "fail", "pause", "zero_grad", "compare", "look"],
+    *[
+        "backward_of_two",
+        "only_grad",
+        "fail",
+        "pause",
+        "zero_grad",
+        "compare",
+        "look",
+        "look",
+        "write",
+    ],
 ]
 
 

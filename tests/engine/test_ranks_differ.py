@@ -1,5 +1,6 @@
 """Ranks that run different modules at stage 3: right, or an error on every rank, never a hang."""
 
+import contextlib
 import time
 
 import pytest
@@ -87,3 +88,69 @@ def test_one_backward_more_is_found_out_where_no_parameters_travel() -> None:
     differ = r"RankMismatchError: rank 0 came to 'engine 1, update', and rank 1 to .*: backward'"
     with pytest.raises(RanksFailed, match=rf"(?s){differ}.*{differ}"):
         run_fresh(2, goes_on_alone, timeout=30)
+
+
+def evaluates_alone(how: str) -> tuple[float, str]:
+    """One rank runs an evaluation, or enters a block, and the other goes on to the next step."""
+    torch.distributed.init_process_group("gloo")
+    rank, _ = here()
+    engine = fzero.Engine(build(Raises), SGD(), fzero.Config(stage=3))
+    start = 0.0
+    try:
+        for turn in range(2):
+            engine(data(rank)).square().mean().backward()
+            engine.step()
+            start = time.monotonic()
+            if turn == 0 or rank == 1:
+                with torch.no_grad():
+                    if how == "forward":
+                        engine(data(rank))
+                    elif how == "module":
+                        engine.module(data(rank))
+                    elif how == "local_forward":
+                        with engine.local_forward():
+                            engine(data(rank))
+                    else:
+                        with engine.gathered("a.weight", modifier_rank=1) as params:
+                            params["a.weight"].zero_()
+        engine(data(rank))
+    except fzero.RankMismatchError as error:
+        return time.monotonic() - start, str(error)
+    return 0.0, ""
+
+
+@pytest.mark.parametrize("how", ["forward", "module", "local_forward", "gathered"])
+def test_an_evaluation_of_one_rank_alone_is_found_out(how: str) -> None:
+    station = {"forward": "evaluation", "module": "evaluation"}.get(how, how)
+    for seconds, message in run_fresh(2, evaluates_alone, how, timeout=60):
+        assert f"engine 1, {station}" in message
+        assert seconds < 3 + 5
+
+
+def raises_in_a_block_alone() -> str:
+    torch.distributed.init_process_group("gloo")
+    rank, _ = here()
+    engine = fzero.Engine(build(Raises), SGD(), fzero.Config(stage=3))
+    # what reads, and what is local, is nobody else's business
+    with contextlib.suppress(Lost), engine.gathered("a.weight"):
+        if rank == 0:
+            raise Lost
+    engine.module.where = "forward" if rank == 0 else ""
+    with engine.local_forward(), contextlib.suppress(Lost), torch.no_grad():
+        engine(data(rank))
+    engine.module.where = ""
+    engine(data(rank)).square().mean().backward()
+    engine.step()
+    try:
+        with contextlib.suppress(Lost), engine.gathered("a.weight", modifier_rank=0):
+            if rank == 0:
+                raise Lost
+        engine(data(rank))
+    except fzero.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_loses_what_it_was_to_write_is_found_out() -> None:
+    for message in run_fresh(2, raises_in_a_block_alone, timeout=60):
+        assert "after an exception" in message or "(raised)" in message

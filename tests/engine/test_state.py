@@ -184,3 +184,37 @@ def test_a_function_of_the_engines_module_is_no_forward_of_the_engines() -> None
     module(torch.ones(2, 3)).mean().backward()
     engine.step()  # one micro-batch of two
     assert int(engine.state[1].step) == 0
+
+
+def hessian_products(stage: int) -> None:
+    """Of the mean loss at an engine's parameters, through the functional path and plain torch."""
+    rank, world = here()
+    engine = fzero.Engine(build(Net), sgd(), fzero.Config(stage=stage))
+    x = data(rank)
+    engine(x).square().mean().backward()
+    engine.step()
+    apply, _ = fzero.functionalize(engine.module)
+    params, _ = engine.state
+    vectors = fzero.tree_map(torch.ones_like, params)
+    cfg = engine.cfg
+    _, products = fzero.hvp(lambda p, x: apply(p, x).square().mean(), cfg)(params, vectors, x)
+
+    plain = build(Net)
+    plain.load_state_dict(engine.state_dict())
+    some = {
+        name: p
+        for name, p in plain.named_parameters()
+        if p.requires_grad and name not in ("unused", "outside")
+    }
+    loss = torch.stack([plain(data(r)).square().mean() for r in range(world)]).mean()
+    grads = torch.autograd.grad(loss, list(some.values()), create_graph=True)
+    total = torch.stack([grad.sum() for grad in grads]).sum()
+    found = fzero.unshard(products)
+    for name, want in zip(some, torch.autograd.grad(total, list(some.values())), strict=True):
+        torch.testing.assert_close(found[name], want, rtol=0, atol=1e-8, msg=f"{stage} {name}")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hessian_products_at_an_engines_state(stage: int) -> None:
+    hessian_products(stage)
+    run_ranks(2, hessian_products, stage)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fzero.engine import events, phases
-from fzero.engine.backward_state import BackwardState, Rules
+from fzero.engine.backward_state import GATHERED, LOCAL, BackwardState, Rules
 from fzero.engine.counts import masks
 from fzero.engine.phases import transition
 from fzero.errors import BackwardError
@@ -105,6 +105,7 @@ class Frame:
     kind: str
     number: int
     brought: set[int] = field(default_factory=set)
+    graph: bool = True
 
 
 @dataclass
@@ -154,6 +155,7 @@ class Walk:
         self.forwards = self.tasks = self.gradients = 0
         self.live: list[int] = []  # forwards that have ended and whose outputs are there
         self.paused = 0
+        self.blocks: list[str] = []
         self.events = 0
         # the truth: where each gradient must be
         self.open: int | None = None  # the outermost task that has touched the engine
@@ -179,6 +181,8 @@ class Walk:
             self.leave()
         while self.paused:
             self.resume()
+        while self.blocks:
+            self.leave_block()
         self.zero()
         for forward in [*self.live]:
             self.gone(forward)
@@ -194,7 +198,7 @@ class Walk:
             "none": [self.whole_pass] * 6
             + [self.step] * 4
             + [self.start_task, self.start_forward, self.pause, self.resume, self.gone]
-            + [self.zero, self.stale],
+            + [self.zero, self.stale, self.enter_block, self.leave_block],
             "forward": [self.leave] * 3
             + [self.start_task] * 2
             + [self.start_forward, self.throw, self.step, self.zero],
@@ -207,7 +211,7 @@ class Walk:
 
     def whole_pass(self) -> None:
         """What most programs do: a forward, and a backward from its output."""
-        self.start_forward()
+        self.start_forward(graph=True)
         if self.tape.pick(3) == 2:
             self.start_task()
             self.gradient()
@@ -219,11 +223,20 @@ class Walk:
             self.scale()
         self.output(self.live[-1])
 
-    def start_forward(self) -> None:
+    def start_forward(self, graph: bool | None = None) -> None:
         self.forwards += 1
-        self.frames.append(Frame("forward", self.forwards))
-        self.fresh = True
-        assert not self.send(events.ForwardStarted(self.forwards))
+        graph = self.tape.pick(4) < 3 if graph is None else graph
+        self.frames.append(Frame("forward", self.forwards, graph=graph))
+        self.fresh |= graph
+        assert not self.send(events.ForwardStarted(self.forwards, graph))
+
+    def enter_block(self) -> None:
+        self.blocks.append((LOCAL, GATHERED)[self.tape.pick(2)])
+        assert not self.send(events.BlockEntered(self.blocks[-1]))
+
+    def leave_block(self) -> None:
+        if self.blocks:
+            assert not self.send(events.BlockLeft(self.blocks.pop()))
 
     def start_task(self) -> None:
         self.tasks += 1
@@ -232,7 +245,11 @@ class Walk:
     def leave(self) -> None:
         """The innermost pass ends well."""
         frame = self.frames.pop()
-        if frame.kind == "forward":
+        if frame.kind == "forward" and not frame.graph:
+            assert not self.send(events.ForwardEnded(frame.number, graph=False))
+            self.live.append(frame.number)
+            self.gone(frame.number)  # nothing holds it
+        elif frame.kind == "forward":
             self.live.append(frame.number)
             self.latest = {frame.number}
             assert not self.send(events.ForwardEnded(frame.number))
@@ -267,13 +284,17 @@ class Walk:
         running = [f.number for f in self.frames if f.kind == "forward"]
         if self.tape.pick(12) == 11:  # a function has none for it
             assert not self.send(events.LeafReached(frame.number))
-            self.brought |= self.open is not None
+            self.brought |= self.open is not None and LOCAL not in self.blocks
             return
         if self.open is None and running:
             assert self.send(events.GradientReady(leaf, frame.number)) == [
                 ("SetAside", leaf, running[-1])
             ]
             self.aside.setdefault(running[-1], Counter())[self.gradients] += 1
+            return
+        if LOCAL in self.blocks:
+            self.refused(events.GradientReady(leaf, frame.number), "local_forward")
+            self.throw()
             return
         if self.rules.scaled and not (self.open is not None and self.scaled):
             self.refused(events.GradientReady(leaf, frame.number), "scale")
@@ -340,6 +361,8 @@ class Walk:
             return self.refused(events.StepCalled(), "step")
         if self.frames:  # inside a backward that has not touched the engine: nobody can know
             return None
+        if self.blocks:
+            return self.refused(events.StepCalled(), self.blocks[-1])
         if self.paused:
             return self.refused(events.StepCalled(), "no_sync")
         if not self.moved:

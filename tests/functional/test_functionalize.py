@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrizations, parametrize
 
+import fzero
 from fzero.errors import ShardError, TraceError
 from fzero.functional.functionalize import functionalize
 
@@ -585,3 +586,14 @@ def test_a_cached_parametrization_around_the_call_is_refused() -> None:
     apply, params = functionalize(module)
     with parametrize.cached(), pytest.raises(TraceError, match="cached"):
         apply(params, torch.ones(1, 4))
+
+
+def test_shards_in_place_of_full_parameters_are_refused_with_the_way_on() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    apply, params = functionalize(module)
+    shards = fzero.shard(params, fzero.Config(stage=3))
+    x = torch.ones(2, 4)
+    for call in (apply, fzero.jit(apply)):
+        with pytest.raises(ShardError, match=r"'0\.weight'.*[Pp]ass them through fzero\.sharded"):
+            call(shards, x)
+    assert torch.equal(fzero.sharded(apply)(shards, x), apply(params, x))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import fzero
 from fzero.errors import ConfigError, TraceError
-from fzero.functional import torch_checkpoint as takeover
+from fzero.functional import torch_checkpoint as ours
 from fzero.functional.patch import Patch
 
 NOTHING = contextlib.nullcontext()
@@ -198,7 +198,7 @@ def test_a_recomputation_sees_the_buffers_of_its_time() -> None:
 
 # ------------------------------------------------------------------------------ torch's module
 @pytest.mark.parametrize("executor", ["traced", "eager"])
-@pytest.mark.parametrize("forgotten", [takeover.REENTRANT, *takeover.NON_REENTRANT])
+@pytest.mark.parametrize("forgotten", [ours.REENTRANT, *ours.NON_REENTRANT])
 def test_a_torch_that_goes_another_way_is_refused(
     executor: str, forgotten: str, monkeypatch: Any
 ) -> None:
@@ -206,12 +206,12 @@ def test_a_torch_that_goes_another_way_is_refused(
     if not hasattr(torch_checkpoint, forgotten):
         return  # of another torch
     monkeypatch.setattr(
-        takeover,
+        ours,
         "_PATCH",
-        Patch(*(part for part in takeover._PATCH.parts if part[1] != forgotten)),
+        Patch(*(part for part in ours._PATCH.parts if part[1] != forgotten)),
     )
-    called = forgotten == takeover.REENTRANT or forgotten == _called_by_checkpoint()
-    check = takeover.check_takeover.__wrapped__  # not what an earlier one found
+    called = forgotten == ours.REENTRANT or forgotten == _called_by_checkpoint()
+    check = ours.check_checkpoints.__wrapped__  # not what an earlier one found
     with pytest.raises(TraceError, match=r"runs torch\.utils\.checkpoint") if called else NOTHING:
         check(executor)
 
@@ -223,7 +223,7 @@ def _called_by_checkpoint() -> str:
     def noting(name: str) -> Callable[[Any], Any]:
         return lambda original: lambda *a, **k: called.append(name) or original(*a, **k)
 
-    with Patch(*((torch_checkpoint, name, noting(name)) for name in takeover.NON_REENTRANT)):
+    with Patch(*((torch_checkpoint, name, noting(name)) for name in ours.NON_REENTRANT)):
         checkpoint(torch.sin, torch.ones(1), use_reentrant=False)
     return called[0]
 
@@ -237,8 +237,8 @@ def test_torchs_module_is_restored_when_the_last_leaves() -> None:
     original = torch_checkpoint.CheckpointFunction
 
     def raising() -> None:
-        with takeover.checkpoints_taken_over():
-            with takeover.checkpoints_taken_over():
+        with ours.checkpoints_as_regions():
+            with ours.checkpoints_as_regions():
                 assert torch_checkpoint.CheckpointFunction is not original
             assert torch_checkpoint.CheckpointFunction is not original
             raise ZeroDivisionError
@@ -263,7 +263,7 @@ def test_other_threads_meet_torchs_own() -> None:
     def never(fn: Callable[..., Any]) -> Callable[..., Any]:
         raise AssertionError("another thread's call")
 
-    with takeover.recomputing(never):
+    with ours.recomputing(never):
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()

@@ -5,6 +5,7 @@ one master a parameter, in float32, of which the parameter is the cast. Gradient
 written values are such that float32 computes exactly.
 """
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import fzero
 from fzero import Config, tree
-from fzero.state.follow import follow_, followed
+from fzero.state.follow import Follower, follow_, followed
 from tests.ranks import fake_ranks, run_ranks
 
 SHAPES = {"a": (5, 3), "b": (2, 7), "c": (4,), "d": ()}
@@ -190,8 +191,9 @@ def _wrong(programs: list[Program], stage: int, precision: str | None, make: str
             if what == "step":
                 run.step(_batch(seed + rank))
                 want.step(seed, world)
-            elif what == "bad":  # a step that is skipped
+            elif what == "bad":  # a step that is skipped, after it has looked
                 run.step(torch.full((8,), torch.inf))
+                want.look()
             elif what == "nan":
                 run.write("data", _values(seed, nan=True))
                 run.write("data", _values(seed))
@@ -295,10 +297,12 @@ IN_FORWARD = [
 COPIES = [lambda w: w.clone(), lambda w: w * 1, lambda w: w.double(), lambda w: w.detach().clone()]
 
 
-def _writing(write: Callable[[Tensor], object]) -> Callable[..., Tensor]:
+def _writing(
+    write: Callable[[Tensor], object], name: str = "frozen", end: Callable[..., Any] = torch.sum
+) -> Callable[..., Tensor]:
     def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        write(params["frozen"])
-        return (params["w"] @ params["frozen"].t() @ x.to(params["w"].dtype)).sum()
+        write(params[name])
+        return end((params["w"] @ params["frozen"].t() @ x.to(params["w"].dtype)).sum())
 
     return model_fn
 
@@ -322,33 +326,51 @@ def test_a_model_function_that_writes_a_parameter_is_refused(
         step_fn(*step_fn.init(full), torch.ones(5))
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
+class OldStyle(torch.autograd.Function):
+    """What `torch.func` refuses, so that a step is recorded through `torch.autograd.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+MIXED = fzero.Precision(torch.float32, reduce=torch.float64, master=torch.float64)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", MIXED])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_it_is_refused_where_leaves_are_gathered(stage: int, precision: str | None) -> None:
+def test_it_is_refused_where_leaves_are_gathered(stage: int, precision: Any) -> None:
+    wide = torch.float64 if precision is MIXED else torch.float32
+    full = {"w": torch.ones(5, 4, dtype=wide), "frozen": torch.ones(5, 4, dtype=wide)}
     cfg = _config(stage=stage, precision=precision, frozen=["frozen"])
-    full = {"w": torch.ones(3, 4), "frozen": torch.ones(5, 4)}
     with fake_ranks(4):
-        for write in IN_FORWARD:
-            step_fn = fzero.make_train_step(_writing(write), fzero.optim.sgd(0.1), cfg)
+        for write, name, end in itertools.product(IN_FORWARD, full, (torch.sum, OldStyle.apply)):
+            model_fn = _writing(write, name, end)
+            step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), cfg)
             params, state = step_fn.init(full)
-            with pytest.raises(fzero.FzeroError, match="'frozen' in place"):
+            with pytest.raises(fzero.FzeroError, match=f"{name!r} in place"):
                 step_fn.lower(params, state, torch.ones(5))
 
 
-def _max_norm(stage: int) -> str:
+def _max_norm(stage: int, direct: bool) -> str:
     module = nn.Sequential(nn.Embedding(4, 2, max_norm=0.1))
     engine = fzero.Engine(module, fzero.optim.sgd(0.1), Config(stage=stage))  # pyright: ignore
     try:
-        engine(torch.tensor([dist.get_rank()])).sum().backward()
+        (module if direct else engine)(torch.tensor([dist.get_rank()])).sum().backward()
     except fzero.FzeroError as error:
         return str(error)
     return "not refused"
 
 
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_forward_that_makes_ranks_drift_apart_is_refused(stage: int) -> None:
+def test_a_forward_that_makes_ranks_drift_apart_is_refused(stage: int, direct: bool) -> None:
     torch.manual_seed(0)
-    for said in run_ranks(2, _max_norm, stage):
+    for said in run_ranks(2, _max_norm, stage, direct):
         assert "0.weight" in said
 
 
@@ -409,14 +431,22 @@ def test_what_has_no_parameters_may_come_and_go() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(0, 3 * 2**16), max_size=4), st.booleans())
-def test_one_written_element_is_found_wherever_it_is(sizes: list[int], strided: bool) -> None:
-    masters = [torch.randn(n) for n in sizes]
-    parts = [m.repeat(2, 1).t()[:, 0].bfloat16() if strided else m.bfloat16() for m in masters]
-    want = [m.clone() for m in masters]
-    for i, n in enumerate(sizes):
-        if n:
-            place = int(torch.randint(n, ()))
-            parts[i][place] = want[i][place] = 1000.0
-    follow_(masters, parts)
-    assert all(map(torch.equal, masters, want))
+@given(st.lists(st.integers(0, 3 * 2**16), max_size=4), st.sampled_from([1, 2, 3]), st.booleans())
+def test_one_written_element_is_found_wherever_it_is(
+    sizes: list[int], columns: int, strided: bool
+) -> None:
+    masters = [torch.randn(n, columns) for n in sizes]
+    masters = [m.squeeze(1) if columns == 1 else m for m in masters]
+    parts = [m.bfloat16() for m in masters]
+    if strided:
+        parts = [torch.stack([x, x], -1)[..., 0] for x in parts]
+    follower = Follower(masters, parts)
+    for value in (1000.0, 0.0, -0.0):  # again and again, and of two equal numbers the one written
+        want = [m.clone() for m in masters]
+        for i, n in enumerate(sizes):
+            if n:
+                row, column = int(torch.randint(n, ())), columns - 1
+                parts[i].view(n, -1)[row, column] = want[i].view(n, -1)[row, column] = value
+        follower(masters, parts)
+        for found, wanted in zip(masters, want, strict=True):
+            assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))

@@ -236,3 +236,25 @@ def test_a_checkpoint_has_second_derivatives() -> None:
     expected = torch.func.jvp(plain, (params,), (along,))[1]
     assert (_full(products)["up"] - expected["up"]).abs().max() < 1e-12
     assert (_full(products)["bias"] - expected["bias"]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_micro_batches_count_for_all_derivatives_of_a_loss(executor: str) -> None:
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return _loss(p, x) ** 2  # no mean over rows: that of halves is another
+
+    def mean(p: Params) -> Tensor:
+        return torch.stack([loss(p, half) for half in x.chunk(2)]).mean()
+
+    cfg = fzero.Config(accum_steps=2, executor=executor)
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(3), dtype=F64)
+    full, along = _tree(1), _tree(2)
+    params, vectors = fzero.shard(full), fzero.shard(along)
+    grads, products = torch.func.jvp(torch.func.grad(mean), (full,), (along,))
+    ours = _full(fzero.hvp(loss, cfg)(params, vectors, x))
+    value, first = _full(fzero.value_and_grad(loss, cfg)(params, x))
+
+    torch.testing.assert_close(value, mean(full), rtol=0, atol=1e-12)
+    for found, expected in [(first, grads), (ours[0], grads), (ours[1], products)]:
+        for k, v in expected.items():
+            torch.testing.assert_close(found[k], v, rtol=0, atol=1e-10)

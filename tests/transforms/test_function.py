@@ -211,3 +211,41 @@ def test_evaluation_never_holds_the_model() -> None:
         rows = program.collectives()
         assert [row.kind for row in rows] == ["all_gather"] * layers
         assert {row.phase for row in rows} == {"forward"}
+
+
+@pytest.mark.parametrize("first", ["the tree", "its tensors"])
+def test_a_donated_tree_that_is_another_argument_is_refused_by_name(first: str) -> None:
+    def step(params: Params, ema: Params) -> Any:
+        twice = fzero.tree_map(lambda p, e: p + e, params, ema)
+        return twice, fzero.tree_map(lambda p, e: p * e, params, ema)
+
+    params = fzero.shard(_params())
+    other = params if first == "the tree" else {k: v.detach() for k, v in params.items()}
+    with pytest.raises(ShardError, match=r"params\.b and ema\.b are one tensor, and donated"):
+        fzero.jit(step, donate_argnums=(0, 1))(params, other)
+    # what nobody writes over may come twice
+    once, times = _full(fzero.jit(step)(params, other))
+    for k, v in _params().items():
+        assert torch.equal(once[k], v + v)
+        assert torch.equal(times[k], v * v)
+
+
+@pytest.mark.parametrize("numbers", [(-1,), ("params",), (0, 0), True])
+def test_positions_that_are_none_are_refused(numbers: Any) -> None:
+    with pytest.raises(ConfigError, match="donate_argnums="):
+        fzero.jit(lambda params: params, donate_argnums=numbers)
+
+
+def test_a_donated_argument_must_be_there() -> None:
+    with pytest.raises(ShardError, match=r"donate_argnums=\(1,\), and it was called with 1"):
+        fzero.jit(lambda params: params, donate_argnums=(1,))(fzero.shard(_params()))
+
+
+@pytest.mark.parametrize("make", [fzero.jit, fzero.sharded])
+def test_what_runs_eagerly_is_refused_to_change_an_argument_too(make: Any) -> None:
+    def scaled(params: Params, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return x.sum()
+
+    with pytest.raises(FzeroError, match="scaled changes its argument x in place"):
+        make(scaled, fzero.Config(executor="eager"))(_params(), torch.ones(3))

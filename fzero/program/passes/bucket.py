@@ -173,13 +173,14 @@ def _lower(graph: fx.Graph, group: _Group) -> None:
     pack, unpack = KINDS[group.kind][:2]
     # a gather is wanted at its first use, a reduction is ready with its last gradient; in an
     # update, which works in place, what is read must have been written
-    place = group.nodes[0] if whole.gathers and group.movable else group.nodes[-1]
+    before = group.nodes[0] if whole.gathers and group.movable else group.nodes[-1]
     operands = [node.all_input_nodes[0] for node in group.nodes]
-    with graph.inserting_before(place):
+    with graph.inserting_before(before):
         send = call(graph, pack, operands, whole, name=f"pack_{group.kind}")
         target, arguments = carrier(whole, tensors_of(send)[0].numel())
         inherit(send, group.nodes)
         launch = call(graph, target, send, *arguments, name=group.kind)
+        # what the schedule, the listing and the walk over memory know a bucket by
         launch.meta["bucket"] = whole
         launch.meta["phase"], launch.meta["segment"] = group.phase, group.segment
         wait = call(graph, torch.ops._c10d_functional.wait_tensor.default, launch)
@@ -207,9 +208,9 @@ def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:
     for node, (copy,) in zip(gathers, copies, strict=True):
         before = operands(copy)
         targets, sources = map(list, copy.args[:2])  # pyright: ignore
-        place = sources.index(node)
-        found.append(targets.pop(place))
-        sources.pop(place)
+        index = sources.index(node)
+        found.append(targets.pop(index))
+        sources.pop(index)
         copy.args = (targets, sources)
         keep(copy, before)
         if not sources:

@@ -21,6 +21,7 @@ def clean(program: Program) -> Program:
     for node in list(graph.nodes):
         same = _same_as(node) or _seen_before(node, seen)
         if same is not None:
+            # without `substitute`: only what has the same strides is taken for the same
             node.replace_all_uses_with(same)
             graph.erase_node(node)
     graph.eliminate_dead_code(is_impure_node=is_wanted)

@@ -46,6 +46,7 @@ def functionalise(program: Program) -> Program:
     """
     changed = [node for node in program.graph.nodes if written_operands(node)]
     for node in changed:
+        # now: functional tensors would take the write without a word, and it would be lost
         for operand in written_operands(node):
             _refuse_constant(operand, node)
     if not changed:
@@ -67,6 +68,7 @@ def functionalise(program: Program) -> Program:
             "assignment to a part), or use Config(executor='eager'), which runs any Python."
         ) from error
     graph = traced.graph
+    # make_fx leaves a calling convention of pytrees; a Program's inputs are flat
     graph.set_codegen(CodeGen())
     _restore_outputs(graph, operands(output_node(program.graph)))
     note(graph)
@@ -98,6 +100,7 @@ class _Again(fx.Interpreter):
                 if isinstance(x, FunctionalTensor) and not alike(value, said):
                     with disable_functional_mode(), below.redispatch_to_next():
                         value = torch.ops.fzero.restored(value, said.stride())
+                    # as functionalisation itself does after a write: `x` is `value` from here on
                     below.replace(x, value)
                     below.commit_update(x)
                     below.sync(x)
@@ -141,14 +144,17 @@ def written_inputs(program: Program, cast_to: Mapping[str, torch.dtype]) -> list
     found = []
     for node in program.graph.nodes:
         for operand in written_operands(node):
-            dtype = operand.meta["val"].dtype
-            while (source := _same_memory(operand)) is not None:
+            dtype, is_copy = operand.meta["val"].dtype, False
+            while operand not in names:
+                source = _same_memory(operand)
+                if source is None and is_op(operand, "aten::_to_copy"):
+                    source, is_copy = operand.all_input_nodes[0], True
+                if source is None:
+                    break
                 operand = source
-            copy = operand
-            while is_op(operand, "aten::_to_copy"):  # made before the function got it?
-                operand = operand.all_input_nodes[0]
             name = names.get(operand)
-            if name is not None and (operand is copy or cast_to[name] == dtype):
+            # a cast may have been made before the function got it
+            if name is not None and (not is_copy or cast_to[name] == dtype):
                 found.append(name)
     return list(dict.fromkeys(found))
 
@@ -174,6 +180,7 @@ def _same_memory(node: fx.Node) -> fx.Node | None:
 
 
 def _refuse_constant(operand: fx.Node, node: fx.Node) -> None:
+    # a write into a part of a constant is one into the constant
     while is_cheap(operand) and operand.all_input_nodes:
         operand = operand.all_input_nodes[0]
     if operand.op == "get_attr":

@@ -37,6 +37,7 @@ def rematerialise(program: Program) -> Program:
     if not paths or not gradients:
         return program
     regions = len({path[: i + 1] for path in map(_names, paths.values()) for i in range(len(path))})
+    # from the outside in: copies of outer regions have inner ones, which are then done in them
     while paths:
         paths = _level(graph, paths, gradients)
     graph.eliminate_dead_code(is_impure_node=is_wanted)
@@ -56,24 +57,24 @@ def _level(
     inner = {n: path[1:] for n, path in paths.items() if path[1:] and not path[0].saved}
     again: dict[fx.Node, fx.Node] = {}
     # In the graph's order: a copy for an early reader stands before the later ones too.
-    for place in [n for n in graph.nodes if n in gradients]:
+    for reader in [n for n in graph.nodes if n in gradients]:
         missing: set[fx.Node] = set()
-        todo = [x for x in place.all_input_nodes if x in inside]
+        todo = [x for x in reader.all_input_nodes if x in inside]
         while todo:
             node = todo.pop()
             if node not in missing and node not in again:
                 missing.add(node)
                 todo += [x for x in node.all_input_nodes if x in inside]
         for node in sorted(missing, key=order.__getitem__):
-            with graph.inserting_before(place):
+            with graph.inserting_before(reader):
                 new = graph.node_copy(node, lambda x: again.get(x, x))
             new.meta[AGAIN] = True
             again[node] = infer(new)
             if node in inner:  # regions of their own: their values die before the originals' do
                 inner[new] = tuple(r._replace(name=f"{r.name}'") for r in inner[node])
-        for operand in place.all_input_nodes:
+        for operand in reader.all_input_nodes:
             if operand in again:
-                place.replace_input_with(operand, again[operand])
+                reader.replace_input_with(operand, again[operand])
     for new in again.values():
         refresh(new)
     return inner

@@ -147,6 +147,7 @@ def call(
 def legalise(graph: fx.Graph) -> None:
     """Move every node that stands before one of its operands to just after the last of them."""
     order = order_of(graph)
+    # most orders are legal already, and every move of a node asks
     if all(order[x] < i for node, i in order.items() for x in node.all_input_nodes):
         return
     waiting: dict[fx.Node, int] = {}
@@ -174,6 +175,7 @@ def legalise(graph: fx.Graph) -> None:
             place(node)
             continue
         waiting[node] = len(missing)
+        # until the last operand stands, which may be one that waits itself
         for operand in missing:
             blocked.setdefault(operand, []).append(node)
     assert len(result) == len(order)

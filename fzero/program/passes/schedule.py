@@ -26,9 +26,9 @@ def schedule(program: Program, *, prefetch: int | None = None) -> Program:
         if node.meta["bucket"].gathers and node.meta["phase"] != UPDATE:
             gathers_of.setdefault(node.meta["segment"], []).append(node)
     for gathers in gathers_of.values():
-        for place, node in enumerate(gathers[1:], 1):
+        for turn, node in enumerate(gathers[1:], 1):
             # before that wait, not after it: then both are in flight at once
-            _move_before(_launch_part(node), _wait_of(gathers[max(place - prefetch, 0)]))
+            _move_before(_launch_part(node), _wait_of(gathers[max(turn - prefetch, 0)]))
     reductions = [n for n in launches if not n.meta["bucket"].gathers]
     order = order_of(graph)
     for node, following in itertools.zip_longest(reductions, reductions[1:]):
@@ -53,9 +53,9 @@ def _launch_part(launch: fx.Node) -> list[fx.Node]:
     return [*casts, pack, launch]
 
 
-def _move_before(nodes: list[fx.Node], place: fx.Node) -> None:
+def _move_before(nodes: list[fx.Node], before: fx.Node) -> None:
     for node in nodes:
-        place.prepend(node)
+        before.prepend(node)
 
 
 def _delay(launch: fx.Node, following: fx.Node | None, order: Mapping[fx.Node, int]) -> None:
@@ -69,7 +69,7 @@ def _delay(launch: fx.Node, following: fx.Node | None, order: Mapping[fx.Node, i
     places = [user for part in unpack.users for user in part.users]
     if following is not None:
         places += following.all_input_nodes
-    place = min(places, key=order.__getitem__)
-    if order[place] > order[launch]:
+    before = min(places, key=order.__getitem__)
+    if order[before] > order[launch]:
         for node in nodes:
-            place.prepend(node)
+            before.prepend(node)

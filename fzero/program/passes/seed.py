@@ -23,6 +23,7 @@ def number_sites(program: Program) -> Program:
         TraceError: a random operator after forward: a recomputation that would draw a new mask.
     """
     graph = copy_graph(program.graph)
+    # numbered in the order of the recording, which is the same on every rank and at every call
     sites = [node for node in graph.nodes if _is_random(node)]
     phase = phases(graph)
     for site, node in enumerate(sites):
@@ -45,6 +46,7 @@ def insert_seeds(program: Program) -> Program:
         return program
     graph = copy_graph(program.graph)
     last = placeholders(graph)[-1]
+    # inputs stand before everything else, and the callers pass the key last
     with graph.inserting_after(last):
         key = graph.placeholder("key")
     for node in [n for n in graph.nodes if SITE in n.meta]:
@@ -52,6 +54,8 @@ def insert_seeds(program: Program) -> Program:
         drawing = with_generator(node.target)
         with graph.inserting_before(node):
             of = (key, node.meta[SITE], device)
+            # attention in fused kernels, for one, takes no generator: the device's own is seeded
+            # for it
             if drawing is None:
                 graph.call_function(seed, of)
             else:

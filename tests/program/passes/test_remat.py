@@ -306,9 +306,9 @@ def test_a_second_mask_is_refused(front_end: str) -> None:
         staged(lambda x: _DrawsAgain.apply(x).sum(), [torch.ones(3)], front_end)
 
 
-def test_without_the_takeover_a_second_mask_would_be_drawn(monkeypatch: Any) -> None:
+def test_without_regions_a_second_mask_would_be_drawn(monkeypatch: Any) -> None:
     """What the guard is for, should torch rename its internals."""
-    monkeypatch.setattr("fzero.program.trace.checkpoints_taken_over", contextlib.nullcontext)
+    monkeypatch.setattr("fzero.program.trace.checkpoints_as_regions", contextlib.nullcontext)
 
     def loss(x: Tensor) -> Tensor:
         return checkpoint(lambda x: F.dropout(x.sin(), 0.5).sin(), x, use_reentrant=False).sum()

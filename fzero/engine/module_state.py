@@ -1,0 +1,136 @@
+"""An engine's `state_dict` and `load_state_dict`: full tensors under the module's own names."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fzero.distributed.agree import agree
+from fzero.distributed.mesh import is_simulated
+from fzero.engine import phases
+from fzero.engine.buffers import same_bits
+from fzero.engine.driver import Driver
+from fzero.engine.parts import Parts
+from fzero.errors import ShardError
+from fzero.state.init import checksum
+
+_EXTRA = "_extra_state"  # torch's word, for what get_extra_state returns
+
+
+class LoadedKeys(NamedTuple):
+    """What `load_state_dict` has passed over: empty lists unless `strict=False`.
+
+    Args:
+        missing_keys: of the module, and not in what was loaded.
+        unexpected_keys: the other way round.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def state_dict(driver: Driver, parts: Parts) -> dict[str, Any]:
+    """Copies of all that the module's own `state_dict` has; see `Engine.state_dict`."""
+    driver.recover()
+    own, indices = driver.module.state_dict(keep_vars=True), _indices(driver)
+    full = parts.full_values()
+    for key, x in own.items():
+        # by identity: a tied parameter has several names, and hooks may have changed them
+        if id(x) in indices:
+            own[key] = full[indices[id(x)]]
+        elif isinstance(x, Tensor):
+            own[key] = x.detach().clone()
+    return own
+
+
+def load(driver: Driver, state: Mapping[str, Any], *, strict: bool) -> LoadedKeys:
+    """Check everything, then copy; see `Engine.load_state_dict`."""
+    driver.recover()
+    phases.refuse_inside(driver.state, "load_state_dict()")
+    phases.refuse_in_block(driver.state, "load_state_dict()")
+    if not isinstance(state, Mapping):
+        raise ShardError(
+            f"engine.load_state_dict takes full tensors by name, and was given a "
+            f"{type(state).__name__}. Pass what state_dict() returned, of an engine or a module."
+        )
+    _agree(driver, state)  # so that what is wrong is so on every rank
+    own, indices = driver.module.state_dict(keep_vars=True), _indices(driver)
+    there = {id(own[key]) for key in state if key in own}
+    keys = LoadedKeys(
+        # one name of a tied parameter is enough
+        [key for key, x in own.items() if key not in state and id(x) not in there],
+        [key for key in state if key not in own],
+    )
+    wrong = list(_misfits(driver, own, state))
+    if strict:
+        wrong += [f"{key!r} is missing" for key in keys.missing_keys]
+        wrong += [f"the module has no {key!r}" for key in keys.unexpected_keys]
+    if wrong:
+        more = f"; and {len(wrong) - 5} more" if wrong[5:] else ""
+        raise ShardError(
+            f"engine.load_state_dict: {'; '.join(wrong[:5])}{more}. Nothing was loaded. Pass full "
+            "tensors under the names of engine.state_dict(); strict=False passes over names that "
+            "are missing or unknown."
+        )
+    pairs = [(own[key], x) for key, x in state.items() if key in own]
+    driver.stepper.load({indices[id(p)]: x for p, x in pairs if id(p) in indices})
+    buffers = {id(x): name for name, x in driver.module.named_buffers()}
+    values = {buffers[id(b)]: x.to(b.dtype) for b, x in pairs if id(b) in buffers}
+    driver.stepper.buffers.write(values)
+    for key in state.keys() & own.keys():
+        module, _, last = key.rpartition(".")
+        if last == _EXTRA:
+            driver.module.get_submodule(module).set_extra_state(state[key])
+    driver.writes.ours()
+    if driver.units is not None:
+        driver.units.reshard()
+    return keys
+
+
+def _indices(driver: Driver) -> dict[int, int]:
+    return {id(param): index for index, param in driver.params.items()}
+
+
+def _agree(driver: Driver, state: Mapping[str, Any]) -> None:
+    """All ranks load the same: below stage 3 each would keep its own, and they would drift."""
+    mesh = driver.stepper.plan.mesh
+    if mesh.world_size == 1 or is_simulated(mesh):
+        return
+    driver.journal.enter("load_state_dict")
+    items = [
+        (key, f"{x.dtype} {tuple(x.shape)}: {checksum(x)}" if _has_bits(x) else type(x).__name__)
+        for key, x in state.items()
+    ]
+    hint = "Load the same file on every rank."
+    agree("engine.load_state_dict", items, mesh, driver.cfg.timeout, hint)
+
+
+def _has_bits(x: Any) -> bool:
+    if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        return False
+    return x.layout == torch.strided and x.device.type != "meta" and not x.is_quantized
+
+
+def _misfits(driver: Driver, own: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
+    """What can't be loaded, in words."""
+    first: dict[int, str] = {}
+    for key, x in state.items():
+        mine = own.get(key)
+        if not isinstance(mine, Tensor):
+            continue
+        other = first.setdefault(id(mine), key)
+        if not _has_bits(x):
+            what = f"{x.layout}, {x.device}" if type(x) is Tensor else f"a {type(x).__name__}"
+            yield f"{key!r} is {what}, and must be a full tensor with values"
+        elif x.shape != mine.shape:
+            yield f"{key!r} is {tuple(x.shape)}, and must be {tuple(mine.shape)}"
+        elif _kind(x) != _kind(mine):
+            yield f"{key!r} is {x.dtype}, and must be {mine.dtype} or another of its kind"
+        elif key != other and not same_bits(x, state[other]):
+            yield f"{key!r} and {other!r} are one parameter, and have two values"
+
+
+def _kind(x: Tensor) -> tuple[bool, bool]:
+    return x.is_floating_point(), x.is_complex()
