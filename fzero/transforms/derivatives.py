@@ -192,7 +192,7 @@ def jvp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Function:
         tangent = found.with_values(changes, call.axes, torch.zeros_like)
         return call.outward(value), call.outward(tangent)
 
-    return Function(name, body, fn, cfg)
+    return Function(name, body, fn, cfg, second="tangents")
 
 
 def vjp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Callable[..., Any]:
@@ -290,7 +290,7 @@ def hvp(fn: Callable[..., Tensor], cfg: Config | None = None) -> Function:
         both = (call.closed(layout.merge(column, none))[0] for column in totals)
         return next(both), next(both)
 
-    return Function(name, body, fn, cfg)
+    return Function(name, body, fn, cfg, second="vectors")
 
 
 # --------------------------------------------------------------------------------- the gradient

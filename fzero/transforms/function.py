@@ -44,6 +44,7 @@ class Function:
         cfg: see `Config`.
         donate_argnums: arguments whose memory may be reused.
         takes_parts: whether `body` can be differentiated on shards.
+        second: name of the argument that `body` has after the first one of `fn`.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class Function:
         *,
         donate_argnums: Sequence[int] = (),
         takes_parts: bool = True,
+        second: str | None = None,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.name, self.body, self.cfg = name, body, cfg
         self.donate_argnums, self.takes_parts = tuple(donate_argnums), takes_parts
+        self._arguments = _arguments(fn, second)
         self.__wrapped__ = fn
         self._staged: dict[Any, list[Staged]] = {}  # the last used comes first
         self._agreement = Agreement(f"function {name}", cfg.timeout)
@@ -94,7 +97,7 @@ class Function:
             for i, (old, new) in enumerate(zip(before, _versions(leaves), strict=True)):
                 if old != new:
                     frame = take_apart((args, kwargs), "arguments")[1]
-                    raise changed_in_place(self.name, _named(frame, self.__wrapped__).names[i])
+                    raise changed_in_place(self.name, _named(frame, self._arguments).names[i])
             return result
         staged = self._find(args, kwargs, leaves, key, mesh)
         # counted here and not in `_find`, which `lower` may call on one rank alone
@@ -142,7 +145,7 @@ class Function:
             {self.name: self.__wrapped__},
             self.cfg,
             leaves,
-            _named(frame, self.__wrapped__),
+            _named(frame, self._arguments),
             self._donated(args, len(leaves)),
             mesh,
             self._agreement.bucket_bytes,
@@ -289,16 +292,18 @@ def _kind(x: Tensor) -> Any:
     return (x.shape, x.stride(), x.dtype, x.device)
 
 
-def _named(frame: Frame, fn: Callable[..., Any]) -> Frame:
-    """The frame with the arguments' names in place of their numbers."""
+def _arguments(fn: Callable[..., Any], second: str | None) -> list[str]:
+    """The names of a function's arguments that can be passed by position."""
     try:
-        names = [
-            p.name
-            for p in inspect.signature(fn).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+        given = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
-        names = []
+        return []
+    names = [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names if second is None else [*names[:1], second, *names[1:]]
+
+
+def _named(frame: Frame, names: Sequence[str]) -> Frame:
+    """The frame with the arguments' names in place of their numbers."""
 
     def named(label: str) -> str:
         group, _, rest = label.partition(".")

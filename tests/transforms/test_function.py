@@ -273,7 +273,8 @@ def test_programs_of_functions_answer_as_those_of_steps_do() -> None:
             program.verify()
             peak = program.peak()
             assert sum(row.bytes for row in peak) == program.peak_bytes()
-            assert "params.w" in str(program)
+            assert {"params.w", "p.w"} & {*program.inputs}
+        assert {"p.w", "vectors.w", "x"} < {*programs[1].inputs}
         # forward and backward twice over, and each gathers for itself
         phases = [row.phase for row in programs[0].collectives() if row.kind == "all_gather"]
         assert phases.count("forward") == 2
