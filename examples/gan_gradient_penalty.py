@@ -146,7 +146,8 @@ if rank == 0:
     print(f"of 256 samples nearest to 0, 1, ... 9: {counts}")
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 5))
     for axes, title, images in [(left, "digits", valid), (middle, "samples", samples)]:
-        tiles = images[:64].reshape(8, 8, 8, 8).transpose(1, 2).reshape(64, 64).cpu()
+        tiles = nn.functional.pad(images[:64].view(8, 8, 8, 8), (1, 1, 1, 1), value=-1)
+        tiles = tiles.transpose(1, 2).reshape(80, 80).cpu()
         axes.imshow(tiles, cmap="gray_r", vmin=-1, vmax=1)
         axes.set(title=title, xticks=[], yticks=[])
     right.plot([row["distance"] for row in rows], label="critic's distance, digits to samples")

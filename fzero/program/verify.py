@@ -46,7 +46,7 @@ def verify(parts: Iterable[Part], others: Iterable[Sequence[Part]] = ()) -> None
             raise _wrong(parts[0], message)
 
 
-_TOLD = 3  # one fault is often seen in many places
+_TOLD = 5  # one fault is often seen in many places
 
 
 def _values(program: Part) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from fzero.errors import FzeroError, ShardError
 from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.functional.owners import Owners, noted, owners_of
 from fzero.numerics.rng import mix
+from fzero.program.categories import BATCH, PARAMETERS, RESULTS
 from fzero.program.codegen import compile_program
 from fzero.program.passes.donate import own_outputs
 from fzero.program.passes.functionalise import written_inputs
@@ -127,6 +128,15 @@ class Staged:
         with ONE_AT_A_TIME, calls_noted() as called:
             program = self.notes.record(lambda: trace_program(name, front_ends, locals_, names))
         self.module_params = list({id(x): (label, x) for label, x in called}.values())
+        # a tree of shards, or the first argument, which is one at every stage
+        shown = zip(self.inputs, frame.paths, strict=True)
+        first = [leaf.spec is not None or path.startswith("[0][0]") for leaf, path in shown]
+        program = replace(
+            program,
+            input_categories=tuple(PARAMETERS if one else BATCH for one in first),
+            outputs=self.result.names if self.result else program.outputs,
+            output_categories=(RESULTS,) * len(program.outputs),
+        )
         given = {label: x.dtype for label, x in zip(names, locals_, strict=True)}
         for label in written_inputs(program, given):
             raise changed_in_place(name, label)

@@ -168,7 +168,8 @@ def a_stride_is_lost(graph: fx.Graph) -> str:
     with graph.inserting_after(node):
         new = call(graph, lambda x: x.t().contiguous().t(), node)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
-    return f"{new.name}, which \\w+ reads, is .*strides"
+    (reader, *_) = new.users
+    return f"{reader.name} = .*strides.*, and was recorded as"
 
 
 def a_dtype_is_another(graph: fx.Graph) -> str:
@@ -213,6 +214,7 @@ def an_input_is_written(graph: fx.Graph) -> str:
 def a_write_comes_late(graph: fx.Graph) -> str:
     (count,) = ops(graph, "aten::add_")
     (adam,) = ops(graph, "aten::_fused_adam_")
+    adam.replace_input_with(count, count.all_input_nodes[0])
     adam.append(count)
     return f"{adam.name} reads \\w+ after it was written over 0 times, and .* after 1"
 

@@ -249,3 +249,32 @@ def test_what_runs_eagerly_is_refused_to_change_an_argument_too(make: Any) -> No
 
     with pytest.raises(FzeroError, match="scaled changes its argument x in place"):
         make(scaled, fzero.Config(executor="eager"))(_params(), torch.ones(3))
+
+
+def test_programs_of_functions_answer_as_those_of_steps_do() -> None:
+    with fake_ranks(2):
+        params = fzero.shard(_params())
+        x, opt = torch.zeros(4, 7, dtype=F64), optim.adam(1e-3)
+
+        def step(params: Params, state: Any, x: Tensor) -> Any:
+            loss, grads = fzero.value_and_grad(_loss)(params, x)
+            again = fzero.grad(_loss)(fzero.apply_updates(params, grads), x)
+            updates, state = opt.update(again, state, params)
+            return fzero.apply_updates(params, updates), state, loss
+
+        run = fzero.jit(step, donate_argnums=(0, 1))
+        programs = [
+            run.lower(params, opt.init(params), x),
+            fzero.hvp(_loss).lower(params, params, x),
+            fzero.jvp(_loss).lower(params, params, x),
+            fzero.sharded(_loss, reduce="mean").lower(params, x),
+        ]
+        for program in programs:
+            program.verify()
+            peak = program.peak()
+            assert sum(row.bytes for row in peak) == program.peak_bytes()
+            assert "params.w" in str(program)
+        # forward and backward twice over, and each gathers for itself
+        phases = [row.phase for row in programs[0].collectives() if row.kind == "all_gather"]
+        assert phases.count("forward") == 2
+        assert "donate:" in "".join(programs[0].log)
