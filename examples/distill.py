@@ -104,7 +104,7 @@ def build(width: int) -> tuple[Callable[..., Tensor], Params]:
 
 def nats(logits: Tensor, text: Tensor) -> Tensor:
     """Of each row's bytes, the mean: (rows,)."""
-    return F.cross_entropy(logits.mT, text[:, 1:], reduction="none").mean(1)
+    return F.cross_entropy(logits.float().mT, text[:, 1:], reduction="none").mean(1)
 
 
 cfg = fzero.Config(args.stage, precision=args.precision)

@@ -113,7 +113,7 @@ apply, full = fzero.functionalize(GPT().to(device))
 def losses_of(params: dict[str, Tensor], text: Tensor) -> Tensor:
     """Nats at each position, the mean over rows: (context,)."""
     logits, _ = apply(params, text[:, :-1], torch.arange(context, device=text.device))
-    return F.cross_entropy(logits.mT, text[:, 1:], reduction="none").mean(0)
+    return F.cross_entropy(logits.float().mT, text[:, 1:], reduction="none").mean(0)
 
 
 def write(params: dict[str, Tensor], state: dict) -> dict:
@@ -124,6 +124,8 @@ def write(params: dict[str, Tensor], state: dict) -> dict:
     known = position + 1 < lengths[:, None]
     following = torch.where(known, text.index_select(1, position + 1), drawn)
     text = text.index_copy(1, position + 1, following)
+    # in the dtypes that it came in: what comes out goes in again
+    cache = fzero.tree_map(lambda new, old: new.to(old.dtype), cache, state["cache"])
     return {"text": text, "lengths": lengths, "position": position + 1, "cache": cache}
 
 
@@ -195,5 +197,6 @@ if rank == 0:
     right.bar(where + 0.2, unshardeds, 0.4, label="after fzero.unshard")
     right.axhline(shards / mib, color="gray", linestyle="--", label="a rank's share")
     right.set(xticks=where.tolist(), xticklabels=names, ylabel="MiB on a rank, at the peak")
+    right.set_ylim(0, 1.3 * max(unshardeds))  # room for the legend
     right.legend()
     plt.savefig(args.out / "evaluation.png")
