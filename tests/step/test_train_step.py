@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fzero
 from fzero import Config, LossScale, tree
-from fzero.state.init import _checksum
+from fzero.state.init import checksum
 from tests.ranks import run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -303,6 +303,6 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(stage: int) -> None:
     ids=lambda x: str(x.dtype),
 )
 def test_a_checksum_is_of_any_leaf(x: torch.Tensor) -> None:
-    assert _checksum(x) == _checksum(x.clone())
+    assert checksum(x) == checksum(x.clone())
     if x.numel() > 1:
-        assert _checksum(x.flip(0)) != _checksum(x)
+        assert checksum(x.flip(0)) != checksum(x)
