@@ -15,6 +15,7 @@ from hypothesis import given, settings
 import fzero
 from fzero.checkpoint import latest, load, save
 from fzero.checkpoint.__main__ import main
+from fzero.checkpoint.format.boxes import Box, are_disjoint
 from fzero.checkpoint.format.manifest import _digest, loads, read
 from fzero.checkpoint.format.verify import problems
 from tests.checkpoint.foreign.test_foreign import Touch
@@ -157,11 +158,34 @@ def _first(body: Any) -> Any:
     return body["leaves"]["params.a"]["boxes"][0]
 
 
+def _overlap(leaf: Any) -> None:
+    """Two boxes with as many elements as the leaf, none of which is the last row."""
+    (box,) = leaf["boxes"]
+    rows, *rest = leaf["shape"]
+    one = dict(box, offsets=[0] * len(leaf["shape"]), sizes=[rows - 1, *rest])
+    other = dict(box, offsets=[0] * len(leaf["shape"]), sizes=[1, *rest])
+    other["checks"] = box["checks"][:8]
+    leaf["boxes"] = [one, other]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=5))
+def test_boxes_are_disjoint_exactly_where_no_element_is_in_two(rows: list[Any]) -> None:
+    for dims in (1, 2):
+        boxes = [Box((start,) * dims, (size,) * dims) for start, size in rows]
+        cells = [
+            {(i, j) for i in range(a, a + n) for j in (range(a, a + n) if dims == 2 else [0])}
+            for a, n in rows
+        ]
+        expected = len(set().union(*cells)) == sum(map(len, cells))
+        assert are_disjoint(boxes) == expected
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda b: _first(b).update(sizes=[2**50]), "no part of shape"),
         (lambda b: b["leaves"]["params.a"].update(shape=[2**50]), "do not add up"),
+        (lambda b: _overlap(b["leaves"]["params.a"]), "do not add up"),
         (lambda b: _first(b).update(start=10**9), "beyond its end"),
         (lambda b: _first(b).update(start=-1), "not a count"),
         (lambda b: _first(b).update(checks="00000000"), "1 checksums for 3 blocks"),

@@ -148,7 +148,7 @@ def gathers(evaluate: Callable[[fzero.Engine, Tensor], None], **fields: Any) -> 
         units = engine._driver.units
         assert units is not None
         assert not units.here, "full parameters are left over"
-        assert not units.flying, "a gather is left over"
+        assert not units.handles, "a gather is left over"
     return seen
 
 
@@ -194,7 +194,7 @@ def test_units_are_gathered_ahead_from_the_second_evaluation_on() -> None:
         units: Any = engine._driver.units
         ahead: list[int] = []
         for block in engine.module.blocks:  # pyright: ignore
-            block.register_forward_pre_hook(lambda *_: ahead.append(len(units.flying)))
+            block.register_forward_pre_hook(lambda *_: ahead.append(len(units.handles)))
         x = torch.ones(2, 6, dtype=torch.float64)
         for turn in range(3):
             ahead.clear()

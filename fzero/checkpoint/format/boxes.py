@@ -4,6 +4,7 @@
 rank holds of a leaf is one box; ranks that hold the same box are replicas of each other.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -28,6 +29,37 @@ class Box(NamedTuple):
     def numel(self) -> int:
         """Elements in it."""
         return math.prod(self.sizes)
+
+
+def are_disjoint(boxes: Sequence[Box]) -> bool:
+    """Whether no element is in two of these boxes of one leaf.
+
+    >>> are_disjoint([Box((0,), (2,)), Box((2,), (1,))])
+    True
+    >>> are_disjoint([Box((0,), (2,)), Box((1,), (2,))])
+    False
+    """
+    if not boxes:
+        return True
+    dims = range(len(boxes[0].offsets))
+    one = boxes[0]
+    split = [
+        d
+        for d in dims
+        if any((b.offsets[d], b.sizes[d]) != (one.offsets[d], one.sizes[d]) for b in boxes)
+    ]
+    if len(split) <= 1:  # as shards are: along one dim; sorted, only neighbours can meet
+        dim = split[0] if split else 0
+        if not dims:
+            return len(boxes) == 1
+        rows = sorted((b.offsets[dim], b.offsets[dim] + b.sizes[dim]) for b in boxes)
+        return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(rows))
+    return not any(_meet(a, b) for a, b in itertools.combinations(boxes, 2))
+
+
+def _meet(a: Box, b: Box) -> bool:
+    sides = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    return all(i < j + n and j < i + m for i, m, j, n in sides)
 
 
 class Chunk(NamedTuple):

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fzero.checkpoint.flatten import Scalar
-from fzero.checkpoint.format.boxes import Box
+from fzero.checkpoint.format.boxes import Box, are_disjoint
 from fzero.checkpoint.lineage import UNKNOWN, Lineage
 from fzero.checkpoint.lineage import parse as parse_lineage
 from fzero.errors import CheckpointError
@@ -293,7 +293,7 @@ def _parse_leaf(key: str, leaf: Mapping[str, Any], files: Mapping[str, File], wh
             _refuse(where, key, f"{len(extent.checks)} checksums for {blocks(nbytes)} blocks")
         boxes[box] = extent
     # elements that no box has would keep the values that were there before the load
-    if sum(box.numel for box in boxes) != math.prod(shape):
+    if sum(box.numel for box in boxes) != math.prod(shape) or not are_disjoint(list(boxes)):
         _refuse(where, key, f"boxes that do not add up to its shape {shape}")
     return Leaf(dtype, shape, boxes)
 

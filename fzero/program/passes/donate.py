@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fzero.program.graph import copy_graph, order_of, output_node, placeholders, tensors_of
+from fzero.program.graph import (
+    copy_graph,
+    order_of,
+    output_node,
+    placeholders,
+    tensors_of,
+    written_operands,
+)
 from fzero.program.passes.rewrite import call
 from fzero.program.program import Program
 from fzero.program.promises import overwritten, settled
@@ -47,12 +54,13 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
                 results[i] = call(graph, torch.ops.aten.clone.default, result)
             copies += 1
     written = 0
-    last = _last_reads(graph)
+    reads, writes, order = _reads(graph), _writes(graph), order_of(graph)
     for i, target in taken.items():
         if results[i] is target:
             continue
-        order = order_of(graph)
-        after = max((results[i], *last.get(_storage(target), ())), key=order.__getitem__)
+        # a result is there when the last operator in place has written it
+        before = (*reads.get(_storage(target), ()), *writes.get(_storage(results[i]), ()))
+        after = max((results[i], *before), key=order.__getitem__)
         if after.op == "placeholder":
             after = inputs[-1]
         with graph.inserting_after(after):
@@ -77,13 +85,21 @@ def _same(a: fx.Node, b: fx.Node) -> bool:
     return (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
 
 
-def _last_reads(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+def _reads(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     """By storage, the nodes that read it."""
     found: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.op == "output":
-            continue
-        for operand in node.all_input_nodes:
+        for operand in node.all_input_nodes if node.op != "output" else ():
+            for x in tensors_of(operand):
+                found.setdefault(x.untyped_storage()._cdata, []).append(node)
+    return found
+
+
+def _writes(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """By storage, the nodes that write into it after it is made."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for operand in written_operands(node):
             for x in tensors_of(operand):
                 found.setdefault(x.untyped_storage()._cdata, []).append(node)
     return found
