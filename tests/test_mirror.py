@@ -89,6 +89,7 @@ LAWS = {
     "transforms/parts": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
     "transforms/randomness": "transforms/test_function.py: "
     "random_numbers_are_a_function_of_the_call",
+    "transforms/recorded": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
     "transforms/staging": "transforms/test_function.py: a_step_of_ones_own_trains_as_torch_does",
     "step/executors": "test_mismatch.py: "
     "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",

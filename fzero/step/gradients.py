@@ -30,6 +30,7 @@ from fzero.program.trace import trace_program
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.loss import check_loss, summable, with_room
 from fzero.transforms.notes import Notes
+from fzero.transforms.recorded import Recorded
 from fzero.tree import PyTree
 from fzero.zero import GradFn, Leaves, LossFn
 
@@ -129,16 +130,14 @@ def trace_gradients(
     names: Sequence[str],
     resident: Sequence[Held],
     bucket_bytes: int | None = None,
-    notes: Notes | None = None,
-) -> Program:
-    """The gradient function as a Program that is fit to run.
+) -> Recorded:
+    """The gradient function, staged out.
 
     Args:
         inputs: example tensors for the flat calling convention.
         names: one per input.
         resident: what a rank holds beside them while the Program runs.
         bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
-        notes: takes down what the model function reads from outside.
 
     Raises:
         FzeroError: the model function changes a parameter in place.
@@ -150,24 +149,30 @@ def trace_gradients(
         ("torch.func.vjp", gradient_fn(model_fn, cfg, signature, axes, zero.vjp)),
         ("torch.autograd.grad", gradient_fn(model_fn, cfg, signature, axes, autograd)),
     ]
-    notes = notes or Notes({"model_fn": model_fn})
-    program = replace(
-        notes.record(lambda: trace_program("gradients", front_ends, inputs, names)),
-        times=cfg.accum_steps,
-        resident=tuple(resident),
-        **_roles(cfg, signature, axes),
-    )
-    given = {leaf.name: leaf.compute or leaf.dtype for leaf in signature.layout}
-    for name in written_inputs(program, given):
-        raise changed_in_place(name)
-    return optimise(
-        program,
-        reshard_after_forward=cfg.reshard_after_forward,
-        bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
-        exact=bucket_bytes is not None,
-        prefetch=cfg.prefetch,
-        slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
-    )
+
+    def record() -> Program:
+        return trace_program("gradients", front_ends, inputs, names)
+
+    def passes(program: Program) -> Program:
+        program = replace(
+            program,
+            times=cfg.accum_steps,
+            resident=tuple(resident),
+            **_roles(cfg, signature, axes),
+        )
+        given = {leaf.name: leaf.compute or leaf.dtype for leaf in signature.layout}
+        for name in written_inputs(program, given):
+            raise changed_in_place(name)
+        return optimise(
+            program,
+            reshard_after_forward=cfg.reshard_after_forward,
+            bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
+            exact=bucket_bytes is not None,
+            prefetch=cfg.prefetch,
+            slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
+        )
+
+    return Recorded(Notes({"model_fn": model_fn}), record, passes)
 
 
 def _roles(cfg: Config, signature: Signature, axes: Axes) -> dict[str, Any]:

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS
-from fzero.program.codegen import compile_program
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
@@ -45,7 +43,7 @@ class Traced:
     ) -> None:
         self.plan = plan
         cfg, layout = plan.cfg, plan.sharding.layout
-        shared = like if like is not None and like.notes.hold() else None
+        shared = like if like is not None and like.gradient_fn.hold() else None
         self.signature = (
             shared.signature
             if shared
@@ -53,7 +51,6 @@ class Traced:
                 plan.sharding.spec, layout, local.state_spec, batch_spec, scaled=bool(local.scale)
             )
         )
-        self.notes = shared.notes if shared else Notes({"model_fn": model_fn})
         trained, frozen = layout.divide(leaves)
         names = [name for group in plan.names for name in group]
         names += [f"model_state.{i}" for i in range(len(local.state))]
@@ -70,24 +67,12 @@ class Traced:
             ]
         settled = bucket_bytes or (None, None)
         if shared:
-            gradients = self.gradient_program = shared.gradient_program
-            self.run_gradients, self.module_params = shared.run_gradients, shared.module_params
+            self.gradient_fn = shared.gradient_fn
         else:
-            with calls_noted() as called:
-                gradients = trace_gradients(
-                    model_fn,
-                    cfg,
-                    self.signature,
-                    plan.axes,
-                    inputs,
-                    names,
-                    beside,
-                    settled[0],
-                    self.notes,
-                )
-            self.gradient_program, self.run_gradients = gradients, compile_program(gradients)
-            self.module_params = list({id(x): (name, x) for name, x in called}.values())
-        self.seeded = "key" in gradients.inputs
+            self.gradient_fn = trace_gradients(
+                model_fn, cfg, self.signature, plan.axes, inputs, names, beside, settled[0]
+            )
+        gradients = self.gradient_fn.program
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
         self.shared = shared_outputs(gradients)[: len(plan.trained)]
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
@@ -117,13 +102,18 @@ class Traced:
         self.bucket_bytes = (sizes[0], sum(sizes[1:]))
         self.collectives = signature_of(self.program, plan.mesh)
 
+    @property
+    def notes(self) -> Notes:
+        """What the model function reads from outside."""
+        return self.gradient_fn.notes
+
     def hold(self) -> bool:
         """Whether all that was read from outside while recording is as it was."""
-        return self.notes.hold() and self.update_program.hold()
+        return self.gradient_fn.hold() and self.update_program.hold()
 
     def differences(self) -> list[str]:
         """What is no longer as it was."""
-        return self.notes.differences() or self.update_program.notes.differences()
+        return self.notes.differences() or self.update_program.differences()
 
     def gradients(
         self,
@@ -134,15 +124,13 @@ class Traced:
         step: Tensor,
     ) -> tuple[list[Tensor], Tensor, list[Tensor], PyTree]:
         """Gradients and loss summed over the micro-batches, the last model state, all aux."""
-        refuse_hooks(self.module_params)  # that came after the recording
         plan, state = self.plan, local.state
         total: list[Tensor] = []
         losses, auxes = [], []
         for i, batch in enumerate(micro):
             flat = [*trained, *frozen, *state, *take_apart(batch)[0], *local.scale[:1]]
-            if self.seeded:
-                flat.append(mix(plan.cfg.seed, int(step), i, plan.mesh.rank))  # pyright: ignore
-            results = self.run_gradients(*flat)
+            words = (i, plan.mesh.rank)
+            results = self.gradient_fn(flat, lambda w=words: mix(plan.cfg.seed, int(step), *w))
             # aux on the memory of a parameter, which the update writes over
             for index in self.borrowed:
                 results[index] = results[index].clone()

@@ -22,7 +22,6 @@ from fzero.program.categories import (
     SCALE,
     STATE,
 )
-from fzero.program.codegen import Executable, compile_program
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
@@ -31,7 +30,8 @@ from fzero.state.follow import Follower
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.update import Update, Updated
-from fzero.transforms.notes import ONE_AT_A_TIME, Notes, warn_of_recordings
+from fzero.transforms.notes import Notes, warn_of_recordings
+from fzero.transforms.recorded import Recorded
 
 
 class UpdateProgram:
@@ -58,30 +58,28 @@ class UpdateProgram:
             bucket_bytes=int(plan.cfg.bucket_mb * 2**20),
             device_type=plan.mesh.device_type,
         )
-        self.program: Program | None = None
-        self.run: Executable | None = None
-        self.seeded = False
         self.follow: Follower | None = None
-        self.notes = Notes({})
-        self._earlier: list[tuple[Notes, Program, Executable]] = []  # the last used comes first
+        self._recorded: list[Recorded] = []  # the last used comes first
         self._recordings = 0
 
     def hold(self) -> bool:
         """Whether there is a Program for what the optimizer reads from outside; it is used now."""
         if self.plan.opt.foreign:
             return True
-        if self.run is not None and self.notes.hold():
-            return True
-        for row in self._earlier:
-            if row[0].hold():
-                self._use(row)
-                return True
-        return False
+        found = next((one for one in self._recorded if one.hold()), None)
+        if found is None:
+            return False
+        self._use(found)
+        return True
 
-    def _use(self, row: tuple[Notes, Program, Executable]) -> None:
-        self.notes, self.program, self.run = row
-        self.seeded = "key" in self.program.inputs
-        self._earlier = [row, *(r for r in self._earlier if r is not row)][:MAX_EARLIER]
+    def differences(self) -> list[str]:
+        """What the optimizer reads and is no longer as it was."""
+        return self._recorded[0].notes.differences() if self._recorded else []
+
+    def _use(self, found: Recorded) -> None:
+        if not self._recorded or found is not self._recorded[0]:
+            rest = [one for one in self._recorded if one is not found]
+            self._recorded = [found, *rest][:MAX_EARLIER]
 
     def __call__(
         self,
@@ -100,14 +98,14 @@ class UpdateProgram:
             self.follow = self.follow or Follower(local.masters, parts)
             self.follow(local.masters, parts)
         groups = self._groups(trained, local, grads, loss, state)
-        if self.run is None:
+        if not self._recorded:
             return self._eagerly(groups)
         flat = [x for group in groups for x in group]
-        if self.seeded:  # the same on all ranks: the noise is that of whole leaves
-            flat.append(mix(self.plan.cfg.seed, int(local.step), _UPDATE))  # pyright: ignore
         del groups
         grads.clear()
-        return _updated(self.run(*flat), len(state))
+        # the same on all ranks: the noise is that of whole leaves
+        key = (self.plan.cfg.seed, int(local.step), _UPDATE) if self._recorded[0].seeded else ()
+        return _updated(self._recorded[0](flat, lambda: mix(*key)), len(state))
 
     def _groups(
         self,
@@ -176,18 +174,18 @@ class UpdateProgram:
         inputs = [x for group in groups for x in group]
         self._recordings += 1
         if self._recordings > MAX_EARLIER:
-            warn_of_recordings("the update", self._recordings, self.notes.differences())
-        notes = Notes({"the optimizer": self.plan.opt})
-        with ONE_AT_A_TIME:
-            recorded = notes.record(
-                lambda: trace_program("update", [("make_fx", flat_fn)], inputs, names)
-            )
-            if draws(recorded):
-                recorded = number_sites(recorded)
+            warn_of_recordings("the update", self._recordings, self.differences())
+
+        def record() -> Program:
+            return trace_program("update", [("make_fx", flat_fn)], inputs, names)
+
+        def passes(program: Program) -> Program:
+            if draws(program):
+                program = number_sites(program)
             cfg = self.plan.cfg
             program = share_collectives(
                 replace(
-                    recorded,
+                    program,
                     resident=tuple(resident),
                     input_categories=tuple(categories),
                     reduced_over=() if self.reduced else self.plan.axes.groups,
@@ -197,9 +195,10 @@ class UpdateProgram:
                 budget=budget,
                 exact=bucket_bytes is not None,
             )
-            program = insert_seeds(program)
-            self._use((notes, program, compile_program(program)))
-        return program
+            return insert_seeds(program)
+
+        self._use(Recorded(Notes({"the optimizer": self.plan.opt}), record, passes))
+        return self._recorded[0].program
 
 
 def _updated(results: Sequence[Tensor], states: int) -> Updated:

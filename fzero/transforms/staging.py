@@ -16,19 +16,19 @@ from fzero.config import Config
 from fzero.distributed.dtensor import from_spec, local_tensor
 from fzero.distributed.mesh import Mesh
 from fzero.errors import FzeroError, ShardError
-from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.functional.owners import Owners, noted, owners_of
 from fzero.numerics.rng import mix
+from fzero.program import Program
 from fzero.program.categories import BATCH, PARAMETERS, RESULTS
-from fzero.program.codegen import compile_program
 from fzero.program.passes.donate import own_outputs
 from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
 from fzero.program.trace import trace_program
 from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, take_apart
-from fzero.transforms.notes import ONE_AT_A_TIME, Notes
+from fzero.transforms.notes import Notes
 from fzero.transforms.parts import on_mesh
+from fzero.transforms.recorded import Recorded
 from fzero.tree import PyTree
 
 # How a gradient is taken that nothing differentiates again; each front end of a recording has its
@@ -125,38 +125,41 @@ class Staged:
             ("torch.func, attention written out", attention_written_out(through(zero.vjp))),
         ]
         locals_ = [local_tensor(x).detach() for x in leaves]
-        with ONE_AT_A_TIME, calls_noted() as called:
-            program = self.notes.record(lambda: trace_program(name, front_ends, locals_, names))
-        self.module_params = list({id(x): (label, x) for label, x in called}.values())
-        # a tree of shards, or the first argument, which is one at every stage
-        shown = zip(self.inputs, frame.paths, strict=True)
-        first = [leaf.spec is not None or path.startswith("[0][0]") for leaf, path in shown]
-        program = replace(
-            program,
-            input_categories=tuple(PARAMETERS if one else BATCH for one in first),
-            outputs=self.result.names if self.result else program.outputs,
-            output_categories=(RESULTS,) * len(program.outputs),
-        )
-        given = {label: x.dtype for label, x in zip(names, locals_, strict=True)}
-        for label in written_inputs(program, given):
-            raise changed_in_place(name, label)
-        settled = bucket_bytes[0] if bucket_bytes else None
-        program = optimise(
-            program,
-            reshard_after_forward=cfg.reshard_after_forward,
-            bucket_bytes=settled or int(cfg.bucket_mb * 2**20),
-            exact=settled is not None,
-            prefetch=cfg.prefetch,
-        )
-        self.program = own_outputs(program, donated)
-        self.seeded = "key" in self.program.inputs
+
+        def passes(program: Program) -> Program:
+            # a tree of shards, or the first argument, which is one at every stage
+            shown = zip(self.inputs, frame.paths, strict=True)
+            first = [leaf.spec is not None or path.startswith("[0][0]") for leaf, path in shown]
+            program = replace(
+                program,
+                input_categories=tuple(PARAMETERS if one else BATCH for one in first),
+                outputs=self.result.names if self.result else program.outputs,
+                output_categories=(RESULTS,) * len(program.outputs),
+            )
+            given = {label: x.dtype for label, x in zip(names, locals_, strict=True)}
+            for label in written_inputs(program, given):
+                raise changed_in_place(name, label)
+            settled = bucket_bytes[0] if bucket_bytes else None
+            program = optimise(
+                program,
+                reshard_after_forward=cfg.reshard_after_forward,
+                bucket_bytes=settled or int(cfg.bucket_mb * 2**20),
+                exact=settled is not None,
+                prefetch=cfg.prefetch,
+            )
+            return own_outputs(program, donated)
+
+        def record() -> Program:
+            return trace_program(name, front_ends, locals_, names)
+
+        self.recorded = Recorded(self.notes, record, passes)
+        self.program = self.recorded.program
         self.bucket_bytes = (self.program.bucket_bytes,)
         self.collectives = signature_of(self.program, mesh)
-        self.run = compile_program(self.program)
 
     def hold(self) -> bool:
         """Whether all that was read from outside while recording is as it was."""
-        return self.notes.hold()
+        return self.recorded.hold()
 
     def __call__(self, leaves: Sequence[Tensor], rng: int) -> PyTree:
         """Run it on arguments of this signature.
@@ -164,14 +167,11 @@ class Staged:
         Raises:
             ShardError: a donated leaf is another argument as well.
         """
-        refuse_hooks(self.module_params)  # that came after the recording
         flat: list[Any] = [local_tensor(x) for x in leaves]
         if self.donated:
             self._check_donated(flat)
         flat = [x.detach() if x.requires_grad else x for x in flat]
-        if self.seeded:
-            flat.append(mix(self.cfg.seed, rng, 0, self.mesh.rank))
-        found = self.run(*flat)
+        found = self.recorded(flat, lambda: mix(self.cfg.seed, rng, 0, self.mesh.rank))
         assert self.result is not None
         pairs = zip(self.outputs, found, strict=True)
         return self.result.unflatten([leaf.wrapped(x) for leaf, x in pairs])
