@@ -23,7 +23,7 @@ def test_says_how_good_the_model_is_and_what_a_rank_holds(ranks: int, tmp_path: 
     # The prompts, of several lengths, are left as they are.
     for prompt in ("|def ", "|class ", "|import os\n|\n|", "|    if not isinstance("):
         assert printed.count(prompt) >= 1
-    ((share, whole),) = re.findall(r"holds ([\d.]+) of ([\d.]+) MiB", printed)
+    ((share, whole),) = re.findall(r"holds ([\d.]+) MiB of ([\d.]+) MiB", printed)
     assert float(share) == pytest.approx(float(whole) / ranks, abs=0.01)
     peaks = re.findall(r"(validation|sampling): ([\d.]+) MiB; .* gives: ([\d.]+) MiB", printed)
     assert [name for name, *_ in peaks] == ["validation", "sampling"]
