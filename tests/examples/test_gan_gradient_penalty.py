@@ -73,6 +73,7 @@ def _stepped(opt: torch.optim.Optimizer, loss: Tensor, name: str) -> dict[str, f
     return {name: loss.item()}
 
 
+@pytest.mark.slow
 def test_fifty_steps_of_two_ranks_have_the_losses_of_plain_torch(tmp_path: Path) -> None:
     printed = _run(TORCHRUN, tmp_path, STEPS)
 

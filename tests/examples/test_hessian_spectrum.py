@@ -58,7 +58,11 @@ def _dense() -> dict[str, Tensor]:
     return found | {"after training": eigenvalues()}
 
 
-@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "two ranks"])
+@pytest.mark.parametrize(
+    "launcher",
+    [[], pytest.param(TORCHRUN, marks=pytest.mark.slow)],
+    ids=["alone", "two ranks"],
+)
 def test_the_eigenvalues_are_those_of_the_dense_hessian(
     launcher: list[str], tmp_path: Path
 ) -> None:
