@@ -61,6 +61,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Opti
     def update(
         grads: PyTree, state: AdamState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, AdamState]:
+        check.state("adam", state, AdamState)
         step = state.step + 1
         # In float64: at the first steps 1 - b2**t has lost four of float32's seven digits.
         mean_share, square_share = (1.0 - b ** step.double() for b in (b1, b2))
@@ -168,6 +169,7 @@ def _adam(
     def update(
         grads: PyTree, state: AdamState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, AdamState]:
+        check.state(name, state, AdamState)
         rate = lr(state.step) if callable(lr) else lr
         directions, state = moments.update(grads, state)
         directions = decay_tree(directions, params, weight_decay, name)
@@ -175,6 +177,7 @@ def _adam(
 
     @torch.no_grad()
     def apply_(grads: PyTree, state: AdamState, params: Params, **_: Any) -> AdamState:
+        check.state(name, state, AdamState)
         rate = lr(state.step) if callable(lr) else lr
         leaves, spec = tree.flatten(grads)
         columns = (leaves_like(spec, params, "params"), leaves, *_moments(spec, state))

@@ -44,6 +44,16 @@ def learning_rate(where: str, lr: Any) -> None:
     _require(where, "lr", lr, callable(lr) or (_number(lr) and lr >= 0), rule)
 
 
+def state(where: str, value: Any, kind: type) -> None:
+    """The state is what this optimizer keeps."""
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{where}: the state is a {type(value).__name__}, and this optimizer keeps a "
+            f"{kind.__name__}. Pass what init or the last update returned; of the state of a step "
+            "that is opt_state.inner."
+        )
+
+
 def _number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -116,6 +116,7 @@ def lion(
     def update(
         grads: PyTree, state: LionState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, LionState]:
+        check.state("lion", state, LionState)
         rate = lr(state.step) if callable(lr) else lr
         directions, state = signs.update(grads, state)
         directions = decay_tree(directions, params, weight_decay, "lion")
@@ -123,6 +124,7 @@ def lion(
 
     @torch.no_grad()
     def apply_(grads: PyTree, state: LionState, params: Params, **_: Any) -> LionState:
+        check.state("lion", state, LionState)
         rate = lr(state.step) if callable(lr) else lr
 
         def kernel(params: list[Tensor], grads: list[Tensor], mu: list[Tensor]) -> None:

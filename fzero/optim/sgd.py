@@ -133,6 +133,7 @@ def sgd(
     def update(
         grads: PyTree, state: TraceState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, TraceState]:
+        check.state("sgd", state, TraceState)
         rate = lr(state.step) if callable(lr) else lr
         grads = decay_tree(grads, params, weight_decay, "sgd")
         if momentum:
@@ -143,6 +144,7 @@ def sgd(
 
     @torch.no_grad()
     def apply_(grads: PyTree, state: TraceState, params: Params, **_: Any) -> TraceState:
+        check.state("sgd", state, TraceState)
         rate = lr(state.step) if callable(lr) else lr
         undamped = _undamped(state.step, dampening)
 

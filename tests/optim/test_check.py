@@ -1,7 +1,11 @@
 """Hyperparameters out of range: the message names optimizer, field, value and rule."""
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+import fzero
 from fzero import optim
 from fzero.errors import ConfigError
 
@@ -48,3 +52,12 @@ def test_decays_of_means(name, field, beta):
 def test_other_fields(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("make", [optim.adamw, optim.sgd, optim.lion])
+def test_the_state_of_a_step_is_not_that_of_its_optimizer(make: Any) -> None:
+    opt, params = make(0.1), {"w": torch.ones(2)}
+    step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), opt)
+    _, opt_state = step_fn.init(params)
+    with pytest.raises(fzero.ConfigError, match=r"the state is a OptState.*opt_state\.inner"):
+        opt.update(params, opt_state, params)
