@@ -201,6 +201,7 @@ class Engine:
             RankMismatchError: at stage 3, a rank does not come.
 
         Examples:
+            >>> import fzero
             >>> engine = Engine(nn.Linear(3, 1), fzero.optim.sgd(0.1)).eval()
             >>> rank = 0
             >>> with engine.local_forward(), torch.no_grad():
@@ -228,6 +229,7 @@ class Engine:
             RankMismatchError: ranks name different parameters, or one does not come.
 
         Examples:
+            >>> import fzero
             >>> engine = Engine(nn.Linear(2, 1), fzero.optim.sgd(0.1))
             >>> with engine.gathered("bias", modifier_rank=0) as params:
             ...     nn.init.ones_(params["bias"]) is engine.module.bias
@@ -326,6 +328,7 @@ class Engine:
         where there are masters. The optimizer's state is not in it: see `engine.state`.
 
         Examples:
+            >>> import fzero
             >>> engine = Engine(nn.Linear(3, 1), fzero.optim.sgd(0.1))
             >>> nn.Linear(3, 1).load_state_dict(engine.state_dict())
             <All keys matched successfully>
@@ -349,6 +352,7 @@ class Engine:
             BackwardError: inside a forward, a backward, `gathered` or `local_forward`.
 
         Examples:
+            >>> import fzero
             >>> engine = Engine(nn.Linear(3, 1), fzero.optim.sgd(0.1))
             >>> engine.load_state_dict(nn.Linear(3, 1).state_dict())
             LoadedKeys(missing_keys=[], unexpected_keys=[])

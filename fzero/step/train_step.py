@@ -45,7 +45,7 @@ def make_train_step(model_fn: ModelFn, opt: Any, cfg: Config | None = None) -> "
         ConfigError: `opt` is no optimizer, or `cfg` asks for what there isn't.
 
     Examples:
-        >>> import fzero
+        >>> import fzero, torch
         >>> def model_fn(params, batch):
         ...     return ((params["w"] * batch).sum(-1) ** 2).mean()
         >>> step_fn = make_train_step(model_fn, fzero.optim.sgd(0.1))
@@ -109,7 +109,7 @@ class TrainStep:
             TraceError: the function that builds the parameters can't be recorded.
 
         Examples:
-            >>> import fzero
+            >>> import fzero, torch
             >>> apply, _ = fzero.functionalize(torch.nn.Linear(3, 2, device="meta"))
             >>> def model_fn(params, batch):
             ...     return apply(params, batch).square().mean()
