@@ -61,7 +61,9 @@ def test_evaluation_at_world_8_peaks_at_shards_and_a_tenth_of_the_parameters() -
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("transform", [fzero.value_and_grad, fzero.hvp])
+@pytest.mark.parametrize(
+    "transform", [fzero.value_and_grad, pytest.param(fzero.hvp, marks=pytest.mark.slow)]
+)
 def test_peaks_of_derivatives_are_predicted(transform: Any, stage: int) -> None:
     cfg = fzero.Config(stage=stage)
     trees = (1,) if transform is fzero.hvp else ()
