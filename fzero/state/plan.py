@@ -17,7 +17,7 @@ from fzero.errors import ShardError
 from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
 from fzero.optim.whole import Leaves, Whole, whole_leaves
-from fzero.state.sharding import Sharding
+from fzero.state.sharding import Sharding, refuse_complex
 from fzero.tree import PyTree
 
 
@@ -38,14 +38,7 @@ class Plan:
     sharding: Sharding
 
     def __post_init__(self) -> None:
-        for path, leaf in zip(self.sharding.paths, self.sharding.layout, strict=True):
-            if leaf.trainable and leaf.dtype.is_complex:
-                raise ShardError(
-                    f"params{path} is {leaf.dtype}, and a trained leaf must be real: optimizers "
-                    "and norms work on real numbers. Pass torch.view_as_real of it and go back "
-                    "with torch.view_as_complex in the model function, or name it in "
-                    "Config(frozen=...)."
-                )
+        refuse_complex(self.sharding.layout, self.sharding.paths, "params")
 
     @property
     def axes(self) -> Axes:

@@ -123,6 +123,17 @@ def read_sharding(values: PyTree, cfg: Config, mesh: Mesh, what: str = "params")
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
 
 
+def refuse_complex(layout: Layout, paths: Sequence[str], what: str) -> None:
+    """Raise a ShardError that names the first trained leaf that is complex."""
+    for path, leaf in zip(paths, layout, strict=True):
+        if leaf.trainable and leaf.dtype.is_complex:
+            raise ShardError(
+                f"{what}{path} is {leaf.dtype}, and a trained leaf must be real: optimizers and "
+                "norms work on real numbers. Pass torch.view_as_real of it and go back with "
+                "torch.view_as_complex in the model function, or name it in Config(frozen=...)."
+            )
+
+
 def _split_dim(x: Tensor, mesh: Mesh, where: str) -> int | None:
     """Along which dim a leaf is split over the mesh's shard axis; None: whole on every rank."""
     if not isinstance(x, DTensor):

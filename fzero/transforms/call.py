@@ -17,6 +17,7 @@ from fzero.errors import ShardError
 from fzero.functional.transforms import in_transform
 from fzero.layout import Layout
 from fzero.numerics.casts import cast, in_force
+from fzero.state.sharding import refuse_complex
 from fzero.transforms.function import Function
 from fzero.transforms.loss import with_room
 from fzero.transforms.parts import Opened, Part, from_part, has_parts, joined, opened
@@ -33,9 +34,10 @@ class Call:
         argnums: which arguments are trees that the caller works on.
         args, kwargs: as they came.
         room: whether values are to be in dtypes that hold their gradients as these are reduced.
+        differentiated: whether a derivative is taken, which trained leaves must be real for.
 
     Raises:
-        ShardError: an argument is missing or is no tree of shards.
+        ShardError: an argument is missing or is no tree of shards, or a trained leaf is complex.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Call:
         kwargs: Mapping[str, Any],
         *,
         room: bool = False,
+        differentiated: bool = True,
     ) -> None:
         self.fn, self.cfg, self.argnums = fn, cfg, tuple(argnums)
         self.args, self.kwargs = tuple(args), dict(kwargs)
@@ -57,6 +60,9 @@ class Call:
                     f"{len(args)} positional arguments. Pass it by position."
                 )
         self.trees = [opened(args[i], cfg, f"argument {i}") for i in self.argnums]
+        for i, found in zip(self.argnums, self.trees, strict=True):
+            if differentiated:
+                refuse_complex(found.layout, found.paths, f"argument {i}")
         if room:
             self.trees = [_roomy(found) for found in self.trees]
         self.layout: Layout = joined([found.layout for found in self.trees])
@@ -157,7 +163,7 @@ class Results(NamedTuple):
         """Of a tree of tensors.
 
         Raises:
-            ShardError: a leaf is something else.
+            ShardError: a leaf is something else, or complex.
         """
         leaves, spec = tree.flatten(result)
         for x, path in zip(leaves, tree.paths(result), strict=True):
@@ -167,6 +173,12 @@ class Results(NamedTuple):
                     "returns tensors in dicts, lists and tuples."
                 )
         values = [_value(x) for x in leaves]
+        for x, path in zip(values, tree.paths(result), strict=True):
+            if x.is_complex():
+                raise ShardError(
+                    f"the function returned{path} {x.dtype}, and what is differentiated must be "
+                    "real. Return torch.view_as_real of it."
+                )
         return cls(spec, leaves, [i for i, x in enumerate(values) if x.is_floating_point()])
 
     @property

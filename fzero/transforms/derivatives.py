@@ -72,7 +72,7 @@ def sharded(
     lazily = Lazily(cfg) if cfg.executor == "eager" else None
 
     def body(*args: Any, **kwargs: Any) -> PyTree:
-        call = Call(fn, cfg, (0,), args, kwargs)
+        call = Call(fn, cfg, (0,), args, kwargs, differentiated=False)
         if lazily is not None and not call.inside and not isinstance(fn, Function):
             result = lazily(call.run_on, call.trees[0])
         else:
@@ -161,7 +161,7 @@ def jvp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Function:
 
     Args:
         fn: `fn(params, *args) -> pytree of tensors`.
-        cfg: see `Config`; frozen leaves have tangents like all others.
+        cfg: see `Config`; frozen leaves have tangents like all others, unless they are complex.
 
     Returns:
         `(params, tangents, *args) -> (value, tangent)`; tangents live as the parameters do. What is

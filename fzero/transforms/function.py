@@ -92,6 +92,8 @@ class Function:
         if self.cfg.executor == "eager":
             agreement.calls += 1
             before = _versions(leaves)
+            # as a Program would: whoever differentiates this takes a transform of it
+            args, kwargs = tree.map(_without_graph, (args, kwargs))
             with agreement.running(mesh), seeded(self.cfg.seed, rng, mesh, leaves):
                 result = self.body(*args, **kwargs)
             for i, (old, new) in enumerate(zip(before, _versions(leaves), strict=True)):
@@ -283,6 +285,10 @@ def _key(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     if not all(isinstance(x, Tensor) for x in leaves):
         leaves, spec = take_apart((args, kwargs), "arguments")
     return leaves, (spec, *map(_kind, leaves))
+
+
+def _without_graph(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def _kind(x: Tensor) -> Any:

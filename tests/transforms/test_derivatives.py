@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero import tree
+from fzero.errors import ShardError
 from tests.ranks import run_ranks
 
 F64 = torch.float64
@@ -147,7 +148,7 @@ def _cases(
     return found
 
 
-def _errors(hybrid: bool, stage: int, executor: str) -> dict[str, float]:
+def _errors(hybrid: bool, stage: int, executor: Any) -> dict[str, float]:
     mesh = init_device_mesh("cpu", (2, 2)) if hybrid else None
     cfg = fzero.Config(mesh=mesh, stage=stage, executor=executor, bucket_mb=0.0005)
     world = dist.get_world_size()
@@ -239,7 +240,7 @@ def test_a_checkpoint_has_second_derivatives() -> None:
 
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])
-def test_micro_batches_count_for_all_derivatives_of_a_loss(executor: str) -> None:
+def test_micro_batches_count_for_all_derivatives_of_a_loss(executor: Any) -> None:
     def loss(p: Params, x: Tensor) -> Tensor:
         return _loss(p, x) ** 2  # no mean over rows: that of halves is another
 
@@ -258,3 +259,36 @@ def test_micro_batches_count_for_all_derivatives_of_a_loss(executor: str) -> Non
     for found, expected in [(first, grads), (ours[0], grads), (ours[1], products)]:
         for k, v in expected.items():
             torch.testing.assert_close(found[k], v, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("transform", [fzero.grad, fzero.vjp, fzero.jvp, fzero.hvp])
+def test_complex_numbers_are_refused_by_name(transform: Any) -> None:
+    tangents = ({"c": torch.ones(4)},) if transform in (fzero.jvp, fzero.hvp) else ()
+    leaf = {"c": torch.ones(4, dtype=torch.complex64)}
+    with pytest.raises(ShardError, match=r"argument 0\['c'\] is torch.complex64"):
+        transform(lambda p: p["c"].abs().sum())(leaf, *tangents)
+    if transform in (fzero.jvp, fzero.vjp):  # the others want a loss
+        with pytest.raises(ShardError, match=r"returned torch\.complex64"):
+            transform(lambda p: p["c"] * 1j)({"c": torch.ones(4)}, *tangents)
+    assert torch.equal(fzero.sharded(lambda p: p["c"].abs())(fzero.shard(leaf)), torch.ones(4))
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_what_asks_for_a_gradient_gives_results_without_a_graph(executor: Any) -> None:
+    params = {"w": torch.ones(3, requires_grad=True)}
+    both = fzero.value_and_grad(lambda p: p["w"].square().sum(), fzero.Config(executor=executor))
+    value, grads = both(params)
+    assert not value.requires_grad
+    assert not grads["w"].requires_grad
+    assert torch.equal(grads["w"], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_leaves_without_elements_and_a_call_after_an_exception(executor: Any) -> None:
+    params = fzero.shard({"w": torch.ones(3, 2), "none": torch.zeros(0, 4)})
+    cfg = fzero.Config(executor=executor)
+    both = fzero.value_and_grad(lambda p, x: (x @ p["w"]).sum() + p["none"].sum(), cfg)
+    with pytest.raises(RuntimeError, match="dtype"):
+        both(params, torch.ones(1, 3, dtype=F64))
+    value, grads = both(params, torch.ones(1, 3))
+    assert (value.item(), grads["none"].shape) == (6.0, (0, 4))
