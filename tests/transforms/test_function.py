@@ -93,6 +93,14 @@ def test_a_donated_tree_is_written_over_and_another_is_not() -> None:
     assert torch.equal(b["x"], torch.ones(3))
 
 
+def test_what_is_donated_is_read_to_the_end_before_it_is_written() -> None:
+    # the first result is there, and would fit, before the second reads the donated tree
+    run = fzero.jit(lambda a, b: (b * 2, a + 1), donate_argnums=0)
+    first, second = run(torch.full((4,), 5.0), torch.full((4,), 3.0))
+    assert torch.equal(first, torch.full((4,), 6.0))
+    assert torch.equal(second, torch.full((4,), 6.0))
+
+
 def test_donated_trees_of_one_shape_can_change_places() -> None:
     swap = fzero.jit(lambda a, b: (b, a), donate_argnums=(0, 1))
     a, b = torch.zeros(4), torch.ones(4)
