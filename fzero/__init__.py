@@ -19,6 +19,7 @@ from fzero.errors import (
     TraceError,
 )
 from fzero.functional.functionalize import functionalize
+from fzero.functional.opaque import opaque
 from fzero.functional.remat import remat
 from fzero.numerics.loss_scale import LossScale
 from fzero.numerics.precision import Precision
@@ -60,6 +61,7 @@ __all__ = [
     "jit",
     "jvp",
     "make_train_step",
+    "opaque",
     "optim",
     "remat",
     "shard",

@@ -17,7 +17,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "numerics": ("errors", "tree", "layout"),
     "distributed": ("errors", "layout"),
     "optim": ("errors", "tree", "distributed.dtensor"),
-    "functional": ("errors", "numerics"),
+    "functional": ("errors", "tree", "numerics"),
     "config": ("errors", "numerics"),
     "zero": ("layout", "distributed", "functional.differentiate"),
     "eager": (
@@ -26,6 +26,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "program": (
         *("errors", "layout", "numerics.rng", "distributed"),
+        *("functional.islands", "functional.opaque"),
         *("functional.remat", "functional.torch_checkpoint"),
     ),
     "state": (

@@ -62,6 +62,8 @@ LAWS = {
     "program/sites": "program/passes/test_seed.py: same_key_same_masks_whatever_ran_before",
     "program/strides": "program/test_codegen.py: restored_has_the_values_and_the_strides",
     "program/text": "program/test_listing.py: listing_is_the_golden_one",
+    "functional/apart": "functional/test_opaque.py: backward_sees_the_random_numbers_of_forward",
+    "functional/islands": "functional/test_opaque.py: an_island_trains_as_plain_torch",
     "program/trace": "test_errors.py: what_cannot_be_staged_out_is_shown_with_its_line",
     "program/passes/bucket": "program/passes/test_passes.py: "
     "bucket_takes_the_largest_size_that_memory_allows",

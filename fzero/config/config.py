@@ -64,6 +64,8 @@ class Config:
             with computation, 0 over gloo, where both take the same cores and it only costs memory.
         gather_together: globs over module names, each gathered as one (for modules that only some
             ranks run).
+        opaque: globs over names of modules that run as plain PyTorch inside of the Program, one
+            node each (see `fzero.opaque`); or "auto": the smallest that can't be recorded.
         executor: "traced" runs the Program, "eager" stages nothing out, "inductor" compiles the
             Program.
         donate: reuse the memory of the inputs; False leaves them untouched.
@@ -102,6 +104,7 @@ class Config:
     bucket_mb: float = 25
     prefetch: int | None = None
     gather_together: str | Sequence[str] = ()
+    opaque: str | Sequence[str] = ()
     executor: Literal["traced", "eager", "inductor"] = "traced"
     donate: bool = True
     offload: Literal["cpu"] | None = None
@@ -131,6 +134,7 @@ class Config:
         if not callable(self.frozen):
             self._set_globs("frozen", "globs over leaf names, or a predicate over them")
         self._set_globs("gather_together", "globs over module names")
+        self._set_globs("opaque", '"auto", or globs over module names')
         try:
             precisions.resolve(self.precision)
             loss_scales.resolve(self.loss_scale)

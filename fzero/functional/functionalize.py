@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fzero.errors import FzeroError, ShardError, TraceError
 from fzero.functional.fit import check_device, check_fit
+from fzero.functional.opaque import wrap_forwards
 from fzero.functional.owners import noted
 from fzero.functional.plain import check_plain, hook_on
 from fzero.functional.slots import Buffers, Params, SlotTable, kind_of, owners_of_slots, plan_slots
@@ -90,6 +91,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         before = {name: buffer._version for name, buffer in own.items()}
         args, kwargs = as_input((args, kwargs))
         with _no_mix(params), swapped(plan, params, own, own), edges_in(Edges()):
+            wrap_forwards(plan)
             out = module(*args, **kwargs)
             new = read_buffers(plan, own)
         for name, version in before.items():
@@ -110,6 +112,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         cloned = {s.name: clone(buffers[s.name]) for s in plan.buffers}
         args, kwargs = as_input((args, kwargs))
         with _no_mix(params), swapped(plan, params, cloned, buffers), edges_in(Edges()):
+            wrap_forwards(plan)
             out = module(*args, **kwargs)
             new = read_buffers(plan, cloned)
         return as_output(out), new

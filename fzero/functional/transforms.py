@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import (
+    TransformType,  # pyright: ignore[reportAttributeAccessIssue]
+    get_interpreter_stack,  # pyright: ignore[reportAttributeAccessIssue]
     is_dead_tensor_wrapper,  # pyright: ignore[reportAttributeAccessIssue]
     maybe_current_level,
     maybe_get_level,
@@ -22,6 +24,19 @@ from fzero.errors import TransformOverError
 def in_transform() -> bool:
     """Whether a `torch.func` transform is active."""
     return peek_interpreter_stack() is not None
+
+
+def in_forward_mode() -> bool:
+    """Whether any `torch.func` transform that is active is a forward-mode one.
+
+    Examples:
+        >>> x = torch.ones(1)
+        >>> seen = []
+        >>> _ = torch.func.jvp(lambda x: seen.append(in_forward_mode()) or x, (x,), (x,))
+        >>> seen, in_forward_mode()
+        ([True], False)
+    """
+    return any(one.key() == TransformType.Jvp for one in get_interpreter_stack() or ())
 
 
 def is_over(x: Tensor) -> bool:

@@ -213,6 +213,7 @@ def _statement(
         return f"{node.name} = {show(node.args[0])}[{node.args[1]}]"
     # the overload's C++ function itself: one Python frame less a call
     function = target._op if isinstance(target, torch._ops.OpOverload) else target
+    function = getattr(function, "runs", function)  # an island: see its operator
     if is_op(node, *_IN_GRAD_MODE):
         function = _in_grad_mode(function)
     # Ours gives a work in flight where torch's gives a tensor, so only waits may read it.

@@ -116,7 +116,7 @@ class _Finder:
         outer: nn.Module | None = None
         while frame is not None and frame is not self.outside:
             code = frame.f_code
-            if code is _CALL:
+            if code is MODULE_CALL:
                 outer = frame.f_locals["self"]
                 inner = inner or outer
             elif user is None and not is_ours(code):
@@ -135,7 +135,7 @@ class _Finder:
 
 
 # ------------------------------------------------------------------------- what torch knows of it
-_CALL: CodeType = nn.Module._call_impl.__code__
+MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 
 
 def _running_node() -> Any:

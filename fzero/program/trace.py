@@ -24,11 +24,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
 from fzero.errors import FzeroError, TraceError, TransformOverError
+from fzero.functional.opaque import opaque_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.program.devices import devices_kept
 from fzero.program.graph import output_node, placeholders
 from fzero.program.interop import transformers_is_tracing
-from fzero.program.origin import OURS, origins_noted
+from fzero.program.origin import MODULE_CALL, OURS, origins_noted
 from fzero.program.program import Program
 from fzero.program.promises import note
 
@@ -42,6 +43,7 @@ def trace_program(
     names: Sequence[str],
     *,
     guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    opaque: Sequence[str] = (),
 ) -> Program:
     """Record `fn(*inputs)`, a flat tuple of tensors, with the first front end that can.
 
@@ -51,10 +53,40 @@ def trace_program(
         inputs: example tensors; only their shapes, strides, dtypes and devices are used.
         names: one per input.
         guard: what must be in place while the function runs.
+        opaque: globs over names of modules that become one node each; ("auto",): the smallest ones
+            that can't be recorded.
 
     Raises:
         TraceError: no front end can record the function, or recording it would be wrong.
     """
+    if tuple(opaque) != ("auto",):
+        with opaque_modules(opaque):
+            return _by_front_ends(name, front_ends, inputs, names, guard)
+    chosen: list[str] = []
+    while True:
+        try:
+            with opaque_modules(chosen):
+                program = _by_front_ends(name, front_ends, inputs, names, guard)
+        except TraceError as error:
+            module = _module_of(error.__cause__ or error)
+            while module and module in chosen:  # what can't be an island is a part of one
+                module = module.rpartition(".")[0]
+            if module is None or module in chosen:
+                raise
+            chosen.append(module)
+            continue
+        if not chosen:
+            return program
+        return program.logged(program.graph, f"opaque: {', '.join(x or 'all' for x in chosen)}")
+
+
+def _by_front_ends(
+    name: str,
+    front_ends: Sequence[FrontEnd],
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    guard: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Program:
     refusals: list[tuple[str, Exception]] = []
     for label, fn in front_ends:
         try:
@@ -128,14 +160,16 @@ def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
     # A value that is read tells the user most, whichever front end met it.
     cause = next((e for _, e in refusals if isinstance(e, _DATA_DEPENDENT)), last)
     where = _user_frame(cause)
+    module = _module_of(cause)
     said = "\n".join(f"  through {label}: {_first_line(error)}" for label, error in refusals)
     bug = "" if isinstance(cause, _DATA_DEPENDENT) else _PERHAPS_A_BUG
     error = TraceError(
         f"the model function can't be staged out: {_operation(cause)}{where}.\n{said}\n"
         f"{bug}A Program holds the same operations for every batch, so nothing in it may depend on "
         "a tensor's values. Ways on: use tensor operations (torch.where instead of `if`, a mask "
-        "instead of indexing by a condition); move this part out of the model function and pass "
-        "its result in the batch; or Config(executor='eager'), which runs any Python."
+        f"instead of indexing by a condition); {_wrap(module)}; move this part out of the model "
+        "function and pass its result in the batch; or Config(executor='eager'), which runs any "
+        "Python."
     )
     error.__cause__ = cause
     return error
@@ -170,6 +204,24 @@ def _user_frame(error: BaseException) -> str:
         return ""
     frame = mine[-1]
     return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
+
+
+def _module_of(error: BaseException) -> str | None:
+    """The innermost module whose call an exception came through, by its name in the outermost."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    calls = [frame.f_locals["self"] for frame in frames if frame.f_code is MODULE_CALL]
+    if not calls:
+        return None
+    return next((name for name, x in calls[0].named_modules() if x is calls[-1]), None)
+
+
+def _wrap(module: str | None) -> str:
+    """How to make an island of what can't be recorded."""
+    if module is None:
+        return "make the part that reads it an island, fzero.opaque(fn)"
+    if not module:
+        return "make the part that reads it an island, fzero.opaque(fn), or Config(opaque='auto')"
+    return f"make that module one node, Config(opaque=[{module!r}]), or Config(opaque='auto')"
 
 
 def _first_line(error: BaseException) -> str:

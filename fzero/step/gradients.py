@@ -151,7 +151,7 @@ def trace_gradients(
     ]
 
     def record() -> Program:
-        return trace_program("gradients", front_ends, inputs, names)
+        return trace_program("gradients", front_ends, inputs, names, opaque=cfg.opaque)
 
     def passes(program: Program) -> Program:
         program = replace(

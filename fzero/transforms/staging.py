@@ -150,7 +150,7 @@ class Staged:
             return own_outputs(program, donated)
 
         def record() -> Program:
-            return trace_program(name, front_ends, locals_, names)
+            return trace_program(name, front_ends, locals_, names, opaque=cfg.opaque)
 
         self.recorded = Recorded(self.notes, record, passes)
         self.program = self.recorded.program

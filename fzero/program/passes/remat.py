@@ -5,6 +5,7 @@ import operator
 from torch import fx
 from torch._ops import OpOverload
 
+from fzero.functional import islands
 from fzero.functional.remat import Path, regions_of
 from fzero.program.graph import (
     AGAIN,
@@ -92,6 +93,8 @@ def _escapes(node: fx.Node, paths: dict[fx.Node, Path], gradients: set[fx.Node])
 def _is_pure(node: fx.Node) -> bool:
     """Whether a node may be computed twice, or not at all."""
     if node.target is operator.getitem:
+        return True
+    if node.target is islands.RUN:
         return True
     return isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
 

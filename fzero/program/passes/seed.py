@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fzero.errors import TraceError
+from fzero.functional import islands
 from fzero.numerics.rng import is_random
 from fzero.program.graph import BACKWARD, copy_graph, phases, placeholders, tensors_of
 from fzero.program.program import Program
@@ -71,4 +72,5 @@ def draws(program: Program) -> bool:
 
 
 def _is_random(node: fx.Node) -> bool:
-    return is_random(node.target, node.args, node.kwargs)
+    # of an island nobody knows
+    return node.target is islands.RUN or is_random(node.target, node.args, node.kwargs)

@@ -1,0 +1,340 @@
+"""Parts of a function that a Program holds as one node each; see [Note: islands]."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fzero import tree
+from fzero.errors import ConfigError, TraceError
+from fzero.functional.apart import apart
+from fzero.functional.islands import Form, Island, check_islands, record
+from fzero.functional.remat import is_recording, region
+from fzero.functional.slots import SlotTable, plan_slots
+from fzero.functional.swap import clone, read_buffers, swapped
+from fzero.numerics.rng import generator_of, preserved
+from fzero.tree import PyTree
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def opaque(fn_or_module: F, *, like: Callable[..., PyTree] | None = None) -> F:
+    """One node of the Program that runs as plain PyTorch, with its own backward.
+
+    For what can't be recorded because it reads a tensor's values: packed sequences, CTC loss,
+    experts that are chosen by a boolean index, loops until convergence. All around it stays staged
+    out; its parameters are gathered before it and freed after it, in forward and again in backward,
+    where it is run a second time. What it holds meanwhile is not in `peak_bytes()`.
+
+    It runs whenever its Program does: what it reads from outside is as it is then. Random numbers
+    that it draws from torch's generators are a function of seed, step and rank as everywhere. It
+    has one derivative. Where nothing is staged out (plain PyTorch, `executor="eager"`, an
+    `Engine`), it is called as it is.
+
+    Args:
+        fn_or_module: a function of trees of tensors, numbers and strings, pure, which takes every
+            tensor that it needs the gradient of as an argument; or a module, whose parameters and
+            buffers are its own.
+        like: `like(*args) -> results`, tensors of the shapes and dtypes that come out. They must
+            follow from the shapes of the arguments. None: found by trying: on tensors without
+            values, or else on tensors of ones.
+
+    Returns:
+        A function with the same arguments; or the module itself, whose `forward` is opaque from
+        then on.
+
+    Raises:
+        ConfigError: it is neither.
+        TraceError: while it is recorded: the shapes of its results can't be found, or it closes
+            over a tensor of the recording. When it runs: its results have other shapes.
+
+    Examples:
+        >>> import fzero, torch
+        >>> @fzero.opaque
+        ... def clipped(x):
+        ...     return x.clamp(max=float(x.detach().mean()))  # reads a value
+        >>> step_fn = fzero.make_train_step(
+        ...     lambda p, x: clipped(p["w"] * x).sum(), fzero.optim.sgd(1)
+        ... )
+        >>> params, opt_state = step_fn.init({"w": torch.ones(3)})
+        >>> params, _ = step_fn(params, opt_state, torch.tensor([1.0, 2.0, 6.0]))
+        >>> fzero.unshard(params)["w"]
+        tensor([ 0., -1.,  1.])
+    """
+    if isinstance(fn_or_module, nn.Module):
+        fn_or_module.forward = OpaqueForward(fn_or_module, fn_or_module.forward, like)
+        return cast(F, fn_or_module)
+    if not callable(fn_or_module):
+        raise ConfigError(
+            f"opaque got a {type(fn_or_module).__name__}, and takes a function or a module: "
+            "opaque(block)(x), not opaque(block(x))."
+        )
+    fn = fn_or_module
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not is_recording():
+            return fn(*args, **kwargs)
+        return _recorded(_name(fn), fn, like, args, kwargs)
+
+    return cast(F, called)
+
+
+class OpaqueForward:
+    """The `forward` of an opaque module.
+
+    Args:
+        module: whose it is.
+        forward: its own.
+        like: see `opaque`.
+    """
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], like: Callable[..., Any] | None
+    ) -> None:
+        self.module, self.forward, self.like = module, forward, like
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_recording():
+            return self.forward(*args, **kwargs)
+        plan = plan_slots(self.module)
+        params = {s.name: s.tensor(plan) for s in plan.params}
+        buffers = {s.name: s.tensor(plan) for s in plan.buffers}
+        changed: list[str] | None = None
+
+        def body(params: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
+            nonlocal changed
+            copies = {name: clone(x) for name, x in buffers.items()}
+            before = {name: x._version for name, x in copies.items()}
+            with swapped(plan, params, copies, buffers):
+                out = self.forward(*args, **kwargs)
+                new = read_buffers(plan, copies)
+            if changed is None:  # found while recording: which buffers are results
+                seen = {
+                    name.rpartition(".")[0]
+                    for name, x in new.items()
+                    if x is not copies[name] or x._version != before[name]
+                }
+                # all of a module's: batch norm writes its statistics unseen by their versions
+                changed = [name for name in new if name.rpartition(".")[0] in seen]
+            return out, [new[name] for name in changed]
+
+        def shapes(params: Any, buffers: Any, args: Any, kwargs: Any) -> Any:
+            nonlocal changed
+            assert self.like is not None
+            changed = list(buffers)  # nobody has seen which
+            return self.like(*args, **kwargs), list(buffers.values())
+
+        out, new = _recorded(
+            _name(self.module), body, self.like and shapes, (params, buffers, args, kwargs), {}
+        )
+        _write(plan, dict(zip(changed or [], new, strict=True)))
+        return out
+
+
+def _write(plan: SlotTable, buffers: Mapping[str, Tensor]) -> None:
+    """Put new buffers into their slots."""
+    for name, _, entries in plan.buffers:
+        for index, table, key in entries if name in buffers else ():
+            plan.modules[index].__dict__[table][key] = buffers[name]
+
+
+# ------------------------------------------------------------------------------- by the module
+@contextlib.contextmanager
+def opaque_modules(globs: Sequence[str]) -> Iterator[None]:
+    """What is recorded meanwhile has the modules of these names as opaque ones.
+
+    Args:
+        globs: over names inside of the module that was functionalised.
+    """
+    token = _GLOBS.set(tuple(globs))
+    try:
+        yield
+    finally:
+        _GLOBS.reset(token)
+
+
+_GLOBS: ContextVar[tuple[str, ...]] = ContextVar("fzero_opaque", default=())
+
+
+def wrap_forwards(plan: SlotTable) -> None:
+    """Make the chosen modules of a functionalised one opaque, until its slots are put back."""
+    globs = _GLOBS.get()
+    if not globs or not is_recording():
+        return
+    for prefix, module in zip(plan.prefixes, plan.modules, strict=True):
+        if any(fnmatchcase(prefix, glob) for glob in globs):
+            module.__dict__["forward"] = OpaqueForward(module, module.forward, None)
+
+
+# ----------------------------------------------------------------------------------- recording
+def _recorded(
+    name: str,
+    fn: Callable[..., Any],
+    like: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    check_islands()
+    call = _Call.of(name, fn, args, kwargs)
+    tensors = call.tensors
+    wanted = torch.is_grad_enabled()
+    island = Island(
+        name,
+        call.flat,
+        tuple(map(Form.of, tensors)),
+        _forms(call, like),
+        tuple(wanted and x.requires_grad and x.is_floating_point() for x in tensors),
+    )
+    with region():
+        results = record(island, [x.contiguous() for x in tensors])
+    assert call.result is not None
+    return tree.unflatten(call.result, results)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call, as a function of its tensors alone.
+
+    Args:
+        name: of the function.
+        fn: the function.
+        spec: structure of the arguments.
+        leaves: of them, those that are no tensors; None in the place of a tensor.
+        places: where tensors are.
+        tensors: these.
+        casts: device and dtype of the autocast that is in force, per device.
+        result: structure of the result, once it is known.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    spec: tree.Spec
+    leaves: list[Any]
+    places: list[int]
+    tensors: list[Tensor]
+    casts: dict[str, torch.dtype]
+    result: tree.Spec | None = None
+
+    @classmethod
+    def of(cls, name: str, fn: Any, args: Any, kwargs: Any) -> "_Call":
+        """Take a call apart."""
+        leaves, spec = tree.flatten((args, kwargs))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        tensors = [leaves[i] for i in places]
+        rest = [None if isinstance(x, Tensor) else x for x in leaves]
+        devices = {x.device.type for x in tensors}
+        casts = {d: torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
+        return cls(name, fn, spec, rest, places, tensors, casts)
+
+    def flat(self, tensors: Sequence[Tensor], fn: Any = None) -> list[Tensor]:
+        """The results, of these tensors in place of its own."""
+        leaves = list(self.leaves)
+        for place, x in zip(self.places, tensors, strict=True):
+            leaves[place] = x
+        args, kwargs = tree.unflatten(self.spec, leaves)
+        with contextlib.ExitStack() as stack:
+            for device, dtype in self.casts.items():
+                stack.enter_context(torch.autocast(device, dtype))
+            result = (fn or self.fn)(*args, **kwargs)
+        found, self.result = tree.flatten(result)
+        for x in found:
+            if not isinstance(x, Tensor):
+                raise TraceError(
+                    f"the opaque function {self.name} returned a {type(x).__name__}; it must "
+                    "return tensors, in tuples, lists and dicts."
+                )
+        return found
+
+
+def _forms(call: _Call, like: Callable[..., Any] | None) -> tuple[Form, ...]:
+    """What comes out of a call, found by trying.
+
+    Raises:
+        TraceError: nothing tells.
+    """
+    if like is not None:
+        return _tried(call, _without_values, like)
+    refusals: list[Exception] = []
+    for attempt in (_without_values, _of_ones):
+        try:
+            return _tried(call, attempt, None)
+        except _ClosedOver as error:
+            raise TraceError(
+                f"the opaque function {call.name} reads a tensor of the function that is staged "
+                "out, which it was not given as an argument: its gradient would be lost. Pass "
+                "every tensor as an argument; of a module pass the module: fzero.opaque(module)."
+            ) from error
+        except Exception as error:
+            refusals.append(error)
+    raise TraceError(
+        f"nobody can tell what the opaque function {call.name} returns: on tensors of ones it "
+        f"raises {type(refusals[-1]).__name__}: {str(refusals[-1])[:200]}. Say it with "
+        "fzero.opaque(fn, like=lambda *args: ...), which returns tensors of the same shapes and "
+        "dtypes."
+    ) from refusals[-1]
+
+
+_OF_FAKES = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class _ClosedOver(Exception):
+    """A result is a tensor of the recording."""
+
+
+def _tried(
+    call: _Call,
+    attempt: Callable[[list[Form]], tuple[Any, list[Tensor]]],
+    like: Callable[..., Any] | None,
+) -> tuple[Form, ...]:
+    """Results' forms, apart from the recording."""
+    forms = list(map(Form.of, call.tensors))
+
+    def attempted() -> tuple[Form, ...]:
+        context, tensors = attempt(forms)
+        mode = context if isinstance(context, FakeTensorMode) else None
+        generators = [generator_of(form.device) for form in {x.device: x for x in forms}.values()]
+        try:
+            with preserved(generators), context, torch.no_grad():
+                found = call.flat(tensors, like)
+        except (AssertionError, *_OF_FAKES) as error:
+            # its own are of the mode; without one there are none
+            if mode is None or "Mixing fake modes" in str(error):
+                raise _ClosedOver from error
+            raise
+        for x in found:
+            if isinstance(x, FakeTensor) and x.fake_mode is not mode:
+                raise _ClosedOver
+            if not all(type(size) is int for size in x.shape):
+                raise TraceError(f"the shape {tuple(x.shape)} of a result depends on values")
+        return tuple(map(Form.of, found))
+
+    return apart(attempted)
+
+
+def _without_values(forms: list[Form]) -> tuple[Any, list[Tensor]]:
+    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+    with mode:
+        return mode, [form.empty() for form in forms]
+
+
+def _of_ones(forms: list[Form]) -> tuple[Any, list[Tensor]]:
+    return contextlib.nullcontext(), [form.empty().fill_(1) for form in forms]
+
+
+def _name(fn: Any) -> str:
+    return str(getattr(fn, "__name__", type(fn).__name__))

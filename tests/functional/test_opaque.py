@@ -1,0 +1,308 @@
+"""Islands: what can't be recorded is one node of the Program; the numbers are plain PyTorch's."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import fzero
+from fzero.errors import ConfigError, FzeroError, TraceError
+from fzero.functional.islands import PULL, RUN
+from tests.ranks import run_ranks
+
+LR = 0.1
+
+
+class Experts(nn.Module):
+    """Each row goes to one expert, chosen by its values: a boolean index, and a branch on it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 3)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen = weights.argmax(-1)
+        out = torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            mine = chosen == k
+            if mine.any():
+                out[mine] = expert(x[mine]) * weights[mine, k, None]
+        return out
+
+
+class Packed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.unsqueeze(0).expand(2, -1, -1)
+        lengths = torch.tensor([x.shape[0], x.shape[0] - 1])
+        packed = pack_padded_sequence(rows, lengths, batch_first=True)
+        out, _ = pad_packed_sequence(self.rnn(packed)[0], True, total_length=x.shape[0])
+        return out.sum(0)
+
+
+class Aligned(nn.Module):
+    """CTC loss, whose backward depends on values, beside a norm that keeps statistics."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        log_probs = self.norm(x).log_softmax(-1).unsqueeze(1)
+        lengths = torch.tensor([x.shape[0]]), torch.tensor([2])
+        targets = torch.tensor([[1, 2]])
+        return x + nn.functional.ctc_loss(log_probs, targets, *lengths, reduction="mean")
+
+
+class Net(nn.Module):
+    def __init__(self, kind: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 4), kind(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(self.first(x))))
+
+
+KINDS = {"experts": Experts, "packed": Packed, "ctc and a norm": Aligned}
+
+
+def built(kind: str) -> Net:
+    torch.manual_seed(0)
+    return Net(KINDS[kind]).double()
+
+
+def rows(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(7, 6, generator=generator, dtype=torch.float64)
+
+
+def trains_as_plain_torch(kind: str, stage: int, how: str) -> None:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    plain = built(kind)
+    opt = torch.optim.SGD(plain.parameters(), LR)
+    for step in range(3):
+        opt.zero_grad()
+        states = []
+        for other in range(world):
+            mine = copy.deepcopy(plain.state_dict())
+            (plain(rows(other, step)).square().mean() / world).backward()
+            states.append({k: v.clone() for k, v in plain.named_buffers()})
+            plain.load_state_dict(mine)
+        for name, buffer in plain.named_buffers():  # as documented: the mean, or rank 0's
+            found = torch.stack([state[name] for state in states])
+            buffer.copy_(found.mean(0) if buffer.is_floating_point() else found[0])
+        opt.step()
+
+    module = built(kind)
+    cfg = fzero.Config(stage=stage, opaque=() if how == "wrapped" else how)
+    if how == "wrapped":
+        assert fzero.opaque(module.middle) is module.middle
+    apply, params, buffers = fzero.functionalize(module, buffers=True)
+
+    def model_fn(params: Any, buffers: Any, x: Tensor) -> tuple[Tensor, Any]:
+        out, buffers = apply(params, buffers, x)
+        return out.square().mean(), buffers
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(LR), cfg)
+    params, state = step_fn.init(params, buffers)
+    program = step_fn.lower(params, state, rows(rank, 0))
+    program.verify()
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(RUN) == 2  # again in backward, for its tape
+    assert targets.count(PULL) == 1
+    for step in range(3):
+        params, state = step_fn(params, state, rows(rank, step))
+    full = fzero.unshard(params)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(full[name], p.detach(), rtol=0, atol=1e-12)
+    for name, b in plain.named_buffers():
+        torch.testing.assert_close(state.model_state[name], b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["wrapped", "middle", "auto"])
+def test_an_island_trains_as_plain_torch(kind: str, how: str) -> None:
+    trains_as_plain_torch(kind, 3, how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_island_trains_as_plain_torch_on_ranks(kind: str, stage: int) -> None:
+    run_ranks(2, trains_as_plain_torch, kind, stage, "auto")
+
+
+def test_parameters_of_an_island_are_gathered_for_it_and_freed_after_it() -> None:
+    """At stage 3 its tape does not keep them: it runs again in backward."""
+    text = run_ranks(2, gathered_twice)[0]
+    assert text.count("middle.router.weight") >= 2
+
+
+def gathered_twice() -> str:
+    apply, params = fzero.functionalize(built("experts"))
+    cfg = fzero.Config(stage=3, opaque="middle", bucket_mb=1e-5)
+    step_fn = fzero.make_train_step(
+        lambda p, x: apply(p, x).square().mean(), fzero.optim.sgd(LR), cfg
+    )
+    program = step_fn.lower(*step_fn.init(params), rows(0, 0))
+    return " ".join(
+        leaf for row in program.collectives() if row.kind == "all_gather" for leaf in row.leaves
+    )
+
+
+def test_backward_sees_the_random_numbers_of_forward() -> None:
+    """Of a linear function the gradient times the leaf is the loss, if the mask is the same."""
+
+    @fzero.opaque
+    def dropped(w: Tensor) -> Tensor:
+        return nn.functional.dropout(w, 0.5) if float(w.detach().sum()) else w
+
+    losses = []
+    cfg = fzero.Config(has_aux=True)
+    step_fn = fzero.make_train_step(
+        lambda p, x: ((dropped(p["w"]) * x).sum(), {}), fzero.optim.sgd(1.0), cfg
+    )
+    params, state = step_fn.init({"w": torch.ones(64)})
+    for _ in range(3):
+        before = fzero.unshard(params)["w"]
+        drawn = torch.get_rng_state()
+        params, state = step_fn(params, state, torch.arange(64.0))
+        assert torch.equal(torch.get_rng_state(), drawn)
+        grads = before - fzero.unshard(params)["w"]
+        losses.append(float(state.metrics["loss"]))
+        assert losses[-1] == pytest.approx(float((grads * before).sum()), rel=1e-5)
+    assert len(set(losses)) == 3
+
+    again, state = step_fn.init({"w": torch.ones(64)})
+    _, state = step_fn(again, state, torch.arange(64.0))
+    assert float(state.metrics["loss"]) == losses[0]
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_values_without_a_gradient_too(executor: str) -> None:
+    module = built("experts")
+    fzero.opaque(module.middle)
+    apply, params = fzero.functionalize(module)
+    cfg: Any = fzero.Config(executor=executor)  # pyright: ignore
+    predict = fzero.sharded(apply, cfg)
+    x = rows(0, 0)
+    torch.testing.assert_close(predict(fzero.shard(params, cfg), x), module(x).detach())
+    copied = copy.deepcopy(module)
+    assert copied.middle.forward.module is copied.middle  # pyright: ignore
+
+
+def test_results_that_are_arguments_and_whole_numbers() -> None:
+    @fzero.opaque
+    def split(x: Tensor, scale: float) -> dict[str, Any]:
+        return {"same": x, "view": x[:2], "times": x * scale, "order": x.detach().argsort()}
+
+    def fn(params: Any) -> Any:
+        found = split(params["w"], 3.0)
+        return (
+            found["same"].sum()
+            + found["view"].sum()
+            + found["times"].gather(0, found["order"]).cumsum(0)[0]
+        )
+
+    grads = fzero.grad(fn)({"w": torch.tensor([2.0, 1.0, 5.0])})
+    assert grads["w"].tolist() == [2.0, 5.0, 1.0]
+
+
+def test_autocast_is_that_of_the_call() -> None:
+    seen = []
+
+    @fzero.opaque
+    def product(w: Tensor, x: Tensor) -> Tensor:
+        out = x @ w
+        seen.append(out.dtype)
+        return out
+
+    def fn(params: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return product(params["w"], x).float().sum()
+
+    fzero.value_and_grad(fn)({"w": torch.ones(3, 2)}, torch.ones(4, 3))
+    assert set(seen) == {torch.bfloat16}
+
+
+# ------------------------------------------------------------------------------------ refusals
+def gradient_of(fn: Callable[..., Any], *args: Any) -> Any:
+    return fzero.grad(lambda p, *args: fn(p["w"], *args).sum())({"w": torch.ones(4)}, *args)
+
+
+def test_a_tensor_that_is_closed_over_is_refused() -> None:
+    def fn(w: Tensor) -> Tensor:
+        return fzero.opaque(lambda: w * float(w.detach().sum()))()
+
+    with pytest.raises(TraceError, match="as an argument"):
+        gradient_of(fn)
+
+
+def test_a_result_of_another_shape_is_refused() -> None:
+    picked = fzero.opaque(lambda w, x: w[: int(x.sum())])
+    with pytest.raises(TraceError, match="follow from those of its arguments"):
+        gradient_of(picked, torch.tensor([1, 2]))
+
+
+def test_like_tells_the_shapes() -> None:
+    def padded(w: Tensor, n: Tensor) -> Tensor:
+        if int(n) < 2:
+            raise ValueError("too few")
+        return w * int(n)
+
+    with pytest.raises(TraceError, match="like="):
+        gradient_of(fzero.opaque(padded), torch.tensor(2))
+    found = gradient_of(fzero.opaque(padded, like=lambda w, n: w), torch.tensor(2))
+    assert found["w"].tolist() == [2.0] * 4
+
+
+def test_what_it_raises_is_raised() -> None:
+    def fails(w: Tensor) -> Tensor:
+        if not isinstance(w, torch._subclasses.FakeTensor):
+            raise ZeroDivisionError("of mine")
+        return w * 1
+
+    with pytest.raises(ZeroDivisionError, match="of mine"):
+        gradient_of(fzero.opaque(fails))
+
+
+def test_a_change_of_an_argument_is_refused() -> None:
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        x.add_(1)
+        return w * x
+
+    with pytest.raises(FzeroError, match="in place"):
+        gradient_of(fzero.opaque(fn), torch.ones(4))
+
+
+def test_second_derivatives_are_refused() -> None:
+    square = fzero.opaque(lambda w: w**2)
+    params = {"w": torch.ones(4)}
+    with pytest.raises(TraceError, match="derivative"):
+        fzero.hvp(lambda p: square(p["w"]).sum())(params, params)
+    with pytest.raises(TraceError, match="derivative"):
+        fzero.jvp(lambda p: square(p["w"]))(params, params)
+
+
+def test_only_functions_and_modules_are_opaque() -> None:
+    with pytest.raises(ConfigError, match=r"opaque\(block\)"):
+        fzero.opaque(torch.ones(1))  # pyright: ignore
+
+
+def test_the_message_names_the_module_to_wrap() -> None:
+    apply, params = fzero.functionalize(built("experts"))
+    step_fn = fzero.make_train_step(
+        lambda p, x: apply(p, x).square().mean(), fzero.optim.sgd(LR), fzero.Config()
+    )
+    with pytest.raises(TraceError, match=r"opaque=\['middle'\]"):
+        step_fn.lower(*step_fn.init(params), rows(0, 0))
