@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fzero import tree
-from fzero.errors import ConfigError, TraceError
+from fzero.errors import ConfigError, ShardError, TraceError
 from fzero.functional.apart import apart
 from fzero.functional.islands import Form, Island, check_islands, record
 from fzero.functional.remat import is_recording, region
@@ -58,6 +59,7 @@ def opaque(fn_or_module: F, *, like: Callable[..., PyTree] | None = None) -> F:
 
     Raises:
         ConfigError: it is neither.
+        ShardError: it is given a shard.
         TraceError: while it is recorded: the shapes of its results can't be found, or it closes
             over a tensor of the recording. When it runs: its results have other shapes.
 
@@ -191,6 +193,11 @@ def _recorded(
     check_islands()
     call = _Call.of(name, fn, args, kwargs)
     tensors = call.tensors
+    if any(isinstance(x, DTensor) for x in tensors):
+        raise ShardError(
+            f"the opaque function {name} was given a DTensor, a shard of a leaf, and takes full "
+            "tensors: call it inside of fzero.sharded(fn, cfg)(params, ...)."
+        )
     wanted = torch.is_grad_enabled()
     island = Island(
         name,

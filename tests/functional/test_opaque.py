@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fzero
-from fzero.errors import ConfigError, FzeroError, TraceError
+from fzero.errors import ConfigError, FzeroError, ShardError, TraceError
 from fzero.functional.islands import PULL, RUN
 from tests.ranks import run_ranks
 
@@ -292,6 +292,15 @@ def test_second_derivatives_are_refused() -> None:
         fzero.hvp(lambda p: square(p["w"]).sum())(params, params)
     with pytest.raises(TraceError, match="derivative"):
         fzero.jvp(lambda p: square(p["w"]))(params, params)
+
+
+def test_shards_are_refused() -> None:
+    cfg = fzero.Config()
+    params = fzero.shard({"w": torch.ones(4)}, cfg)
+    with pytest.raises(ShardError, match="fzero.sharded"):
+        fzero.jit(lambda p: fzero.opaque(torch.square)(p["w"]), cfg)(params)
+    inside = fzero.sharded(lambda p: fzero.opaque(torch.square)(p["w"]), cfg)
+    assert inside(params).tolist() == [1.0] * 4
 
 
 def test_only_functions_and_modules_are_opaque() -> None:
