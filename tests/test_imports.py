@@ -26,7 +26,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "program": (
         *("errors", "layout", "numerics.rng", "distributed"),
-        *("functional.islands", "functional.opaque"),
+        *("functional.islands", "functional.opaque", "functional.patch"),
         *("functional.remat", "functional.torch_checkpoint"),
     ),
     "state": (

@@ -1,12 +1,21 @@
-"""Other libraries' questions about staging out, answered while it goes on.
+"""What stands in the way of staging out in torch and other libraries, taken aside meanwhile.
 
-Never imports them: who has not imported a library does not use it.
+Other libraries are never imported: who has not imported one does not use it.
 """
 
 import contextlib
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.nn import functional
+
+from fzero.functional.patch import Patch
+from fzero.functional.remat import is_recording
 
 
 @contextlib.contextmanager
@@ -39,3 +48,49 @@ def transformers_is_tracing() -> Iterator[None]:
 
 def _yes(tensor: Any = None) -> bool:
     return True
+
+
+# ------------------------------------------------------------------ checks that read values
+class _Unchecked:
+    """`Distribution._validate_args`: False for who is being recorded, else as it was."""
+
+    def __init__(self, value: bool) -> None:
+        self.value = value
+
+    def __get__(self, instance: Any, owner: Any) -> bool:
+        return self.value and not is_recording()
+
+
+def _gaussian_nll_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same loss, which does not look whether a variance is below zero."""
+
+    def loss(
+        input: Tensor,
+        target: Tensor,
+        var: Tensor | float,
+        full: bool = False,
+        eps: float = 1e-6,
+        reduction: str = "mean",
+    ) -> Tensor:
+        if not is_recording() or not isinstance(var, Tensor):
+            return original(input, target, var, full, eps, reduction)
+        if var.dim() < input.dim():
+            var = var.unsqueeze(-1)
+        var = var.expand_as(input).clone()
+        with torch.no_grad():  # the gradient is that of the variance itself
+            var.clamp_(min=eps)
+        each = (var.log() + (input - target).square() / var) / 2
+        each = each + math.log(2 * math.pi) / 2 if full else each
+        return {"mean": each.mean, "sum": each.sum, "none": each.clone}[reduction]()
+
+    return loss
+
+
+unchecked = Patch(
+    (Distribution, "_validate_args", _Unchecked),
+    (functional, "gaussian_nll_loss", _gaussian_nll_loss),
+)
+"""Meanwhile torch does not read values of what is recorded only to validate them.
+
+There is no public way for one thread: `Distribution.set_default_validate_args` is the process's.
+"""

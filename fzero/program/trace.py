@@ -28,7 +28,7 @@ from fzero.functional.opaque import opaque_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.program.devices import devices_kept
 from fzero.program.graph import output_node, placeholders
-from fzero.program.interop import transformers_is_tracing
+from fzero.program.interop import transformers_is_tracing, unchecked
 from fzero.program.origin import MODULE_CALL, OURS, origins_noted
 from fzero.program.program import Program
 from fzero.program.promises import note
@@ -120,6 +120,7 @@ def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     fakes = [_fake(x, mode) for x in inputs]
     with (
         transformers_is_tracing(),
+        unchecked,
         checkpoints_as_regions(),
         # a caller's no_grad is not to reach the gradients that are recorded
         torch.enable_grad(),

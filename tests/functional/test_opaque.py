@@ -297,7 +297,7 @@ def test_second_derivatives_are_refused() -> None:
 def test_shards_are_refused() -> None:
     cfg = fzero.Config()
     params = fzero.shard({"w": torch.ones(4)}, cfg)
-    with pytest.raises(ShardError, match="fzero.sharded"):
+    with pytest.raises(ShardError, match=r"fzero\.sharded"):
         fzero.jit(lambda p: fzero.opaque(torch.square)(p["w"]), cfg)(params)
     inside = fzero.sharded(lambda p: fzero.opaque(torch.square)(p["w"]), cfg)
     assert inside(params).tolist() == [1.0] * 4

@@ -1,8 +1,9 @@
-"""transformers' models see that they are staged out, and only then."""
+"""transformers' models, and torch, see that they are staged out, and only then."""
 
 import pytest
 import torch
 
+import fzero
 from fzero.errors import TraceError
 from fzero.program.trace import trace_program
 
@@ -38,3 +39,34 @@ def test_an_error_restores_it() -> None:
     with pytest.raises(TraceError):
         trace_program("failure", [("make_fx", fail)], [torch.ones(2)], ["x"])
     assert not utils.is_tracing()
+
+
+def _likelihood(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    normal = torch.distributions.Normal(x * w, w.exp())
+    kinds = torch.distributions.Categorical(logits=x * w)
+    chosen = torch.zeros(x.shape[0], dtype=torch.long)
+    nll = torch.nn.GaussianNLLLoss(full=True)
+    return (
+        nll(x * w, x, w.exp().expand_as(x))
+        + nll(x, x * w, (x * w).square().mean(-1))
+        - normal.log_prob(x).mean()
+        - kinds.log_prob(chosen).mean()
+    )
+
+
+def test_values_are_not_read_to_validate_them() -> None:
+    x = torch.randn(5, 3, dtype=torch.float64)
+    w = torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
+    loss = _likelihood(w, x)
+    loss.backward()
+    value, grads = fzero.value_and_grad(lambda p, x: _likelihood(p["w"], x))({"w": w.detach()}, x)
+    assert torch.allclose(value, loss.detach(), rtol=0, atol=1e-12)
+    assert w.grad is not None
+    assert torch.allclose(grads["w"], w.grad, rtol=0, atol=1e-12)
+
+
+def test_outside_they_are_validated_as_ever() -> None:
+    with pytest.raises(ValueError, match="scale"):
+        torch.distributions.Normal(0.0, torch.tensor(-1.0))
+    with pytest.raises(ValueError, match="negative"):
+        torch.nn.functional.gaussian_nll_loss(*torch.ones(2, 3), var=-torch.ones(3))
