@@ -201,7 +201,7 @@ except fzero.CheckpointError as error:
 """
 
 
-@pytest.mark.parametrize("locks", ["locks", "no locks"])
+@pytest.mark.parametrize("locks", ["locks", pytest.param("no locks", marks=pytest.mark.slow)])
 def test_of_processes_that_save_one_step_one_wins(locks: str, tmp_path: Path) -> None:
     started = [
         subprocess.Popen(

@@ -44,7 +44,7 @@ def _lose(out: Path, victim: int, how: int, cfg: dict[str, Any]) -> None:
     ("victim", "how", "cfg"),
     [
         (1, signal.SIGKILL, {"stage": 3}),
-        (0, signal.SIGKILL, {"stage": 2}),
+        pytest.param(0, signal.SIGKILL, {"stage": 2}, marks=pytest.mark.slow),
         (2, signal.SIGKILL, {"stage": 0, "executor": "eager"}),
         (2, signal.SIGSTOP, {"stage": 3}),
     ],

@@ -119,7 +119,15 @@ def evaluates_alone(how: str) -> tuple[float, str]:
     return 0.0, ""
 
 
-@pytest.mark.parametrize("how", ["forward", "module", "local_forward", "gathered"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "forward",
+        "module",
+        pytest.param("local_forward", marks=pytest.mark.slow),
+        pytest.param("gathered", marks=pytest.mark.slow),
+    ],
+)
 def test_an_evaluation_of_one_rank_alone_is_found_out(how: str) -> None:
     station = {"forward": "evaluation", "module": "evaluation"}.get(how, how)
     for seconds, message in run_fresh(2, evaluates_alone, how, timeout=60):

@@ -90,7 +90,7 @@ def each_has_its_gradients(
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.__name__)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_has_the_gradients_of_plain_torch(world: int, pair: Pair) -> None:
     none = (None, None)
     settings: list[Any] = [((1, 1), none, 1), ((2, 2), (128.0, 8.0), 2)]

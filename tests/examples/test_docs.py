@@ -24,8 +24,8 @@ def blocks(page: str, language: str) -> list[str]:
     [
         *((page, 1) for page in PAGES if blocks(page, "python")),
         ("README.md", 2),
-        ("docs/engine.md", 2),
-        ("docs/functions.md", 2),
+        pytest.param("docs/engine.md", 2, marks=pytest.mark.slow),
+        pytest.param("docs/functions.md", 2, marks=pytest.mark.slow),
     ],
 )
 def test_python_blocks_run(page: str, ranks: int, tmp_path: Path) -> None:

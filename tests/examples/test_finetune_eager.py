@@ -45,7 +45,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(TORCHRUN, tmp_path_factory.mktemp("two_ranks"), "--stage", "3", "--reentrant")
 
 
-@pytest.mark.parametrize("which", ["alone", "two_ranks"])
+@pytest.mark.parametrize("which", ["alone", pytest.param("two_ranks", marks=pytest.mark.slow)])
 def test_says_what_was_trained_and_how_well(which: str, request: pytest.FixtureRequest) -> None:
     printed, progress, adapters = request.getfixturevalue(which)
 

@@ -61,6 +61,7 @@ def test_the_world_may_change_between_restarts(tmp_path: Path) -> None:
     assert _losses(changing) == pytest.approx(_losses(straight), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_from_the_latest_checkpoint(tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     run_fresh(2, _example, straight, 60, None, 0, timeout=120)

@@ -114,7 +114,15 @@ def _errors(hybrid: bool) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize(("world", "hybrid"), [(1, False), (2, False), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("world", "hybrid"),
+    [
+        (1, False),
+        (2, False),
+        pytest.param(4, False, marks=pytest.mark.slow),
+        pytest.param(4, True, marks=pytest.mark.slow),
+    ],
+)
 def test_second_order_through_stage_3_equals_the_unsharded(world: int, hybrid: bool) -> None:
     for errors in run_ranks(world, _errors, hybrid, timeout=120):
         assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-8)

@@ -48,11 +48,15 @@ NAMES = [name for name, _ in _cases()]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world",
+    [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_training_equals_plain_torch(world: int, name: str) -> None:
     _check(_errors(world), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _ in _hybrid_cases()])
 def test_training_on_a_mesh_of_2_by_2_equals_plain_torch(name: str) -> None:
     _check(_errors(4, hybrid=True), name)

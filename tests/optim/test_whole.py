@@ -89,7 +89,7 @@ def _all_stages(case: dict[str, Any], batches: Tensor) -> list[tuple[Any, list[A
     return [_run(case | {"stage": stage}, mine) for stage in range(4)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @given(
     shapes=SHAPES,
     mask=st.sampled_from(sorted(MASKS)),

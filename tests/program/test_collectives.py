@@ -64,7 +64,7 @@ def counts(rows: list[Collective]) -> Counter[str]:
 
 @STAGES
 @pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("world", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("widths", [EVEN, UNEVEN])
 def test_listed_is_launched_is_the_closed_form(
     widths: list[int], world: int, micro: int, stage: int

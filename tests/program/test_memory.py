@@ -40,7 +40,7 @@ def param_bytes(size: Size) -> int:
         return sum(p.nbytes for p in GPT(size).parameters())
 
 
-@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
     "cfg",
     [
@@ -60,7 +60,9 @@ def test_peak_is_predicted(world: int, cfg: fzero.Config) -> None:
     assert program.peak_bytes() == pytest.approx(held.peak, rel=0.02)
 
 
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize(
+    "world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_between_steps_stage_3_holds_its_share(world: int) -> None:
     with fake_ranks(world):
         held, _ = held_by(UNEVEN, fzero.Config(stage=3))

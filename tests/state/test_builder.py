@@ -170,7 +170,7 @@ def test_any_fills_in_any_order(shapes: Any, fills: Any) -> None:
     _assert_same(builder)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_init_gives_every_rank_its_part(world: int) -> None:
     assert all(run_ranks(world, _init_everything, timeout=120))
 

@@ -38,7 +38,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in _cases()])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_training_equals_plain_torch(world: int, name: str) -> None:
     for found in (by_name[name] for by_name in _errors(world)):
         assert isinstance(found, float), found

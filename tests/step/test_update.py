@@ -70,7 +70,7 @@ def _gaps(reference: dict[str, dict[str, Tensor]], batches: Tensor) -> dict[str,
     return gaps
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_optimizers_on_shards_equal_those_on_whole_leaves(world: int) -> None:
     batches = torch.randn(5, 6, 7, dtype=F64, generator=torch.Generator().manual_seed(3))
     reference = {name: _train(name, 0, batches) for name in OPTIMIZERS}

@@ -381,7 +381,10 @@ def _different(stage: int, ways: Sequence[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3],
+)
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_is_the_same_bit_for_bit(world: int, stage: int) -> None:
     """Each front end with another checkpoint; the next stage the other way round."""
