@@ -46,7 +46,7 @@ def _lose(out: Path, victim: int, how: int, cfg: dict[str, Any]) -> None:
         (1, signal.SIGKILL, {"stage": 3}),
         pytest.param(0, signal.SIGKILL, {"stage": 2}, marks=pytest.mark.slow),
         (2, signal.SIGKILL, {"stage": 0, "executor": "eager"}),
-        (2, signal.SIGSTOP, {"stage": 3}),
+        pytest.param(2, signal.SIGSTOP, {"stage": 3}, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_is_gone_is_named(

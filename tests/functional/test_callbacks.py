@@ -142,7 +142,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("executor", ["traced", "eager"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("accum", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_is_that_of_backward(way: str, executor: Any, stage: Any, accum: int) -> None:
     torch.manual_seed(0)
     net = Net(way, shared=accum == 2).double()

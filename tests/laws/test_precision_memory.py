@@ -21,7 +21,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "stage", "accum", "offload"), CASES)
+@pytest.mark.parametrize(
+    ("name", "stage", "accum", "offload"),
+    # every other one of the last here, the rest where there is time
+    [
+        *CASES[:-8],
+        *(pytest.param(*c, marks=[pytest.mark.slow] * (i % 2)) for i, c in enumerate(CASES[-8:])),
+    ],
+)
 def test_memory_by_category(name: str, stage: int, accum: int, offload: Any) -> None:
     cfg = Config(stage, precision=PRESETS[name], accum_steps=accum, offload=offload)
     expected = formula(numel_of(TINY), WORLD, cfg, safe=numel_of(TINY, torch.nn.Linear))

@@ -341,8 +341,8 @@ class OldStyle(torch.autograd.Function):
 MIXED = fzero.Precision(torch.float32, reduce=torch.float64, master=torch.float64)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16", MIXED])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("precision", [None, "bf16", pytest.param(MIXED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_it_is_refused_where_leaves_are_gathered(stage: int, precision: Any) -> None:
     wide = torch.float64 if precision is MIXED else torch.float32
     full = {"w": torch.ones(5, 4, dtype=wide), "frozen": torch.ones(5, 4, dtype=wide)}

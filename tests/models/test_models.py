@@ -56,7 +56,15 @@ def test_an_old_style_function_takes_the_second_front_end() -> None:
     assert stepped(case, batch_of(case)).front_end == "torch.autograd.grad"
 
 
-@pytest.mark.parametrize("name", ["GPT-2, padded", "Llama, padded", "Qwen3", "BERT"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT-2, padded",
+        pytest.param("Llama, padded", marks=pytest.mark.slow),
+        pytest.param("Qwen3", marks=pytest.mark.slow),
+        "BERT",
+    ],
+)
 def test_masks_of_transformers_take_the_first_front_end(name: str) -> None:
     pytest.importorskip("transformers")
     (case,) = (case for case in CASES if case.name == name)

@@ -47,7 +47,14 @@ def _all_stages(kind: str) -> list[dict[str, Tensor]]:
     return [after_steps(kind, stage) for stage in range(4)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "randn_like",
+        "of a product",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in list(KINDS)[1:3]),
+    ],
+)
 def test_noise_does_not_depend_on_ranks_or_stage(kind: str) -> None:
     alone = after_steps(kind, 3)
     for found in [_all_stages(kind), *run_ranks(2, _all_stages, kind)]:

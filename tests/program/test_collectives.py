@@ -109,7 +109,7 @@ def _real_step(widths: list[int], cfg: fzero.Config) -> tuple[list[Collective], 
 
 
 @STAGES
-@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_real_ranks_launch_what_is_listed(stage: int, micro: int) -> None:
     cfg = fzero.Config(stage=stage, accum_steps=micro)
     for rows, launched in run_ranks(2, _real_step, EVEN, cfg):

@@ -41,7 +41,7 @@ PIPELINE: list[Callable[[Program], Program]] = [
     insert_seeds,
 ]
 WIDTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6)
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=8, deadline=None)
 
 
 def prefixes(program: Program) -> list[Program]:
