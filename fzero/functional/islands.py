@@ -106,8 +106,8 @@ class Island:
         forms = tuple(map(Form.of, found))
         if forms != self.outputs:
             raise TraceError(
-                f"the opaque function {self.name} returned {_shown(forms)}, and when it was "
-                f"recorded {_shown(self.outputs)}: shapes and dtypes of what it returns must "
+                f"the opaque function {self.name} returned {shown(forms)}, and when it was "
+                f"recorded {shown(self.outputs)}: shapes and dtypes of what it returns must "
                 "follow from those of its arguments. Put what depends on values inside, and return "
                 "a result of fixed shape; or tell its shapes with fzero.opaque(fn, like=...)."
             )
@@ -150,7 +150,8 @@ def _floating(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x for x in tensors if x.is_floating_point()]
 
 
-def _shown(forms: Sequence[Form]) -> str:
+def shown(forms: Sequence[Form]) -> str:
+    """Forms, for messages."""
     return ", ".join(map(repr, forms)) or "nothing"
 
 

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fzero import tree
 from fzero.errors import ConfigError, ShardError, TraceError
 from fzero.functional.apart import apart
-from fzero.functional.islands import Form, Island, check_islands, record
+from fzero.functional.islands import Form, Island, check_islands, record, shown
 from fzero.functional.remat import is_recording, region
 from fzero.functional.slots import SlotTable, plan_slots
 from fzero.functional.swap import clone, read_buffers, swapped
@@ -51,7 +51,7 @@ def opaque(fn_or_module: F, *, like: Callable[..., PyTree] | None = None) -> F:
             buffers are its own.
         like: `like(*args) -> results`, tensors of the shapes and dtypes that come out. They must
             follow from the shapes of the arguments. None: found by trying: on tensors without
-            values, or else on tensors of ones.
+            values, or else on tensors of ones and of twos.
 
     Returns:
         A function with the same arguments; or the module itself, whose `forward` is opaque from
@@ -275,10 +275,13 @@ def _forms(call: _Call, like: Callable[..., Any] | None) -> tuple[Form, ...]:
     """
     if like is not None:
         return _tried(call, _without_values, like)
+    found: list[tuple[Form, ...]] = []
     refusals: list[Exception] = []
-    for attempt in (_without_values, _of_ones):
+    for attempt in (_without_values, _of(1), _of(2)):
         try:
-            return _tried(call, attempt, None)
+            found.append(_tried(call, attempt, None))
+            if attempt is _without_values:
+                break
         except _ClosedOver as error:
             raise TraceError(
                 f"the opaque function {call.name} reads a tensor of the function that is staged "
@@ -287,6 +290,15 @@ def _forms(call: _Call, like: Callable[..., Any] | None) -> tuple[Form, ...]:
             ) from error
         except Exception as error:
             refusals.append(error)
+    if len(set(found)) == 1:
+        return found[0]
+    if found:
+        raise TraceError(
+            f"the shapes of what the opaque function {call.name} returns depend on values: on "
+            f"tensors of ones they are {shown(found[0])}, on tensors of twos {shown(found[1])}. "
+            "Make them follow from the shapes of its arguments (pad_packed_sequence takes "
+            "total_length=), or put what reads the result inside as well."
+        )
     raise TraceError(
         f"nobody can tell what the opaque function {call.name} returns: on tensors of ones it "
         f"raises {type(refusals[-1]).__name__}: {str(refusals[-1])[:200]}. Say it with "
@@ -339,8 +351,8 @@ def _without_values(forms: list[Form]) -> tuple[Any, list[Tensor]]:
         return mode, [form.empty() for form in forms]
 
 
-def _of_ones(forms: list[Form]) -> tuple[Any, list[Tensor]]:
-    return contextlib.nullcontext(), [form.empty().fill_(1) for form in forms]
+def _of(value: int) -> Callable[[list[Form]], tuple[Any, list[Tensor]]]:
+    return lambda forms: (contextlib.nullcontext(), [form.empty().fill_(value) for form in forms])
 
 
 def _name(fn: Any) -> str:

@@ -249,21 +249,29 @@ def test_a_tensor_that_is_closed_over_is_refused() -> None:
 
 
 def test_a_result_of_another_shape_is_refused() -> None:
-    picked = fzero.opaque(lambda w, x: w[: int(x.sum())])
+    picked = fzero.opaque(lambda w, x: w[: 2 if int(x.sum()) == 3 else 4])
     with pytest.raises(TraceError, match="follow from those of its arguments"):
         gradient_of(picked, torch.tensor([1, 2]))
 
 
+def test_shapes_that_depend_on_values_are_refused() -> None:
+    def repeated(w: Tensor, n: Tensor) -> Tensor:
+        return w.repeat_interleave(torch.tensor(n.tolist()).expand(4))
+
+    with pytest.raises(TraceError, match="depend on values"):
+        gradient_of(fzero.opaque(repeated), torch.tensor(3))
+
+
 def test_like_tells_the_shapes() -> None:
     def padded(w: Tensor, n: Tensor) -> Tensor:
-        if int(n) < 2:
+        if int(n) < 3:
             raise ValueError("too few")
         return w * int(n)
 
     with pytest.raises(TraceError, match="like="):
-        gradient_of(fzero.opaque(padded), torch.tensor(2))
-    found = gradient_of(fzero.opaque(padded, like=lambda w, n: w), torch.tensor(2))
-    assert found["w"].tolist() == [2.0] * 4
+        gradient_of(fzero.opaque(padded), torch.tensor(3))
+    found = gradient_of(fzero.opaque(padded, like=lambda w, n: w), torch.tensor(3))
+    assert found["w"].tolist() == [3.0] * 4
 
 
 def test_what_it_raises_is_raised() -> None:
