@@ -243,3 +243,25 @@ def keep_hooks(old: Tensor, new: Tensor) -> None:
             setattr(new, name, value)
     if old._backward_hooks and new.requires_grad:
         new._backward_hooks = old._backward_hooks
+
+
+def disown(param: nn.Parameter, now: Tensor, values: Tensor) -> None:
+    """Make of what was a module's parameter before an engine came the plain one that it was.
+
+    Args:
+        param: the parameter of before; where there is no lazy one in its place, the one of now.
+        now: the engine's.
+        values: full, which become the parameter's.
+    """
+    hooks = now._backward_hooks
+    for x in (param, now):
+        vars(x).pop("fzero_owner", None)
+        if (accumulate := getattr(x, "_post_accumulate_grad_hooks", None)) is not None:
+            accumulate.clear()
+    if type(param) in (OwnedParameter, FormerParameter):
+        vars(param).pop("now", None)
+        param.__class__ = nn.Parameter
+    param.data = values
+    param.grad = None
+    if now is not param and hooks:
+        param._backward_hooks = hooks

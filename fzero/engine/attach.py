@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fzero.config import Config
 from fzero.eager.lazy import LazyParameter
@@ -145,7 +146,7 @@ def frozen_too(cfg: Config, params: dict[str, nn.Parameter]) -> Config:
     return cfg.replace(frozen=tuple(glob.escape(name) for name in frozen))
 
 
-def gather_around(module: nn.Module, units: Units, grouping: Grouping) -> None:
+def gather_around(module: nn.Module, units: Units, grouping: Grouping) -> list[RemovableHandle]:
     """Have the modules around those that only some ranks may run gather them.
 
     Args:
@@ -157,11 +158,15 @@ def gather_around(module: nn.Module, units: Units, grouping: Grouping) -> None:
     first = len(grouping.units) - len(grouping.special)
     for unit, name in enumerate(grouping.special, first):
         around.setdefault(_caller_of(module, name), []).append(unit)
+    handles: list[RemovableHandle] = []
     for name, wanted in around.items():
-        _hook(module.get_submodule(name), name, units, wanted)
+        handles += _hook(module.get_submodule(name), name, units, wanted)
+    return handles
 
 
-def _hook(caller: nn.Module, name: str, units: Units, wanted: Sequence[int]) -> None:
+def _hook(
+    caller: nn.Module, name: str, units: Units, wanted: Sequence[int]
+) -> list[RemovableHandle]:
     def before(module: nn.Module, args: Any) -> None:
         units.pin(name, wanted)
 
@@ -174,9 +179,11 @@ def _hook(caller: nn.Module, name: str, units: Units, wanted: Sequence[int]) -> 
                     # reshard, lets go of them
                     x.register_hook(lambda grad: units.pin(name, wanted))
 
-    caller.register_forward_pre_hook(before)
-    # after an exception, too: what is pinned would stay
-    caller.register_forward_hook(after, always_call=True)
+    return [
+        caller.register_forward_pre_hook(before),
+        # after an exception, too: what is pinned would stay
+        caller.register_forward_hook(after, always_call=True),
+    ]
 
 
 def _caller_of(module: nn.Module, name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fzero.config import Config
 from fzero.distributed.rendezvous import first_says
@@ -48,6 +49,7 @@ class Driver:
         params: the module's parameters by index, from now on.
         writes: what sees to it that they stay so.
         losses: of the step.
+        handles: of its hooks on modules.
     """
 
     def __init__(
@@ -77,12 +79,13 @@ class Driver:
         # for hooks, which must not keep it alive
         me: weakref.ref[Any] = weakref.ref(self)
         leaves = self.reducer.leaves
+        self.handles: list[RemovableHandle] = []
         if self.units is not None:
-            gather_around(model, self.units, parts.grouping)
+            self.handles += gather_around(model, self.units, parts.grouping)
         self.params = install(
             slots, params, leaves, self.stepper.locals, self.units, self._taker, me
         )
-        Door(me).install(model)
+        self.handles += Door(me).install(model)
         self.writes = Writes(model, self.params, leaves, self.stepper, lazy=self.units is not None)
         self._versions = self.writes.versions()  # of before a forward without the engine's call
 

@@ -15,6 +15,7 @@ from fzero.engine.forward import no_loss
 from fzero.engine.module_state import LoadedKeys
 from fzero.engine.names import Names
 from fzero.engine.parts import build_parts
+from fzero.engine.release import Former, Released, release
 from fzero.errors import BackwardError, FzeroError, ShardError
 from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
@@ -77,6 +78,8 @@ class Engine:
     ) -> None:
         slots, params = parameters_of(model)
         self.module = model
+        self._slots = slots
+        self._former = {name: Former(p, p.requires_grad, p.dtype) for name, p in params.items()}
         self.cfg = frozen_too(cfg or Config(), params)
         self._has_opt = opt is not None
         self._parts = build_parts(
@@ -358,6 +361,35 @@ class Engine:
             LoadedKeys(missing_keys=[], unexpected_keys=[])
         """
         return module_state.load(self._driver, state_dict, strict=strict)
+
+    def release(self) -> nn.Module:
+        """Give the module back as plain PyTorch; the engine is over.
+
+        The module's parameters are those objects that it had before, in the dtypes that they had,
+        with the values of `state_dict()`. Each rank then holds all of it. Every
+        rank must call it at stage 3, and from stage 1 on where there are masters. Gradients that no
+        update has used are dropped; the optimizer's state is lost with the engine (take
+        `engine.state` before).
+
+        Returns:
+            The module.
+
+        Raises:
+            BackwardError: inside a forward, a backward, `gathered` or `local_forward`; of all else
+                that is asked of this engine afterwards.
+
+        Examples:
+            >>> import fzero
+            >>> module = nn.Linear(2, 1)
+            >>> weight = module.weight
+            >>> engine = Engine(module, fzero.optim.sgd(0.1))
+            >>> engine.release() is module, module.weight is weight, type(weight).__name__
+            (True, True, 'Parameter')
+        """
+        release(self._driver, self._parts, self._slots, self._former)
+        over: Any = Released()
+        self._driver = self._parts = self._names = over
+        return self.module
 
     @property
     def metrics(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import weakref
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fzero.engine.outputs import loss_in, tensors_in
 
@@ -76,11 +77,13 @@ class Door:
     def __init__(self, listener: "weakref.ref[Listener] | None" = None) -> None:
         self.listener = listener
 
-    def install(self, module: nn.Module) -> None:
+    def install(self, module: nn.Module) -> list[RemovableHandle]:
         """Be called before and after the module's forward, and when it raises."""
-        module.register_forward_pre_hook(self.before, prepend=True)  # others gather and hold
-        module.register_forward_hook(self.after)
-        module.register_forward_hook(self.left, always_call=True)
+        return [
+            module.register_forward_pre_hook(self.before, prepend=True),  # others gather and hold
+            module.register_forward_hook(self.after),
+            module.register_forward_hook(self.left, always_call=True),
+        ]
 
     def before(self, module: nn.Module, args: Any) -> None:
         """Forward begins."""
