@@ -42,7 +42,7 @@ class Engine:
         opt: one of `fzero.optim`, or any object with optax's `init` and `update`. Without it
             gradients can be computed, and `step()` says what is missing.
         cfg: see `Config`; what only a staged-out step needs (`executor`, `donate`, `has_aux`,
-            `seed`) has no effect.
+            `opaque`, `seed`) has no effect.
         gradient_reduction: "mean" of the ranks' gradients, or their "sum".
         gradient_predivide: factor by which gradients are divided before they are added up, so that
             16-bit sums don't overflow; the rest of the division comes after. None: for 16-bit
