@@ -85,6 +85,8 @@ class Config:
         >>> cfg = Config(stage=2, accum_steps=4, precision="bf16", frozen="embed.*")
         >>> cfg.frozen, cfg.is_frozen("embed.weight"), cfg.is_frozen("head.weight")
         (('embed.*',), True, False)
+        >>> cfg
+        Config(stage=2, accum_steps=4, precision='bf16', frozen=('embed.*',))
         >>> Config(executor="trace")
         Traceback (most recent call last):
         ...
@@ -162,6 +164,11 @@ class Config:
     def nonfinite_policy(self) -> Literal["report", "skip", "raise"]:
         """`on_nonfinite`, or "skip" where a loss scale makes overflows part of the plan."""
         return self.on_nonfinite if self.scaling is None else "skip"
+
+    def __repr__(self) -> str:
+        fields = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        said = [f"{f.name}={value!r}" for f, value in fields if value != f.default]
+        return f"Config({', '.join(said)})"
 
     def is_frozen(self, name: str) -> bool:
         """Whether the leaf of this dotted name is frozen."""

@@ -93,6 +93,16 @@ class Engine:
         self._names = Names(self._parts.reducer.leaves, slots.other_names())
         self._driver = Driver(model, slots, params, self._parts, self.cfg)
 
+    def __repr__(self) -> str:
+        if isinstance(self._driver, Released):
+            return f"Engine({type(self.module).__name__}, released)"
+        leaves = self._parts.reducer.leaves
+        count, plan = sum(leaf.numel for leaf in leaves), self._parts.stepper.plan
+        return (
+            f"Engine({type(self.module).__name__}, stage {self.cfg.stage}, "
+            f"world {plan.mesh.world_size}, {count:,} parameters, step {self.global_steps})"
+        )
+
     # --- forward and backward ---
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

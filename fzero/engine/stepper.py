@@ -14,7 +14,7 @@ from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import like, locals_of
-from fzero.step.metrics import metrics_of, refuse_nonfinite
+from fzero.step.metrics import metrics_of, rate_of, refuse_nonfinite
 from fzero.step.update_program import UpdateProgram
 from fzero.tree import PyTree
 
@@ -76,11 +76,12 @@ class Stepper:
         if not self.half.hold():
             size = int(cfg.bucket_mb * 2**20)
             self.half.trace(trained, local, grads, loss, [], bucket_bytes=size)
+        lr = rate_of(plan.opt, state.inner)  # before the update writes over the state
         updated = self.half(trained, local, grads, loss, [])
         self.buffers.agree()
         # the update wants some loss; of one that nobody named nothing can be told
         loss = updated.loss if losses else torch.full_like(updated.loss, torch.nan)
-        metrics = metrics_of(updated, loss, None if scale is None else scale.scale, cfg)
+        metrics = metrics_of(updated, loss, None if scale is None else scale.scale, cfg, lr)
         # not read: no host waits to learn whether the step was skipped
         advance = 1 if scale is None else ~updated.nonfinite
         inner = state.inner

@@ -23,9 +23,9 @@ class OptState(NamedTuple):
         loss_scale: the loss scale's state, or None.
         model_state: what the model function carries from call to call, or None; the same on every
             rank.
-        metrics: of the last call: `loss`, `grad_norm`, `nonfinite`, `skipped`, `loss_scale`: 0-d
-            tensors, the same on every rank; `aux` is this rank's own. Reading one is the only
-            synchronisation with a device.
+        metrics: of the last call: `loss`, `grad_norm`, `nonfinite`, `skipped`, `loss_scale`, and
+            `lr` if the optimizer tells one: 0-d tensors, the same on every rank; `aux` is this
+            rank's own. Reading one is the only synchronisation with a device.
     """
 
     step: Tensor
@@ -34,6 +34,18 @@ class OptState(NamedTuple):
     loss_scale: Any
     model_state: PyTree
     metrics: dict[str, Any]
+
+    def __repr__(self) -> str:
+        def said(name: str) -> str:
+            leaves = [x for x in tree.leaves(getattr(self, name)) if isinstance(x, Tensor)]
+            mine = sum(local_tensor(x).nbytes for x in leaves)
+            return f"{name}={len(leaves)} tensors, {mine / 2**20:.1f} MiB here" if leaves else ""
+
+        parts = [said("inner"), said("master"), said("model_state")]
+        parts += ["a loss scale"] if self.loss_scale is not None else []
+        parts += [f"metrics={list(self.metrics)}"] if self.metrics else []
+        shown = [part for part in parts if part]
+        return f"OptState({'; '.join([f'step={self.step}', *shown])})"
 
 
 class LocalState(NamedTuple):

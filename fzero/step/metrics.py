@@ -9,11 +9,15 @@ from torch import Tensor
 from fzero.config import Config
 from fzero.distributed.collectives import all_reduce
 from fzero.errors import FzeroError
+from fzero.optim.base import Optimizer
 from fzero.state.plan import Plan
 from fzero.step.update import Updated
+from fzero.tree import PyTree
 
 
-def metrics_of(updated: Updated, loss: Tensor, scale: Tensor | None, cfg: Config) -> dict[str, Any]:
+def metrics_of(
+    updated: Updated, loss: Tensor, scale: Tensor | None, cfg: Config, lr: Tensor | None
+) -> dict[str, Any]:
     """What a step tells: 0-d tensors, which nobody waits for until they are read.
 
     Args:
@@ -21,15 +25,31 @@ def metrics_of(updated: Updated, loss: Tensor, scale: Tensor | None, cfg: Config
         loss: the mean over all ranks and micro-batches; NaN where none is known.
         scale: the loss scale that the gradients came with; None without one.
         cfg: says whether a step whose gradients are not finite is skipped.
+        lr: the learning rate of the update, if one is known.
     """
     skips = cfg.nonfinite_policy == "skip"
+    known = {} if lr is None else {"lr": lr}
     return {
         "loss": loss,
         "grad_norm": updated.grad_norm,
         "nonfinite": updated.nonfinite,
         "skipped": updated.nonfinite if skips else torch.zeros_like(updated.nonfinite),
         "loss_scale": torch.ones_like(updated.loss) if scale is None else scale,
+        **known,
     }
+
+
+def rate_of(opt: Optimizer, inner: PyTree) -> Tensor | None:
+    """The learning rate of the next update; None where there is none to tell, or several.
+
+    Args:
+        opt: the optimizer.
+        inner: its state before the update.
+    """
+    rates = opt.rates(inner)
+    if not rates or any(rate is not rates[0] for rate in rates):  # to compare them would wait
+        return None
+    return torch.as_tensor(rates[0], dtype=torch.float32).clone()
 
 
 def refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:

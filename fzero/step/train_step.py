@@ -23,7 +23,7 @@ from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
 from fzero.step.executors import Executors
 from fzero.step.gradients import ModelFn
-from fzero.step.metrics import metrics_of, refuse_nonfinite
+from fzero.step.metrics import metrics_of, rate_of, refuse_nonfinite
 from fzero.step.update import Updated
 from fzero.transforms.micro import micro_batches
 from fzero.tree import PyTree
@@ -86,6 +86,11 @@ class TrainStep:
     @model_fn.setter
     def model_fn(self, model_fn: ModelFn) -> None:
         self._executors.model_fn = model_fn
+
+    def __repr__(self) -> str:
+        name = getattr(self.model_fn, "__name__", type(self.model_fn).__name__)
+        ranks = "" if self._plan is None else f", world {self._plan.mesh.world_size}"
+        return f"TrainStep({name}, {self.cfg!r}{ranks})"
 
     def init(
         self, params: PyTree | Callable[[], PyTree], model_state: PyTree = None
@@ -165,6 +170,7 @@ class TrainStep:
         if self.cfg.nonfinite_policy == "raise":
             refuse_nonfinite(loss, grads, plan, int(opt_state.step))
 
+        lr = rate_of(self.opt, opt_state.inner)  # before the update writes over the state
         # not before: gradients only read what came in, and copies would take memory meanwhile
         if not self.cfg.donate:
             trained, local = tuple(map(copied, trained)), local.copied()
@@ -176,7 +182,7 @@ class TrainStep:
             self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling))
 
         new = plan.sharding.layout.merge(trained, frozen)
-        return self._pack(params, opt_state, new, local, updated, aux)
+        return self._pack(params, opt_state, new, local, updated, aux, lr)
 
     def lower(self, params: PyTree, opt_state: OptState, batch: PyTree) -> Program:
         """The step's Program for these arguments, without running it; changes nothing.
@@ -230,6 +236,7 @@ class TrainStep:
         local: LocalState,
         updated: Updated,
         aux: PyTree,
+        lr: Tensor | None,
     ) -> tuple[PyTree, OptState]:
         """The trees to return; with donation their leaves are the very tensors that came in."""
         master, inner = opt_state.master, opt_state.inner
@@ -243,7 +250,7 @@ class TrainStep:
         if updated.inner is not None:
             inner = tree.unflatten(local.inner_spec, map(like, updated.inner, tree.leaves(inner)))
         scale = opt_state.loss_scale.scale if opt_state.loss_scale is not None else None
-        metrics = metrics_of(updated, updated.loss, scale, self.cfg)
+        metrics = metrics_of(updated, updated.loss, scale, self.cfg, lr)
         if self.cfg.has_aux:
             metrics["aux"] = aux
         state = opt_state.model_state

@@ -22,7 +22,7 @@ SURFACE = {
     *("backward", "scale", "no_sync", "step", "zero_grad", "is_gradient_accumulation_boundary"),
     *("eval", "train", "local_forward", "gathered"),
     *("state", "state_dict", "load_state_dict", "full_params", "full_grad", "parameters"),
-    *("module", "cfg", "device", "lr", "metrics", "global_steps"),
+    *("module", "cfg", "device", "lr", "metrics", "global_steps", "release"),
 }
 
 

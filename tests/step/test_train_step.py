@@ -50,6 +50,26 @@ class _Counted:
 
 
 # ---- staging out
+def test_the_learning_rate_of_a_step_is_told() -> None:
+    rates = fzero.optim.linear(0.5, 0.1, 4)
+    opts = [
+        fzero.optim.sgd(rates),
+        fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), fzero.optim.adam(rates)),
+    ]
+    for opt in opts:
+        step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), opt)
+        params, state = step_fn.init({"w": torch.ones(3)})
+        for expected in (0.5, 0.4, 0.3):
+            params, state = step_fn(params, state, torch.ones(3))
+            assert float(state.metrics["lr"]) == pytest.approx(expected)
+        assert "world 1" in repr(step_fn)
+        assert repr(state).startswith("OptState(step=3; inner=")
+    both = fzero.optim.chain(fzero.optim.sgd(0.1), fzero.optim.sgd(0.2))
+    step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), both)
+    _, state = step_fn(*step_fn.init({"w": torch.ones(3)}), torch.ones(3))
+    assert "lr" not in state.metrics
+
+
 @STAGES
 def test_a_shape_is_staged_out_once(stage: int) -> None:
     model_fn = _Counted()
@@ -164,7 +184,7 @@ def test_a_state_goes_from_one_step_function_to_the_next(stage: int) -> None:
 
 
 # ---- what comes out
-METRICS = {"loss", "grad_norm", "nonfinite", "skipped", "loss_scale"}
+METRICS = {"loss", "grad_norm", "nonfinite", "skipped", "loss_scale", "lr"}
 
 
 def _metrics(stage: int) -> dict[str, Tensor]:
