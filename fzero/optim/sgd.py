@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import ConfigError
 from fzero.optim import check
-from fzero.optim.base import Optimizer, Params, PyTree, Schedule, rate_by_step
+from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.foreach import (
     Leaves,
     by_group,
@@ -90,10 +90,10 @@ def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optim
 
 
 def sgd(
-    lr: float | Schedule,
+    lr: Rate,
     momentum: float = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: float | Tensor = 0.0,
     dampening: float = 0.0,
 ) -> Optimizer:
     """Stochastic gradient descent: `params -= lr * momentum(grads + weight_decay * params)`.
@@ -123,7 +123,8 @@ def sgd(
         Sutskever et al., ICML 2013; see `trace`.
     """
     check.learning_rate("sgd", lr)
-    check.non_negative("sgd", momentum=momentum, weight_decay=weight_decay, dampening=dampening)
+    check.non_negative("sgd", momentum=momentum, dampening=dampening)
+    check.decay("sgd", weight_decay)
     _check_nesterov("sgd", nesterov, "momentum", momentum, dampening)
     accumulate = trace(momentum, nesterov, dampening)
 
@@ -134,7 +135,7 @@ def sgd(
         grads: PyTree, state: TraceState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, TraceState]:
         check.state("sgd", state, TraceState)
-        rate = lr(state.step) if callable(lr) else lr
+        rate = rate_at(lr, state.step)
         grads = decay_tree(grads, params, weight_decay, "sgd")
         if momentum:
             directions, state = accumulate.update(grads, state)
@@ -145,7 +146,7 @@ def sgd(
     @torch.no_grad()
     def apply_(grads: PyTree, state: TraceState, params: Params, **_: Any) -> TraceState:
         check.state("sgd", state, TraceState)
-        rate = lr(state.step) if callable(lr) else lr
+        rate = rate_at(lr, state.step)
         undamped = _undamped(state.step, dampening)
 
         def kernel(params: list[Tensor], grads: list[Tensor], *momenta: list[Tensor]) -> None:
@@ -171,6 +172,8 @@ def sgd(
         state.step.add_(1)
         return state
 
+    if isinstance(weight_decay, Tensor):  # which the kernels would have to read
+        return Optimizer(init, update, in_place(update), rates=rate_by_step(lr))
     return Optimizer(init, update, apply_, rates=rate_by_step(lr))
 
 
