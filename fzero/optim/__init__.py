@@ -24,6 +24,7 @@ from fzero.optim.inject import InjectState, inject_hyperparams
 from fzero.optim.inplace import EmptyState
 from fzero.optim.lamb import lamb, scale_by_trust_ratio
 from fzero.optim.lion import LionState, lion, scale_by_lion
+from fzero.optim.muon import MuonState, muon, muon_labels, newton_schulz, scale_by_muon
 from fzero.optim.schedules import (
     constant,
     cosine,
@@ -51,6 +52,7 @@ __all__ = [
     "LionState",
     "MaskedState",
     "MultiState",
+    "MuonState",
     "Optimizer",
     "ScheduleState",
     "TraceState",
@@ -73,11 +75,15 @@ __all__ = [
     "lion",
     "masked",
     "multi_transform",
+    "muon",
+    "muon_labels",
+    "newton_schulz",
     "one_cycle",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_lion",
+    "scale_by_muon",
     "scale_by_trust_ratio",
     "sgd",
     "trace",

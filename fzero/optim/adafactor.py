@@ -114,7 +114,7 @@ def adafactor(
         factored = [i for i, split in enumerate(lie) if len(split.leaf.shape) > 1]
         step = state.step + 1
         share = step.double() ** beta2_decay
-        rate = torch.as_tensor(rate_at(lr, state.step), device=step.device).double()
+        rate = torch.as_tensor(rate_at(lr, state.step), dtype=torch.float64, device=step.device)
 
         # what all leaves need of all ranks, in one message
         wanted = [(square, lie[i]) for i, square in enumerate(squares(own))]

@@ -69,7 +69,7 @@ def inject_hyperparams(factory: Callable[..., Any]) -> Callable[..., Optimizer]:
         # what is wrong with a number is told now, not of the tensor that it becomes
         plain = as_optimizer(factory(*args, **kwargs))
         named = {k: v for k, v in given.arguments.items() if _injectable(factory, k)}
-        schedules = {k: v for k, v in named.items() if callable(v)}
+        schedules: dict[str, Any] = {k: v for k, v in named.items() if callable(v)}
         numbers = {k: v for k, v in named.items() if _is_number(v) and _takes(factory, given, k)}
         if not schedules and not numbers:
             raise ConfigError(

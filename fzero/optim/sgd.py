@@ -143,6 +143,10 @@ def sgd(
             directions, state = grads, TraceState(state.step + 1, None)
         return scale_tree(directions, -rate), state
 
+    if isinstance(weight_decay, Tensor):  # which the kernels would have to read
+        return Optimizer(init, update, in_place(update), rates=rate_by_step(lr))
+    fixed: float = weight_decay
+
     @torch.no_grad()
     def apply_(grads: PyTree, state: TraceState, params: Params, **_: Any) -> TraceState:
         check.state("sgd", state, TraceState)
@@ -151,14 +155,14 @@ def sgd(
 
         def kernel(params: list[Tensor], grads: list[Tensor], *momenta: list[Tensor]) -> None:
             directions = cast_like(grads, params)
-            if weight_decay:
-                directions = torch._foreach_add(directions, params, alpha=weight_decay)
+            if fixed:
+                directions = torch._foreach_add(directions, params, alpha=fixed)
             for traces in momenta:  # one list, or none without momentum
                 torch._foreach_mul_(traces, momentum)
                 _accumulate_(traces, directions, undamped)
                 if not nesterov:
                     directions = traces
-                elif weight_decay:  # the directions are a temporary already
+                elif fixed:  # the directions are a temporary already
                     torch._foreach_add_(directions, traces, alpha=momentum)
                 else:
                     directions = torch._foreach_add(directions, traces, alpha=momentum)
@@ -172,8 +176,6 @@ def sgd(
         state.step.add_(1)
         return state
 
-    if isinstance(weight_decay, Tensor):  # which the kernels would have to read
-        return Optimizer(init, update, in_place(update), rates=rate_by_step(lr))
     return Optimizer(init, update, apply_, rates=rate_by_step(lr))
 
 

@@ -1,0 +1,231 @@
+"""What an optimizer does to a leaf depends on no stage, world or executor: 20 steps of each.
+
+The references are torch.optim's, or the papers' algorithms written plainly on whole leaves; all are
+trained at once, each on a tree of its own with every kind of leaf.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fzero
+from fzero import Config, optim, tree
+from tests.ranks import run_ranks
+
+F64 = torch.float64
+STEPS = 20
+LR = 0.05
+# uneven in every world, along either dim; a vector shorter than the ranks; 0-d; empty; three dims
+SHAPES = {
+    "embed.weight": (7, 5),
+    "up.weight": (5, 9),
+    "down.weight": (16, 3),
+    "square.weight": (6, 6),
+    "bias": (3,),
+    "gain": (),
+    "empty": (0, 4),
+    "cube": (3, 2, 5),
+    "frozen": (3, 4),
+}
+Named = Mapping[str, Tensor]
+
+
+class Plain:
+    """A reference: a function from each leaf's gradient and state to its update, by name."""
+
+    def __init__(self, params: Named, rule: Callable[..., Tensor], start: Callable[..., Any]):
+        self.params, self.rule = params, rule
+        self.state = {name: start(p.detach()) for name, p in params.items()}
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for name, p in self.params.items():
+            p.add_(self.rule(name, p, p.grad, self.state[name], self.steps))
+
+
+def _moments(p: Tensor) -> list[Tensor]:
+    return [torch.zeros_like(p), torch.zeros_like(p)]
+
+
+def _adam(g: Tensor, state: list[Tensor], t: int, b1: float, b2: float, eps: float) -> Tensor:
+    m, v = state
+    m.mul_(b1).add_((1 - b1) * g)
+    v.mul_(b2).add_((1 - b2) * g * g)
+    return (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps)
+
+
+def _lamb(name: str, p: Tensor, g: Tensor, state: list[Tensor], t: int) -> Tensor:
+    """You et al., arXiv:1904.00962, algorithm 2."""
+    r = _adam(g, state, t, 0.9, 0.999, 1e-6) + 0.1 * p
+    size, length = p.norm(), r.norm()
+    trust = size / length if size > 0 and length > 0 else 1.0
+    return -LR * trust * r
+
+
+def _muon(name: str, p: Tensor, g: Tensor, state: list[Tensor], t: int) -> Tensor:
+    """Jordan, 2024, in float64; AdamW for what is no matrix."""
+    if p.dim() != 2 or "embed" in name:
+        return -LR * (_adam(g, state, t, 0.9, 0.95, 1e-8) + 0.1 * p)
+    m = state[0]
+    m.mul_(0.95).add_(0.05 * g)
+    x = 0.05 * g + 0.95 * m
+    if x.numel() == 0:
+        return x
+    x = x / x.norm()
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    x = x.T if tall else x
+    return -LR * (0.2 * max(p.shape) ** 0.5 * x + 0.1 * p)
+
+
+def _ema(name: str, p: Tensor, g: Tensor, state: list[Tensor], t: int) -> Tensor:
+    state[0].mul_(0.8).add_(0.2 * g)
+    return -LR * state[0] / (1 - 0.8**t)
+
+
+def _rate(t: int) -> float:
+    return LR / t
+
+
+def _injected(name: str, p: Tensor, g: Tensor, state: list[Tensor], t: int) -> Tensor:
+    return -_rate(t) * (g + 0.1 * p)
+
+
+def _torch(make: Any, **options: Any) -> Callable[[Named], Any]:
+    # torch's Adafactor divides by the number of elements
+    return lambda params: make([p for p in params.values() if p.numel()], **options)
+
+
+def _plain(rule: Callable[..., Tensor]) -> Callable[[Named], Any]:
+    return lambda params: Plain(params, rule, _moments)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[Named], Any]]] = {
+    "adam l2": (
+        lambda: optim.adam(LR, weight_decay=0.1),
+        _torch(torch.optim.Adam, lr=LR, weight_decay=0.1),
+    ),
+    "amsgrad": (
+        lambda: optim.adamw(LR, b2=0.5, weight_decay=0.1, amsgrad=True),
+        _torch(torch.optim.AdamW, lr=LR, betas=(0.9, 0.5), weight_decay=0.1, amsgrad=True),
+    ),
+    "adafactor": (
+        lambda: optim.adafactor(0.3, weight_decay=0.1),
+        _torch(torch.optim.Adafactor, lr=0.3, weight_decay=0.1),
+    ),
+    "lamb": (lambda: optim.lamb(LR, weight_decay=0.1), _plain(_lamb)),
+    "muon": (lambda: optim.muon(LR), _plain(_muon)),
+    "ema": (
+        lambda: optim.chain(optim.ema(0.8), optim.scale_by_learning_rate(LR)),
+        _plain(_ema),
+    ),
+    "injected": (
+        lambda: optim.inject_hyperparams(optim.sgd)(
+            lr=lambda step: LR / (step.double() + 1), weight_decay=0.1
+        ),
+        _plain(_injected),
+    ),
+}
+
+
+def start() -> dict[str, dict[str, Tensor]]:
+    """The same leaves for every optimizer."""
+    found = {}
+    for label in OPTIMIZERS:
+        generator = torch.Generator().manual_seed(5)
+        found[label] = {
+            name: torch.randn(shape, generator=generator, dtype=F64)
+            for name, shape in SHAPES.items()
+        }
+    return found
+
+
+def loss_fn(params: Any, batch: Tensor) -> Tensor:
+    """Its gradient depends on the parameters, and differs from rank to rank."""
+    total = batch.new_zeros(())
+    for leaves in params.values():
+        for k, x in enumerate(leaves[name] for name in sorted(leaves)):
+            ramp = torch.arange(x.numel(), dtype=F64).reshape(x.shape)
+            waves = torch.sin(ramp * (k + 1) + batch.view(-1, *(1,) * x.dim()))
+            total = total + (waves * torch.tanh(x) + 0.1 * x * x).sum() / len(batch)
+    return total
+
+
+def batches(world: int) -> Tensor:
+    """(steps, world * 2)."""
+    return torch.randn(STEPS, world * 2, generator=torch.Generator().manual_seed(6), dtype=F64)
+
+
+@functools.cache
+def expected(world: int) -> dict[str, dict[str, Tensor]]:
+    """Every optimizer in plain torch on all ranks' batches."""
+    params = start()
+    trained = {
+        label: {k: v.requires_grad_() for k, v in leaves.items() if k != "frozen"}
+        for label, leaves in params.items()
+    }
+    theirs = [make(trained[label]) for label, (_, make) in OPTIMIZERS.items()]
+    for batch in batches(world):
+        for leaves in trained.values():
+            for x in leaves.values():
+                x.grad = None
+        loss_fn(params, batch).backward()
+        for one in theirs:
+            one.step()
+    return tree.map(lambda x: x.detach(), params)
+
+
+def together() -> Any:
+    """All of them as one optimizer, each on its own tree."""
+    made = {label: make() for label, (make, _) in OPTIMIZERS.items()}
+    return optim.multi_transform(made, {label: label for label in OPTIMIZERS})
+
+
+def train(config: Mapping[str, Any], mine: Tensor) -> Any:
+    cfg = Config(**config, frozen=["*.frozen"])
+    step_fn = fzero.make_train_step(loss_fn, together(), cfg)
+    state = step_fn.init(start())
+    for batch in mine:
+        state = step_fn(*state, batch)
+    return fzero.unshard(state[0])
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "eager": {"stage": 3, "executor": "eager"},
+    "not donated": {"stage": 3, "donate": False},
+}
+
+
+def _all() -> dict[str, Any]:
+    """On a rank: by config, what came out."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = batches(world)[:, rank * 2 : rank * 2 + 2]
+    return {name: train(config, mine) for name, config in CONFIGS.items()}
+
+
+@functools.cache
+def _trained(world: int) -> list[dict[str, Any]]:
+    return run_ranks(world, _all, timeout=240)
+
+
+@pytest.mark.parametrize("label", OPTIMIZERS)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_twenty_steps_equal_the_reference(world: int, config: str, label: str) -> None:
+    wanted = expected(world)[label]
+    for rank in _trained(world):
+        for name, x in rank[config][label].items():
+            torch.testing.assert_close(x, wanted[name], rtol=1e-10, atol=1e-10, msg=name)
+            moved = name in ("frozen", "empty") or not torch.equal(x, start()[label][name])
+            assert moved, f"{name} was not trained"
