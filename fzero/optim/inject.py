@@ -101,7 +101,8 @@ def inject_hyperparams(factory: Callable[..., Any]) -> Callable[..., Optimizer]:
                 for name, value in numbers.items()
             }
             values |= {name: _value(fn, step) for name, fn in schedules.items()}
-            return InjectState(step, values, plain.init(params))
+            # made with tensors: a state may count steps for those that a number needs no count for
+            return InjectState(step, values, build(values).init(params))
 
         def update(
             grads: PyTree, state: InjectState, params: Params | None = None, **options: Any

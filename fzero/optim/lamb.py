@@ -102,6 +102,10 @@ def lamb(
     check.decay("lamb", weight_decay)
     moments = scale_by_adam(b1, b2, eps)
 
+    def init(params: Params) -> AdamState:
+        splits(params, "lamb")  # refuses what has no norm
+        return moments.init(params)
+
     def update(
         grads: PyTree, state: AdamState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, AdamState]:
@@ -111,4 +115,4 @@ def lamb(
         directions = decay_tree(directions, params, weight_decay, "lamb")
         return scale_tree(trust_tree(directions, params, "lamb"), -rate), state
 
-    return Optimizer(moments.init, update, in_place(update), rates=rate_by_step(lr))
+    return Optimizer(init, update, in_place(update), rates=rate_by_step(lr))

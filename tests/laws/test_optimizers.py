@@ -6,6 +6,7 @@ trained at once, each on a tree of its own with every kind of leaf.
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import fzero
 from fzero import Config, optim, tree
+from fzero.errors import ShardError
 from tests.ranks import run_ranks
 
 F64 = torch.float64
@@ -25,6 +27,7 @@ SHAPES = {
     "embed.weight": (7, 5),
     "up.weight": (5, 9),
     "down.weight": (16, 3),
+    "square.weight": (6, 6),
     "bias": (3,),
     "gain": (),
     "empty": (0, 4),
@@ -244,3 +247,105 @@ def test_twenty_steps_equal_the_reference(world: int, config: str) -> None:
 @pytest.mark.parametrize("config", STAGES)
 def test_twenty_steps_equal_the_reference_on_four_ranks(config: str) -> None:
     _check(4, tuple(STAGES), config)
+
+
+def _outside(staged: bool) -> Any:
+    """On a rank: the same with `init` and `update` called on trees of shards, outside of a step."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    opt, params = together(), fzero.shard(start())
+    trained = lambda values: {  # noqa: E731
+        label: {k: None if k == "frozen" else x for k, x in leaves.items()}
+        for label, leaves in values.items()
+    }
+
+    def step(params: Any, state: Any, batch: Tensor) -> tuple[Any, Any]:
+        _, grads = fzero.value_and_grad(loss_fn)(params, batch)
+        updates, state = opt.update(trained(grads), state, trained(params))
+        return fzero.apply_updates(params, updates), state
+
+    run = fzero.jit(step) if staged else step
+    state = opt.init(trained(params))
+    for batch in batches(world)[:, rank * 2 : rank * 2 + 2]:
+        params, state = run(params, state, batch)
+    return fzero.unshard(params)
+
+
+@pytest.mark.parametrize("staged", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_trees_of_shards_are_updated_outside_of_a_step_too(staged: bool) -> None:
+    for found in run_ranks(2, _outside, staged, timeout=240):
+        for label, wanted in expected(2).items():
+            for name, x in found[label].items():
+                told = f"{label}: {name}"
+                torch.testing.assert_close(
+                    x, wanted[name], rtol=1e-10, atol=1e-10, msg=lambda m, t=told: f"{t}: {m}"
+                )
+
+
+def _saved(folder: Path) -> Any:
+    """On a rank: ten steps, with a checkpoint after five."""
+    rank = dist.get_rank()
+    step_fn = fzero.make_train_step(loss_fn, together(), Config(frozen=["*.frozen"]))
+    state = step_fn.init(start())
+    for number, batch in enumerate(batches(2)[:10, rank * 2 : rank * 2 + 2]):
+        if number == 5:
+            fzero.checkpoint.save(folder, *state)
+        state = step_fn(*state, batch)
+    return fzero.unshard(state[0])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_their_states_load_into_another_world_and_stage(stage: int, tmp_path: Path) -> None:
+    wanted, _ = run_ranks(2, _saved, tmp_path, timeout=240)
+    cfg = Config(stage=stage, frozen=["*.frozen"])
+    step_fn = fzero.make_train_step(loss_fn, together(), cfg)
+    state = fzero.checkpoint.load(tmp_path, *step_fn.init(start()))
+    for batch in batches(2)[5:10]:
+        state = step_fn(*state, batch)
+    found = fzero.unshard(state[0])
+    assert tree.paths(found) == tree.paths(wanted)
+    for path, x, y in zip(tree.paths(found), tree.leaves(found), tree.leaves(wanted), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10, msg=path)
+
+
+@pytest.mark.parametrize("label", WHOLE)
+def test_the_engine_has_the_numbers_of_the_step(label: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    apply, params = fzero.functionalize(model)
+    make = OPTIMIZERS[label][0]
+    step_fn = fzero.make_train_step(lambda p, x: apply(p, x).square().mean(), make())
+    state = step_fn.init(params)
+    engine = fzero.Engine(model, make())
+    for batch in torch.randn(3, 4, 5):
+        state = step_fn(*state, batch)
+        engine(batch).square().mean().backward()
+        engine.step()
+    full = engine.full_params()
+    for name, x in fzero.unshard(state[0]).items():
+        torch.testing.assert_close(full[name], x, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("label", WHOLE)
+def test_masters_are_trained_in_float32_where_params_are_bfloat16(label: str, stage: int) -> None:
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return (torch.tanh(batch.to(params["w"].dtype) @ params["w"]) + params["b"]).square().mean()
+
+    params = {"w": torch.randn(6, 5), "b": torch.randn(5)}
+    cfg = Config(stage=stage, precision="bf16")
+    step_fn = fzero.make_train_step(loss, OPTIMIZERS[label][0](), cfg)
+    state = step_fn.init(params)
+    for batch in torch.randn(3, 4, 6):
+        state = step_fn(*state, batch)
+    high = state[0] if state[1].master is None else state[1].master
+    assert {x.dtype for x in tree.leaves(high)} == {torch.float32}
+    floats = {x.dtype for x in tree.leaves(state[1].inner)}
+    assert floats == {torch.float32}
+    assert bool(torch.isfinite(fzero.unshard(high)["w"]).all())
+
+
+@pytest.mark.parametrize("make", [optim.adafactor, optim.lamb, optim.muon])
+def test_integer_leaves_are_refused_by_name(make: Any) -> None:
+    opt, params = make(0.1), {"n": torch.ones(2, 2, dtype=torch.int64)}
+    with pytest.raises(ShardError, match=r"\['n'\] is torch.int64"):
+        opt.update(params, opt.init(params), params)
