@@ -11,7 +11,7 @@ from fzero.optim import check
 from fzero.optim.adapt import as_optimizer
 from fzero.optim.base import Optimizer, Params, PyTree
 from fzero.optim.foreach import add_, leaves_like
-from fzero.optim.inplace import Overwrite
+from fzero.optim.inplace import Overwrite, in_place
 from fzero.optim.whole import decided
 
 
@@ -223,7 +223,8 @@ def multi_transform(
         return [x for label, part in parts.items() for x in part.rates(state.inner[label])]
 
     foreign = any(part.foreign for part in parts.values())
-    return Optimizer(init, update, apply_, foreign, rates)
+    # others' may raise half-way: then nothing has been written
+    return Optimizer(init, update, in_place(update) if foreign else apply_, foreign, rates)
 
 
 def _flags(mask: PyTree | Callable[[PyTree], PyTree], values: PyTree) -> list[bool]:
