@@ -30,6 +30,7 @@ cli.add_argument("--accum", type=int, default=1, help="micro-batches per step")
 cli.add_argument("--steps", type=int, default=400)
 cli.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
 cli.add_argument("--batch", type=int, default=12, help="windows per step, over all ranks")
+cli.add_argument("--optimizer", default="adamw", choices=["adamw", "muon", "adafactor", "lamb"])
 cli.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
 cli.add_argument("--seed", type=int, default=0)
 cli.add_argument("--out", type=Path, default=Path("runs/train_lm"))
@@ -124,7 +125,14 @@ def bits_per_byte(params: dict[str, Tensor]) -> float:
 
 
 schedule = fzero.optim.warmup_cosine(args.lr, args.steps // 20, args.steps)
-opt = fzero.optim.adamw(schedule, b2=0.95, weight_decay=0.1)
+edges = ("0.weight", f"{depth + 2}.weight")  # embedding and head of an nn.Sequential have no name
+labels = {name: "rest" if name in edges else "muon" for name in params}
+opt = {
+    "adamw": lambda: fzero.optim.adamw(schedule, b2=0.95, weight_decay=0.1),
+    "muon": lambda: fzero.optim.muon(schedule, labels=labels),
+    "adafactor": lambda: fzero.optim.adafactor(schedule, weight_decay=0.1),
+    "lamb": lambda: fzero.optim.lamb(schedule, weight_decay=0.1),
+}[args.optimizer]()
 cfg = fzero.Config(args.stage, precision=args.precision, accum_steps=args.accum, clip_norm=1.0)
 step_fn = fzero.make_train_step(model_fn, opt, cfg)
 validate = fzero.sharded(model_fn, cfg, reduce="mean")

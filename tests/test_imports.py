@@ -16,7 +16,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "layout": ("errors",),
     "numerics": ("errors", "tree", "layout"),
     "distributed": ("errors", "layout"),
-    "optim": ("errors", "tree", "distributed.dtensor"),
+    "optim": ("errors", "tree", "layout", "distributed"),
     "functional": ("errors", "tree", "numerics"),
     "config": ("errors", "numerics"),
     "zero": ("layout", "distributed", "functional.differentiate"),

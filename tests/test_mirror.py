@@ -27,12 +27,16 @@ LAWS = {
     # values, optimizers, user code, what a user sets
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
     "numerics/rng": "program/passes/test_seed.py: mix_depends_on_every_word",
+    "optim/adafactor": "laws/test_optimizers.py: twenty_steps_equal_the_reference",
     "optim/adam": "optim/test_torch_parity.py: adam_and_adamw_have_torchs_numbers",
+    "optim/averages": "laws/test_optimizers.py: twenty_steps_equal_the_reference",
     "optim/foreach": "optim/test_compose.py: "
     "groups_hold_every_leaf_once_and_no_more_bytes_than_asked",
     "optim/inplace": "optim/test_laws.py: apply_in_place_equals_params_plus_updates",
+    "optim/lamb": "laws/test_optimizers.py: twenty_steps_equal_the_reference",
     "optim/lion": "optim/test_torch_parity.py: lion_follows_its_paper",
     "optim/sgd": "optim/test_torch_parity.py: sgd_has_torchs_numbers",
+    "optim/shards": "laws/test_optimizers.py: twenty_steps_equal_the_reference",
     "optim/transforms": "optim/test_torch_parity.py: "
     "the_composed_form_has_the_numbers_of_the_fused_one",
     "functional/differentiate": "functional/test_callbacks.py: training_is_that_of_backward",

@@ -29,6 +29,7 @@ from fzero.distributed.whereabouts import Circle
 from fzero.layout import LeafLayout
 
 GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+EXCHANGE = "all_to_all"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Bucket:
     """Leaves of one dtype that share one collective over one axis.
 
     Args:
-        kind: GATHER, REDUCE_SCATTER or ALL_REDUCE.
+        kind: GATHER, REDUCE_SCATTER, ALL_REDUCE or EXCHANGE.
         leaves: in the order of the buffer.
         dtype: of all of them.
         world: ranks on the axis.
@@ -45,6 +46,7 @@ class Bucket:
         exchanged: carried by an all-to-all, which has the same result. Gloo's own reduce-scatter is
             an all-reduce whose rest is thrown away, and its all-gather takes twice the processor
             time of its all-to-all.
+        parts: of an EXCHANGE, the elements that come from each rank, and that go to each.
     """
 
     kind: str
@@ -54,6 +56,7 @@ class Bucket:
     group: str
     rank: int = 0
     exchanged: bool = False
+    parts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     @property
     def gathers(self) -> bool:
@@ -68,6 +71,9 @@ class Bucket:
     @property
     def wire_bytes(self) -> int:
         """Bytes that each rank sends in a ring: what bandwidth-optimal collectives move."""
+        if self.kind == EXCHANGE:
+            sends = self.parts[1]
+            return (sum(sends) - sends[self.rank]) * self.dtype.itemsize
         # a ring's all-reduce is a reduce-scatter and then an all-gather
         hops = 2 if self.kind == ALL_REDUCE else 1
         return hops * self.nbytes * (self.world - 1) // self.world
@@ -85,10 +91,16 @@ class Bucket:
 
 
 # ---------------------------------------------------------------------- what carries a bucket
-def bucket_of(kind: str, leaves: Sequence[LeafLayout], dtype: torch.dtype, axis: Axis) -> Bucket:
+def bucket_of(
+    kind: str,
+    leaves: Sequence[LeafLayout],
+    dtype: torch.dtype,
+    axis: Axis,
+    parts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+) -> Bucket:
     """The bucket in which these leaves travel over an axis, which has more than one rank."""
     exchanged = kind != ALL_REDUCE and is_gloo(axis.group)
-    return Bucket(kind, tuple(leaves), dtype, axis.size, axis.group, axis.rank, exchanged)
+    return Bucket(kind, tuple(leaves), dtype, axis.size, axis.group, axis.rank, exchanged, parts)
 
 
 def carrier(bucket: Bucket, numel: int) -> tuple[Any, tuple[Any, ...]]:
@@ -103,6 +115,9 @@ def carrier(bucket: Bucket, numel: int) -> tuple[Any, tuple[Any, ...]]:
     (<OpOverload(op='_c10d_functional.all_gather_into_tensor', overload='default')>, (2, 'g'))
     """
     c10d = torch.ops._c10d_functional
+    if bucket.kind == EXCHANGE:
+        receives, sends = map(list, bucket.parts)
+        return c10d.all_to_all_single.default, (receives, sends, bucket.group)
     if bucket.exchanged:
         parts = [numel // bucket.world] * bucket.world
         return c10d.all_to_all_single.default, (parts, parts, bucket.group)
@@ -141,6 +156,9 @@ def asked_for(operator: str, x: Tensor, arguments: Sequence[Any]) -> tuple[str, 
     if kind == ALL_REDUCE:
         world, group, name = arguments
         return kind, LeafLayout(name, tuple(x.shape), x.dtype), Axis(group, world)
+    if kind == EXCHANGE:
+        _, _, world, group, names, rank, numel = arguments
+        return kind, LeafLayout(names, (numel,), x.dtype), Axis(group, world, rank)
     # a gather's has no rank: every rank gets the same
     shape, dim, world, group, name, *rank = arguments
     return kind, LeafLayout(name, tuple(shape), x.dtype, dim, world), Axis(group, world, *rank)
@@ -252,6 +270,17 @@ def unpack_flat(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     return [x.view(leaf.shape) for x, leaf in zip(parts, bucket.leaves, strict=True)]
 
 
+def pack_parts(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """What an exchange sends; it is laid out by rank already."""
+    (parts,) = tensors
+    return parts.contiguous()
+
+
+def unpack_parts(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
+    """What an exchange brings, by rank, as a view."""
+    return [buffer.view(-1)]
+
+
 class Kind(NamedTuple):
     """A kind of bucket.
 
@@ -273,6 +302,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         GATHER: Kind(pack_shards, unpack_full, ("fzero::gather",), gathers=True),
         REDUCE_SCATTER: Kind(pack_full, unpack_shards, ("fzero::reduce_scatter",)),
         ALL_REDUCE: Kind(pack_flat, unpack_flat, ("fzero::all_reduce",)),
+        EXCHANGE: Kind(pack_parts, unpack_parts, ("fzero::exchange",)),
     }
 )
 """In the order in which a Program's collectives are put into buckets."""

@@ -24,7 +24,7 @@ Unlike `torch.distributed._functional_collectives`, whose differentiable forms r
 # What autograd passes to backward and jvp depends on forward; torch types them for no argument.
 # pyright: reportIncompatibleMethodOverride=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,32 @@ def as_whole(x: Tensor, axis: Axis) -> Tensor:
     The mean of equal values, without a message; its transpose gives each rank an equal share.
     """
     return x if axis.size == 1 else _AsWhole.apply(x, axis)
+
+
+def exchange(
+    x: Tensor,
+    receives: Sequence[int],
+    sends: Sequence[int],
+    axis: Axis,
+    names: Sequence[str],
+    numel: int,
+) -> Tensor:
+    """A part of `x` for each rank of the axis, and one from each. It has no derivative.
+
+    Args:
+        x: one dim; `sends[i]` elements for rank i, one part after another.
+        receives: elements that come from each rank.
+        sends: elements that go to each rank.
+        axis: of more than one rank.
+        names: leaves whose parts travel, for listings; the same on every rank.
+        numel: elements of these leaves, the same on every rank.
+
+    Returns:
+        One dim: what came, by rank.
+    """
+    return torch.ops.fzero.exchange(
+        x, list(receives), list(sends), axis.size, axis.group, ", ".join(names), axis.rank, numel
+    )
 
 
 def _linear(forward: Callable[..., Tensor], transpose: Callable[..., Tensor]) -> type[Function]:
@@ -201,6 +227,20 @@ def _all_reduce(x: Tensor, world: int, group: str, leaf: str) -> Tensor:
     return works.wait(works.all_reduce(x.contiguous(), "sum", group))
 
 
+def _exchange(
+    x: Tensor,
+    receives: list[int],
+    sends: list[int],
+    world: int,
+    group: str,
+    leaves: str,
+    rank: int,
+    numel: int,
+) -> Tensor:
+    parts = works.all_to_all_single(x.contiguous(), list(receives), list(sends), group)
+    return works.wait(parts)
+
+
 def _boundary(loss: Tensor) -> Tensor:
     # a copy: an operator whose schema tells of no alias must not return its argument
     return loss.clone()
@@ -228,12 +268,21 @@ def _fake_same(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _fake_exchange(x: Tensor, receives: list[int], *_: object) -> Tensor:
+    return x.new_empty(sum(receives))
+
+
 def _define() -> torch.library.Library:
     lib = torch.library.Library("fzero", "DEF")
     split = "int[] shape, int dim, int world, str group, str leaf"
     lib.define(f"gather(Tensor shard, {split}) -> Tensor")
     lib.define(f"reduce_scatter(Tensor full, {split}, int rank) -> Tensor")
     lib.define("all_reduce(Tensor x, int world, str group, str leaf) -> Tensor")
+    # parts of several leaves, of other sizes for every pair of ranks
+    lib.define(
+        "exchange(Tensor x, int[] receives, int[] sends, int world, str group, str leaves, "
+        "int rank, int numel) -> Tensor"
+    )
     # where forward ends: an identity that survives every retrace of a graph
     lib.define("boundary(Tensor loss) -> Tensor")
     # what begins here; a Program's runner leaves it out
@@ -242,6 +291,7 @@ def _define() -> torch.library.Library:
         ("gather", _gather, _fake_gather),
         ("reduce_scatter", _reduce_scatter, _fake_reduce_scatter),
         ("all_reduce", _all_reduce, _fake_same),
+        ("exchange", _exchange, _fake_exchange),
         ("boundary", _boundary, _fake_same),
         ("phase", _phase, _phase),
     ):

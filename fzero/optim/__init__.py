@@ -2,17 +2,29 @@
 
 `opt.init(params) -> state`, `opt.update(grads, state, params) -> (updates, state)`, and
 `opt.apply_(grads, state, params) -> state` for the same step in place, through torch's foreach
-and fused kernels. Everything here is elementwise, so shards are all it needs to see, but for
-`clip_by_global_norm`, which asks for the norm of the whole tree.
+and fused kernels. What is elementwise needs to see no more than shards. `clip_by_global_norm` asks
+for the norm of the whole tree; `lamb` and `adafactor` sum norms and means of whole leaves over
+ranks; `muon` has each matrix on one rank.
 """
 
+from fzero.optim.adafactor import FactoredState, adafactor
 from fzero.optim.adam import AdamState, adam, adamw, scale_by_adam
 from fzero.optim.adapt import as_optimizer
+from fzero.optim.averages import EmaState, ema
 from fzero.optim.base import Optimizer
 from fzero.optim.clip import clip_by_global_norm, tree_global_norm, tree_norm
-from fzero.optim.compose import MaskedState, chain, masked
+from fzero.optim.compose import MaskedState, MultiState, chain, masked, multi_transform
+from fzero.optim.deepspeed_schedules import (
+    one_cycle,
+    warmup_cosine_lr,
+    warmup_decay_lr,
+    warmup_lr,
+)
+from fzero.optim.inject import InjectState, inject_hyperparams
 from fzero.optim.inplace import EmptyState
+from fzero.optim.lamb import lamb, scale_by_trust_ratio
 from fzero.optim.lion import LionState, lion, scale_by_lion
+from fzero.optim.muon import MuonState, muon, muon_labels, newton_schulz, scale_by_muon
 from fzero.optim.schedules import (
     constant,
     cosine,
@@ -33,12 +45,18 @@ from fzero.optim.transforms import (
 
 __all__ = [
     "AdamState",
+    "EmaState",
     "EmptyState",
+    "FactoredState",
+    "InjectState",
     "LionState",
     "MaskedState",
+    "MultiState",
+    "MuonState",
     "Optimizer",
     "ScheduleState",
     "TraceState",
+    "adafactor",
     "adam",
     "adamw",
     "add_decayed_weights",
@@ -47,20 +65,33 @@ __all__ = [
     "clip_by_global_norm",
     "constant",
     "cosine",
+    "ema",
     "exponential",
     "identity",
+    "inject_hyperparams",
     "join",
+    "lamb",
     "linear",
     "lion",
     "masked",
+    "multi_transform",
+    "muon",
+    "muon_labels",
+    "newton_schulz",
+    "one_cycle",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_lion",
+    "scale_by_muon",
+    "scale_by_trust_ratio",
     "sgd",
     "trace",
     "tree_global_norm",
     "tree_norm",
     "warmup_cosine",
+    "warmup_cosine_lr",
+    "warmup_decay_lr",
     "warmup_linear",
+    "warmup_lr",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import check
-from fzero.optim.base import Optimizer, Params, PyTree, Schedule, rate_by_step
+from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.foreach import by_group, cast_like, leaves_like, scale_, zero_step, zeros_like
 from fzero.optim.inplace import in_place
 from fzero.optim.transforms import decay_tree, scale_tree
@@ -25,20 +25,25 @@ class AdamState(NamedTuple):
         step: Updates so far; 0-d float32.
         mu: Running mean of the gradients, shaped as the params.
         nu: Running mean of their squares, shaped as the params.
+        nu_max: The largest `nu` so far, with amsgrad; otherwise None.
     """
 
     step: Tensor
     mu: Params
     nu: Params
+    nu_max: Params = None
 
 
-def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
+def scale_by_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, amsgrad: bool = False
+) -> Optimizer:
     """Adam's direction: the running mean over the root of the running mean square.
 
     Args:
         b1: Decay of the mean, in [0, 1).
         b2: Decay of the mean square, in [0, 1).
         eps: Added to the root.
+        amsgrad: Divide by the root of the largest mean square so far.
 
     Raises:
         ConfigError: A value out of its range.
@@ -50,13 +55,15 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Opti
         [tensor([1.])]
 
     References:
-        Kingma and Ba, arXiv:1412.6980, algorithm 1.
+        Kingma and Ba, arXiv:1412.6980, algorithm 1; Reddi et al., arXiv:1904.09237, algorithm 2.
+        As in torch, the largest mean square is kept as it is and corrected for its bias when used.
     """
     check.fraction("scale_by_adam", b1=b1, b2=b2)
     check.positive("scale_by_adam", eps=eps)
 
     def init(params: Params) -> AdamState:
-        return AdamState(zero_step(params), zeros_like(params), zeros_like(params))
+        largest = zeros_like(params) if amsgrad else None
+        return AdamState(zero_step(params), zeros_like(params), zeros_like(params), largest)
 
     def update(
         grads: PyTree, state: AdamState, params: Params | None = None, **_: Any
@@ -66,36 +73,51 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Opti
         # In float64: at the first steps 1 - b2**t has lost four of float32's seven digits.
         mean_share, square_share = (1.0 - b ** step.double() for b in (b1, b2))
 
-        def kernel(mu: list[Tensor], nu: list[Tensor], grads: list[Tensor]) -> Any:
+        def kernel(
+            mu: list[Tensor], nu: list[Tensor], *rest: list[Tensor]
+        ) -> tuple[list[Tensor], ...]:
+            *before, grads = rest
             grads = cast_like(grads, mu)
             mu = list(torch._foreach_lerp(mu, grads, 1.0 - b1))
             nu = list(torch._foreach_mul(nu, b2))
             torch._foreach_addcmul_(nu, grads, grads, 1.0 - b2)
-            roots = torch._foreach_sqrt(nu)
+            largest = [list(torch._foreach_maximum(old, nu)) for old in before]
+            roots = torch._foreach_sqrt(largest[0] if largest else nu)
             scale_(roots, square_share.rsqrt())
             torch._foreach_add_(roots, eps)
-            updates = torch._foreach_div(mu, roots)
+            updates = list(torch._foreach_div(mu, roots))
             scale_(updates, 1.0 / mean_share)
-            return updates, mu, nu
+            return updates, mu, nu, *largest
 
         leaves, spec = tree.flatten(grads)
         moments = _moments(spec, state)
-        updates, mu, nu = (
-            tree.unflatten(spec, column) for column in by_group(kernel, *moments, leaves, outputs=3)
-        )
-        return updates, AdamState(step, mu, nu)
+        columns = by_group(kernel, *moments, leaves, outputs=1 + len(moments))
+        updates, *new = (tree.unflatten(spec, column) for column in columns)
+        return updates, AdamState(step, *new)
 
     return Optimizer(init, update, in_place(update))
 
 
-def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
-    """Adam.
+def adam(
+    lr: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float | Tensor = 0.0,
+    amsgrad: bool = False,
+) -> Optimizer:
+    """Adam; with `weight_decay` on the gradients `grads + weight_decay * params`, as torch's.
+
+    That is L2 regularisation, whose strength the division by the mean square undoes in part:
+    `adamw` decays the params themselves.
 
     Args:
         lr: A number, or a schedule of the step.
         b1: Decay of the mean, in [0, 1).
         b2: Decay of the mean square, in [0, 1).
         eps: Added to the root of the mean square.
+        weight_decay: L2 regularisation.
+        amsgrad: Divide by the root of the largest mean square so far.
 
     Returns:
         An elementwise optimizer; its state is an `AdamState`.
@@ -113,15 +135,16 @@ def adam(lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 
     References:
         Kingma and Ba, arXiv:1412.6980, algorithm 1.
     """
-    return _adam("adam", lr, b1, b2, eps, 0.0)
+    return _adam("adam", lr, b1, b2, eps, weight_decay, amsgrad, decoupled=False)
 
 
 def adamw(
-    lr: float | Schedule,
+    lr: Rate,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    weight_decay: float | Tensor = 0.01,
+    amsgrad: bool = False,
 ) -> Optimizer:
     """Adam with decoupled weight decay: `params -= lr * (adam(grads) + weight_decay * params)`.
 
@@ -135,6 +158,7 @@ def adamw(
         b2: Decay of the mean square, in [0, 1).
         eps: Added to the root of the mean square.
         weight_decay: Share of the params that goes per unit of learning rate.
+        amsgrad: Divide by the root of the largest mean square so far.
 
     Returns:
         An elementwise optimizer; its state is an `AdamState`.
@@ -153,56 +177,79 @@ def adamw(
         Loshchilov and Hutter, arXiv:1711.05101, algorithm 2. Unlike the paper, and as in torch,
         the decay is multiplied by the learning rate.
     """
-    return _adam("adamw", lr, b1, b2, eps, weight_decay)
+    return _adam("adamw", lr, b1, b2, eps, weight_decay, amsgrad, decoupled=True)
 
 
 def _adam(
-    name: str, lr: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float
+    name: str,
+    lr: Rate,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float | Tensor,
+    amsgrad: bool,
+    *,
+    decoupled: bool,
 ) -> Optimizer:
     check.learning_rate(name, lr)
     check.fraction(name, b1=b1, b2=b2)
     check.positive(name, eps=eps)
-    check.non_negative(name, weight_decay=weight_decay)
-    moments = scale_by_adam(b1, b2, eps)
-    fused = torch._fused_adamw_ if weight_decay else torch._fused_adam_
+    check.decay(name, weight_decay)
+    moments = scale_by_adam(b1, b2, eps, amsgrad)
 
     def update(
         grads: PyTree, state: AdamState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, AdamState]:
         check.state(name, state, AdamState)
-        rate = lr(state.step) if callable(lr) else lr
+        rate = rate_at(lr, state.step)
+        if not decoupled:
+            grads = decay_tree(grads, params, weight_decay, name)
         directions, state = moments.update(grads, state)
-        directions = decay_tree(directions, params, weight_decay, name)
+        if decoupled:
+            directions = decay_tree(directions, params, weight_decay, name)
         return scale_tree(directions, -rate), state
+
+    if isinstance(weight_decay, Tensor):  # which the kernels would have to read
+        return Optimizer(moments.init, update, in_place(update), rates=rate_by_step(lr))
+    fixed: float = weight_decay
+    fused = torch._fused_adamw_ if fixed and decoupled else torch._fused_adam_
 
     @torch.no_grad()
     def apply_(grads: PyTree, state: AdamState, params: Params, **_: Any) -> AdamState:
         check.state(name, state, AdamState)
-        rate = lr(state.step) if callable(lr) else lr
+        rate = rate_at(lr, state.step)
         leaves, spec = tree.flatten(grads)
         columns = (leaves_like(spec, params, "params"), leaves, *_moments(spec, state))
         # After the schedule, whose first step is 0 (the kernels' is 1), and after what can raise.
         state.step.add_(1)
 
-        def kernel(params: list[Tensor], grads: list[Tensor], mu: Any, nu: Any) -> None:
+        def kernel(
+            params: list[Tensor], grads: list[Tensor], mu: Any, nu: Any, *rest: list[Tensor]
+        ) -> None:
+            (largest,) = rest or ([],)
             device = params[0].device
             # Every leaf has the same age, so one step serves them all; the kernel only reads it.
             steps = [state.step.to(device)] * len(params)
             grads = [grad.contiguous() for grad in cast_like(grads, params)]
-            with _contiguous(params) as params, _contiguous(mu) as mu, _contiguous(nu) as nu:
+            with (
+                _contiguous(params) as params,
+                _contiguous(mu) as mu,
+                _contiguous(nu) as nu,
+                _contiguous(largest) as largest,
+            ):
                 fused(
                     params,
                     grads,
                     mu,
                     nu,
-                    [],
+                    largest,
                     steps,
                     lr=_kernel_rate(rate, device),
                     beta1=b1,
                     beta2=b2,
-                    weight_decay=weight_decay,
+                    weight_decay=fixed,
                     eps=eps,
-                    amsgrad=False,
+                    amsgrad=amsgrad,
                     maximize=False,
                 )
 
@@ -212,9 +259,9 @@ def _adam(
     return Optimizer(moments.init, update, apply_, rates=rate_by_step(lr))
 
 
-def _moments(spec: tree.Spec, state: AdamState) -> tuple[list[Tensor], list[Tensor]]:
-    what = "the optimizer's state"
-    return leaves_like(spec, state.mu, what), leaves_like(spec, state.nu, what)
+def _moments(spec: tree.Spec, state: AdamState) -> tuple[list[Tensor], ...]:
+    trees = (state.mu, state.nu, *([] if state.nu_max is None else [state.nu_max]))
+    return tuple(leaves_like(spec, moments, "the optimizer's state") for moments in trees)
 
 
 def _kernel_rate(rate: float | Tensor, device: torch.device) -> Any:

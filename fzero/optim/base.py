@@ -54,9 +54,23 @@ def _unknown(state: PyTree) -> Sequence[float | Tensor]:
     return ()
 
 
-def rate_by_step(lr: float | Schedule) -> RatesFn:
+Rate = float | Tensor | Schedule
+"""A learning rate: a number, a 0-d tensor, or a schedule."""
+
+
+def rate_at(lr: Rate, step: Tensor) -> float | Tensor:
+    """The learning rate of the update after `step` others.
+
+    >>> import torch
+    >>> rate_at(0.1, torch.tensor(3.0)), rate_at(lambda step: step / 2, torch.tensor(3.0))
+    (0.1, tensor(1.5000))
+    """
+    return lr if isinstance(lr, Tensor) or not callable(lr) else lr(step)
+
+
+def rate_by_step(lr: Rate) -> RatesFn:
     """The learning rate of an optimizer whose state counts its steps."""
-    return lambda state: [lr(state.step) if callable(lr) else lr]
+    return lambda state: [rate_at(lr, state.step)]
 
 
 class Optimizer(NamedTuple):

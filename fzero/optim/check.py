@@ -4,6 +4,8 @@ import math
 from numbers import Real
 from typing import Any
 
+from torch import Tensor
+
 from fzero.errors import ConfigError
 
 
@@ -39,9 +41,16 @@ def steps(where: str, *, least: int = 1, **fields: Any) -> None:
 
 
 def learning_rate(where: str, lr: Any) -> None:
-    """`lr` is a finite number of at least 0, or a schedule."""
+    """`lr` is a finite number of at least 0, or a schedule; or a 0-d tensor, which nobody reads."""
     rule = "a finite number >= 0, or a schedule: a function of the step, such as optim.cosine(...)"
-    _require(where, "lr", lr, callable(lr) or (_number(lr) and lr >= 0), rule)
+    fits = callable(lr) or _scalar(lr) or (_number(lr) and lr >= 0)
+    _require(where, "lr", lr, fits, rule)
+
+
+def decay(where: str, weight_decay: Any) -> None:
+    """`weight_decay` is a finite number of at least 0; or a 0-d tensor, which nobody reads."""
+    if not _scalar(weight_decay):
+        non_negative(where, weight_decay=weight_decay)
 
 
 def state(where: str, value: Any, kind: type) -> None:
@@ -52,6 +61,10 @@ def state(where: str, value: Any, kind: type) -> None:
             f"{kind.__name__}. Pass what init or the last update returned; of the state of a step "
             "that is opt_state.inner."
         )
+
+
+def _scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def _number(value: Any) -> bool:

@@ -1,16 +1,17 @@
-"""Optimizers out of optimizers: one after the other, and on some leaves only."""
+"""Optimizers out of optimizers: one after the other, on some leaves only, one for each group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import tree
 from fzero.errors import ConfigError
+from fzero.optim import check
 from fzero.optim.adapt import as_optimizer
 from fzero.optim.base import Optimizer, Params, PyTree
 from fzero.optim.foreach import add_, leaves_like
-from fzero.optim.inplace import Overwrite
+from fzero.optim.inplace import Overwrite, in_place
 from fzero.optim.whole import decided
 
 
@@ -18,6 +19,12 @@ class MaskedState(NamedTuple):
     """The state of the masked optimizer, with `None` where the mask is False."""
 
     inner: PyTree
+
+
+class MultiState(NamedTuple):
+    """The states of several optimizers by label, each with `None` at the others' leaves."""
+
+    inner: dict[str, PyTree]
 
 
 def chain(*transforms: Any) -> Optimizer:
@@ -136,21 +143,113 @@ def masked(inner: Any, mask: PyTree | Callable[[PyTree], PyTree]) -> Optimizer:
     return Optimizer(init, update, apply_, part.foreign, lambda state: part.rates(state.inner))
 
 
+def multi_transform(
+    transforms: Mapping[str, Any], labels: PyTree | Callable[[PyTree], PyTree]
+) -> Optimizer:
+    """Another optimizer for each group of leaves.
+
+    Args:
+        transforms: An optimizer, or a part of one, by label.
+        labels: Tree of labels with the structure of the params, or one of its prefixes; or a
+            function from the params' tree to such a tree. It is shown whole leaves at every
+            stage, on the meta device: shapes and dtypes, no values.
+
+    Returns:
+        An optimizer whose state is a `MultiState`. It is foreign as soon as one transform is.
+
+    Raises:
+        ConfigError: No transforms; labels that don't fit the params, that no transform has, or
+            that a function reads from values.
+
+    Examples:
+        >>> from fzero.optim import adamw, sgd
+        >>> def by_dims(params):
+        ...     return {name: "matrix" if x.ndim > 1 else "vector" for name, x in params.items()}
+        >>> opt = multi_transform({"matrix": sgd(0.5), "vector": adamw(0.1)}, by_dims)
+        >>> params = {"w": torch.ones(1, 2), "b": torch.ones(2)}
+        >>> opt.update(params, opt.init(params), params)[0]["w"]
+        tensor([[-0.5000, -0.5000]])
+
+    References:
+        optax.multi_transform.
+    """
+    if not transforms:
+        raise ConfigError("multi_transform: no transforms, but there must be at least one.")
+    parts = {label: as_optimizer(transform) for label, transform in transforms.items()}
+
+    def groups(values: PyTree) -> dict[str, list[bool]]:
+        """For each label, which leaves have it."""
+        paths, found = _by_leaf(labels, values, "multi_transform: labels")
+        for path, label in zip(paths, found, strict=True):
+            if not isinstance(label, str) or label not in parts:
+                raise ConfigError(
+                    f"multi_transform: labels{path}={label!r}, and the transforms are for "
+                    f"{', '.join(map(repr, parts))}. Every leaf has the label of a transform."
+                )
+        return {label: [one == label for one in found] for label in parts}
+
+    def init(params: Params) -> MultiState:
+        flags = groups(params)
+        return MultiState({k: part.init(_select(params, flags[k])) for k, part in parts.items()})
+
+    def update(
+        grads: PyTree, state: MultiState, params: Params | None = None, **options: Any
+    ) -> tuple[PyTree, MultiState]:
+        check.state("multi_transform", state, MultiState)
+        leaves, spec = tree.flatten(grads)
+        merged, new = list(leaves), {}
+        for label, flags in groups(grads).items():
+            chosen = _select(grads, flags)
+            shown = None if params is None else _select(params, flags)
+            updates, new[label] = parts[label].update(chosen, state.inner[label], shown, **options)
+            changed = iter(leaves_like(tree.flatten(chosen)[1], updates, "updates"))
+            merged = [
+                next(changed) if flag else leaf for flag, leaf in zip(flags, merged, strict=True)
+            ]
+        return tree.unflatten(spec, merged), MultiState(new)
+
+    @torch.no_grad()
+    def apply_(grads: PyTree, state: MultiState, params: Params, **options: Any) -> MultiState:
+        check.state("multi_transform", state, MultiState)
+        new = {}
+        for label, flags in groups(grads).items():
+            apply = parts[label].apply_
+            assert apply is not None  # as_optimizer has filled it in
+            chosen, shown = _select(grads, flags), _select(params, flags)
+            new[label] = apply(chosen, state.inner[label], shown, **options)
+        return MultiState(new)
+
+    def rates(state: MultiState) -> list[Any]:
+        return [x for label, part in parts.items() for x in part.rates(state.inner[label])]
+
+    foreign = any(part.foreign for part in parts.values())
+    # others' may raise half-way: then nothing has been written
+    return Optimizer(init, update, in_place(update) if foreign else apply_, foreign, rates)
+
+
 def _flags(mask: PyTree | Callable[[PyTree], PyTree], values: PyTree) -> list[bool]:
     """One bool per leaf of `values`."""
-    found = decided(mask, values, "masked: mask") if callable(mask) else mask
-    try:
-        full = tree.map(lambda flag, below: tree.map(lambda _: flag, below), found, values)
-    except ValueError as error:
-        raise ConfigError(
-            f"masked: mask has the leaves {tree.paths(found)} and the params {tree.paths(values)}, "
-            "but the mask must have the structure of the params or a prefix of it."
-        ) from error
-    flags = tree.leaves(full)
-    for path, flag in zip(tree.paths(full), flags, strict=True):
+    paths, flags = _by_leaf(mask, values, "masked: mask")
+    for path, flag in zip(paths, flags, strict=True):
         if not isinstance(flag, bool):
             raise ConfigError(f"masked: mask{path}={flag!r}, but a mask must hold bools.")
     return flags
+
+
+def _by_leaf(
+    given: PyTree | Callable[[PyTree], PyTree], values: PyTree, what: str
+) -> tuple[list[str], list[Any]]:
+    """The path of each leaf of `values`, and what a tree or a function of the user's says of it."""
+    found = decided(given, values, what) if callable(given) else given
+    try:
+        full = tree.map(lambda one, below: tree.map(lambda _: one, below), found, values)
+    except ValueError as error:
+        name = what.split()[-1]
+        raise ConfigError(
+            f"{what} has the leaves {tree.paths(found)} and the params {tree.paths(values)}, "
+            f"but the {name} must have the structure of the params or a prefix of it."
+        ) from error
+    return tree.paths(full), tree.leaves(full)
 
 
 def _select(values: PyTree, flags: list[bool]) -> PyTree:

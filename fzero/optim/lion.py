@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import check
-from fzero.optim.base import Optimizer, Params, PyTree, Schedule, rate_by_step
+from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.foreach import (
     by_group,
     cast_like,
@@ -80,7 +80,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> Optimizer:
 
 
 def lion(
-    lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
+    lr: Rate, b1: float = 0.9, b2: float = 0.99, weight_decay: float | Tensor = 0.0
 ) -> Optimizer:
     """Lion: `params -= lr * (sign(mix of mean and gradient) + weight_decay * params)`.
 
@@ -110,14 +110,14 @@ def lion(
     """
     check.learning_rate("lion", lr)
     check.fraction("lion", b1=b1, b2=b2)
-    check.non_negative("lion", weight_decay=weight_decay)
+    check.decay("lion", weight_decay)
     signs = scale_by_lion(b1, b2)
 
     def update(
         grads: PyTree, state: LionState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, LionState]:
         check.state("lion", state, LionState)
-        rate = lr(state.step) if callable(lr) else lr
+        rate = rate_at(lr, state.step)
         directions, state = signs.update(grads, state)
         directions = decay_tree(directions, params, weight_decay, "lion")
         return scale_tree(directions, -rate), state
@@ -125,7 +125,7 @@ def lion(
     @torch.no_grad()
     def apply_(grads: PyTree, state: LionState, params: Params, **_: Any) -> LionState:
         check.state("lion", state, LionState)
-        rate = lr(state.step) if callable(lr) else lr
+        rate = rate_at(lr, state.step)
 
         def kernel(params: list[Tensor], grads: list[Tensor], mu: list[Tensor]) -> None:
             grads = cast_like(grads, params)
@@ -147,4 +147,6 @@ def lion(
         state.step.add_(1)
         return state
 
+    if isinstance(weight_decay, Tensor):  # which the kernels would have to read
+        return Optimizer(signs.init, update, in_place(update), rates=rate_by_step(lr))
     return Optimizer(signs.init, update, apply_, rates=rate_by_step(lr))

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import ConfigError
 from fzero.optim import check
-from fzero.optim.base import Optimizer, Params, PyTree, Schedule, rate_by_step
+from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.foreach import (
     Leaves,
     by_group,
@@ -90,10 +90,10 @@ def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optim
 
 
 def sgd(
-    lr: float | Schedule,
+    lr: Rate,
     momentum: float = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
+    weight_decay: float | Tensor = 0.0,
     dampening: float = 0.0,
 ) -> Optimizer:
     """Stochastic gradient descent: `params -= lr * momentum(grads + weight_decay * params)`.
@@ -123,7 +123,8 @@ def sgd(
         Sutskever et al., ICML 2013; see `trace`.
     """
     check.learning_rate("sgd", lr)
-    check.non_negative("sgd", momentum=momentum, weight_decay=weight_decay, dampening=dampening)
+    check.non_negative("sgd", momentum=momentum, dampening=dampening)
+    check.decay("sgd", weight_decay)
     _check_nesterov("sgd", nesterov, "momentum", momentum, dampening)
     accumulate = trace(momentum, nesterov, dampening)
 
@@ -134,7 +135,7 @@ def sgd(
         grads: PyTree, state: TraceState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, TraceState]:
         check.state("sgd", state, TraceState)
-        rate = lr(state.step) if callable(lr) else lr
+        rate = rate_at(lr, state.step)
         grads = decay_tree(grads, params, weight_decay, "sgd")
         if momentum:
             directions, state = accumulate.update(grads, state)
@@ -142,22 +143,26 @@ def sgd(
             directions, state = grads, TraceState(state.step + 1, None)
         return scale_tree(directions, -rate), state
 
+    if isinstance(weight_decay, Tensor):  # which the kernels would have to read
+        return Optimizer(init, update, in_place(update), rates=rate_by_step(lr))
+    fixed: float = weight_decay
+
     @torch.no_grad()
     def apply_(grads: PyTree, state: TraceState, params: Params, **_: Any) -> TraceState:
         check.state("sgd", state, TraceState)
-        rate = lr(state.step) if callable(lr) else lr
+        rate = rate_at(lr, state.step)
         undamped = _undamped(state.step, dampening)
 
         def kernel(params: list[Tensor], grads: list[Tensor], *momenta: list[Tensor]) -> None:
             directions = cast_like(grads, params)
-            if weight_decay:
-                directions = torch._foreach_add(directions, params, alpha=weight_decay)
+            if fixed:
+                directions = torch._foreach_add(directions, params, alpha=fixed)
             for traces in momenta:  # one list, or none without momentum
                 torch._foreach_mul_(traces, momentum)
                 _accumulate_(traces, directions, undamped)
                 if not nesterov:
                     directions = traces
-                elif weight_decay:  # the directions are a temporary already
+                elif fixed:  # the directions are a temporary already
                     torch._foreach_add_(directions, traces, alpha=momentum)
                 else:
                     directions = torch._foreach_add(directions, traces, alpha=momentum)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import ConfigError
 from fzero.optim import check
-from fzero.optim.base import Optimizer, Params, PyTree, Schedule, rate_by_step
+from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.foreach import by_group, cast_like, leaves_like, scaled, zero_step
 from fzero.optim.inplace import EmptyState, in_place
 
@@ -57,7 +57,7 @@ def scale(factor: float) -> Optimizer:
     return Optimizer(EmptyState.of, update, in_place(update))
 
 
-def scale_by_learning_rate(lr: float | Schedule) -> Optimizer:
+def scale_by_learning_rate(lr: Rate) -> Optimizer:
     """Multiply by `-lr`: the last part of a chain, which turns a direction into a step downhill.
 
     Args:
@@ -74,13 +74,13 @@ def scale_by_learning_rate(lr: float | Schedule) -> Optimizer:
         ([tensor([-1.])], [tensor([-0.5000])])
     """
     check.learning_rate("scale_by_learning_rate", lr)
-    if not callable(lr):
+    if not callable(lr) and not isinstance(lr, Tensor):
         return scale(-lr)._replace(rates=lambda state: [lr])
 
     def update(
         grads: PyTree, state: ScheduleState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, ScheduleState]:
-        return scale_tree(grads, -lr(state.step)), ScheduleState(state.step + 1)
+        return scale_tree(grads, -rate_at(lr, state.step)), ScheduleState(state.step + 1)
 
     def init(params: Params) -> ScheduleState:
         return ScheduleState(zero_step(params))
@@ -88,7 +88,7 @@ def scale_by_learning_rate(lr: float | Schedule) -> Optimizer:
     return Optimizer(init, update, in_place(update), rates=rate_by_step(lr))
 
 
-def add_decayed_weights(weight_decay: float) -> Optimizer:
+def add_decayed_weights(weight_decay: float | Tensor) -> Optimizer:
     """Add `weight_decay * params`.
 
     Before the moments it is L2 regularisation, after them decoupled decay.
@@ -101,7 +101,7 @@ def add_decayed_weights(weight_decay: float) -> Optimizer:
     References:
         Loshchilov and Hutter, arXiv:1711.05101.
     """
-    check.non_negative("add_decayed_weights", weight_decay=weight_decay)
+    check.decay("add_decayed_weights", weight_decay)
 
     def update(
         grads: PyTree, state: EmptyState, params: Params | None = None, **_: Any
@@ -118,9 +118,12 @@ def scale_tree(values: PyTree, factor: float | Tensor) -> PyTree:
     return tree.unflatten(spec, products)
 
 
-def decay_tree(grads: PyTree, params: Params | None, weight_decay: float, where: str) -> PyTree:
+def decay_tree(
+    grads: PyTree, params: Params | None, weight_decay: float | Tensor, where: str
+) -> PyTree:
     """`grads + weight_decay * params`; the gradients themselves if there is no decay."""
-    if weight_decay == 0:
+    # a tensor's value is for the device to know
+    if not isinstance(weight_decay, Tensor) and weight_decay == 0:
         return grads
     if params is None:
         raise ConfigError(
@@ -132,6 +135,8 @@ def decay_tree(grads: PyTree, params: Params | None, weight_decay: float, where:
 
     def kernel(grads: list[Tensor], params: list[Tensor]) -> tuple[list[Tensor]]:
         decayed = cast_like(params, grads)
+        if isinstance(weight_decay, Tensor):
+            return (list(torch._foreach_add(grads, scaled(decayed, weight_decay))),)
         return (list(torch._foreach_add(grads, decayed, alpha=weight_decay)),)
 
     (sums,) = by_group(kernel, leaves, decayed, outputs=1)

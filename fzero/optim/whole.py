@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero import tree
+from fzero.distributed.mesh import Axis
 from fzero.errors import ConfigError
 from fzero.optim.base import PyTree
 
@@ -33,18 +34,29 @@ class Whole(NamedTuple):
         shape: of the whole leaf.
         dtype: in which the optimizer updates it.
         part: shape of what the optimizer is given of it on this rank.
+        dim: along which ranks have parts of it; None: each has all of it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     part: tuple[int, ...]
+    dim: int | None = None
 
 
 class Leaves(NamedTuple):
-    """All leaves of a step's parameters, frozen ones too: their structure, and each by path."""
+    """All leaves of a step's parameters, frozen ones too.
+
+    Attributes:
+        spec: their structure.
+        by_path: each of them.
+        axis: the ranks that update them together.
+        device_type: where collectives over these run; "": where the leaves are.
+    """
 
     spec: tree.Spec
     by_path: Mapping[str, Whole]
+    axis: Axis = Axis()
+    device_type: str = ""
 
 
 # Only this thread, and only while a step's optimizer runs.
@@ -67,6 +79,11 @@ def whole_leaves(leaves: Leaves) -> Iterator[None]:
         yield
     finally:
         _LEAVES.reset(token)
+
+
+def given_leaves() -> Leaves | None:
+    """What the running step's optimizer is given parts of; None outside of a step."""
+    return _LEAVES.get()
 
 
 def stand_ins(values: PyTree, where: str) -> PyTree:

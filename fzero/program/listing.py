@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fzero.distributed.buckets import KINDS
+from fzero.distributed.buckets import EXCHANGE, KINDS
 from fzero.program.categories import INPUTS, summed
 from fzero.program.graph import Part, output_node, phases, placeholders, tensors_of
 from fzero.program.memory import constant_bytes, is_wait, lifetimes, peak_bytes, timeline
@@ -30,7 +30,7 @@ class Collective(_Row):
     """One collective of a step: a row of (kind, leaves, bytes, phase), the rest as attributes.
 
     Args:
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
         leaves: names of the leaves that share it.
         bytes: of the full side, without padding.
         phase: "forward", "backward" or "update".
@@ -82,6 +82,8 @@ def collectives(parts: Iterable[Part]) -> list[Collective]:
         for node in part.graph.nodes:
             if bucket := node.meta.get("bucket"):
                 names = tuple(leaf.name for leaf in bucket.leaves)
+                if bucket.kind == EXCHANGE:
+                    names = tuple(names[0].split(", "))
                 rows.append(
                     Collective(
                         bucket.kind,

@@ -127,10 +127,13 @@ class Plan:
                 # of masters: at stage 3 the parameters are those, below it they may be lower
                 (high if leaf.trainable else None) or leaf.dtype,
                 leaf.shard_shape(rank) if self.splits_state else leaf.shape,
+                leaf.dim if self.splits_state else None,
             )
             for path, leaf in zip(self.sharding.paths, self.sharding.layout, strict=True)
         }
-        return Leaves(self.sharding.spec, found)
+        if self.opt.foreign:  # its parts are given DTensors, which know their mesh, or all
+            return Leaves(self.sharding.spec, found)
+        return Leaves(self.sharding.spec, found, self.axes.shard, self.mesh.device_type)
 
     @functools.cached_property
     def inner_spec(self) -> tree.Spec | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.distributed.dtensor import local_tensor
+from fzero.errors import ShardError
 from fzero.numerics.loss_scale import LossScaleState
 from fzero.numerics.rng import mix
 from fzero.program import Program
@@ -93,6 +94,8 @@ class UpdateProgram:
 
         Masters start from what was written into the parameters; see [Note: masters follow].
         """
+        if not self.plan.opt.foreign:
+            _refuse_numbers(local)
         if local.masters:
             parts = self.plan.parts(trained)
             self.follow = self.follow or Follower(local.masters, parts)
@@ -199,6 +202,18 @@ class UpdateProgram:
 
         self._use(Recorded(Notes({"the optimizer": self.plan.opt}), record, passes))
         return self._recorded[0].program
+
+
+def _refuse_numbers(local: LocalState) -> None:
+    """A number in the place of a tensor: an update overwrites its state."""
+    if all(map(_is_tensor, local.inner)):
+        return
+    for x, name in zip(local.inner, names_of_state(local), strict=True):
+        if not _is_tensor(x):
+            raise ShardError(
+                f"opt_state.inner, {name}: it is {x!r}, and a step's state holds tensors. Write "
+                "into the tensor that was there, such as hyperparams['lr'].fill_(x)."
+            )
 
 
 def _updated(results: Sequence[Tensor], states: int) -> Updated:

@@ -28,6 +28,14 @@ ELEMENTWISE: dict[str, Callable[[], optim.Optimizer]] = {
     "adam schedule": lambda: optim.adam(SCHEDULE, b1=0.8, b2=0.95, eps=1e-6),
     "adamw": lambda: optim.adamw(0.1, weight_decay=0.1),
     "adamw schedule": lambda: optim.adamw(SCHEDULE, weight_decay=0.1),
+    "adam l2": lambda: optim.adam(0.1, weight_decay=0.1),
+    "amsgrad": lambda: optim.adamw(0.1, b2=0.5, weight_decay=0.1, amsgrad=True),
+    "ema": lambda: optim.chain(optim.ema(0.8), optim.scale(-0.1)),
+    "injected": lambda: optim.inject_hyperparams(optim.lion)(lr=SCHEDULE, weight_decay=0.1),
+    "multi": lambda: optim.multi_transform(
+        {"yes": optim.lion(0.1), "no": optim.sgd(0.1)},
+        lambda values: tree.map(lambda leaf: "yes" if leaf.dim() > 1 else "no", values),
+    ),
     "lion": lambda: optim.lion(0.1),
     "lion schedule": lambda: optim.lion(SCHEDULE, b1=0.95, b2=0.98, weight_decay=0.1),
     "composed adamw": lambda: optim.chain(
@@ -53,7 +61,7 @@ CLIPPED: dict[str, Callable[[], optim.Optimizer]] = {
 OPTIMIZERS = ELEMENTWISE | CLIPPED
 # torch's fused CPU kernels round the last elements of a leaf, those that do not fill a vector,
 # otherwise than the ones before: up to a unit in the last place depends on where a leaf is cut.
-FUSED = {name for name in OPTIMIZERS if "adam" in name and name != "composed adamw"}
+FUSED = {n for n in OPTIMIZERS if ("adam" in n and n != "composed adamw") or n == "amsgrad"}
 
 
 def random_tree(shapes: list[tuple[int, ...]], seed: int, *dtypes: torch.dtype) -> Any:

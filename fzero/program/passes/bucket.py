@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from fzero.distributed.buckets import (
+    EXCHANGE,
     KINDS,
     asked_for,
     bucket_of,
@@ -94,7 +95,8 @@ def _with_buckets(program: Program, size: int) -> Program:
     graph = copy_graph(program.graph)
     singles = made = 0
     for kind in KINDS:
-        groups = _groups(graph, kind, size)
+        # an exchange is made for one matrix a rank at a time: together they would be held at once
+        groups = _groups(graph, kind, -1 if kind == EXCHANGE else size)
         singles += sum(len(group.nodes) for group in groups)
         made += len(groups)
         for group in groups:
@@ -169,7 +171,10 @@ def _leaf_and_axis(node: fx.Node) -> tuple[LeafLayout, Axis]:
 def _lower(graph: fx.Graph, group: _Group) -> None:
     """Replace the group's nodes by pack, collective, wait and unpack."""
     leaves, axes = zip(*map(_leaf_and_axis, group.nodes), strict=True)
-    whole = bucket_of(group.kind, leaves, leaves[0].dtype, axes[0])
+    parts: Any = ((), ())
+    if group.kind == EXCHANGE:
+        parts = tuple(tuple(sizes) for sizes in group.nodes[0].args[1:3])  # pyright: ignore
+    whole = bucket_of(group.kind, leaves, leaves[0].dtype, axes[0], parts)
     pack, unpack = KINDS[group.kind][:2]
     # a gather is wanted at its first use, a reduction is ready with its last gradient; in an
     # update, which works in place, what is read must have been written

@@ -6,7 +6,15 @@ every gradient at the end. Three passes move the collectives to where they belon
 
 from torch import fx
 
-from fzero.program.graph import BACKWARD, copy_graph, is_wanted, order_of, phases, segments
+from fzero.program.graph import (
+    BACKWARD,
+    copy_graph,
+    is_op,
+    is_wanted,
+    order_of,
+    phases,
+    segments,
+)
 from fzero.program.passes.rewrite import infer, is_cheap, is_gather, is_reduction, refresh
 from fzero.program.program import Program
 
@@ -80,7 +88,8 @@ def hoist_reductions(program: Program) -> Program:
     only_reduced: set[fx.Node] = set()
     for node in reversed(nodes):
         tail = bool(node.users) and all(u in only_reduced or u.op == "output" for u in node.users)
-        if is_reduction(node) or (tail and is_cheap(node) and phase[node] == BACKWARD):
+        reduces = is_reduction(node) and not is_op(node, "fzero::exchange")
+        if reduces or (tail and is_cheap(node) and phase[node] == BACKWARD):
             only_reduced.add(node)
     anchor = order_of(graph)  # where a node stands; for a moved one, the node it stands after
     after: dict[int, list[fx.Node]] = {}

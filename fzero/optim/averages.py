@@ -1,0 +1,75 @@
+"""The moving average of what a transform passes on."""
+
+# torch.optim is built on torch._foreach_*, which have no public names.
+# pyright: reportPrivateImportUsage=false
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero import tree
+from fzero.optim import check
+from fzero.optim.base import Optimizer, Params, PyTree
+from fzero.optim.foreach import by_group, cast_like, leaves_like, scaled, zero_step, zeros_like
+from fzero.optim.inplace import in_place
+
+
+class EmaState(NamedTuple):
+    """A moving average.
+
+    Attributes:
+        step: Updates so far; 0-d float32.
+        ema: The average, shaped as the params; it starts at zero, and is not corrected for that.
+    """
+
+    step: Tensor
+    ema: Params
+
+
+def ema(decay: float, debias: bool = True) -> Optimizer:
+    """Pass on the moving average of the updates: `ema = decay * ema + (1 - decay) * updates`.
+
+    Args:
+        decay: Share of the average that stays, in [0, 1).
+        debias: Divide what is passed on by `1 - decay ** step`: the average starts at zero.
+
+    Returns:
+        An elementwise transform; its state is an `EmaState`.
+
+    Raises:
+        ConfigError: `decay` is out of its range.
+
+    Examples:
+        >>> opt = ema(0.5)
+        >>> updates, state = opt.update([torch.tensor([4.0])], opt.init([torch.ones(1)]))
+        >>> updates, state.ema
+        ([tensor([4.])], [tensor([2.])])
+
+    References:
+        optax.ema. Of the parameters themselves an average is a tree of its own, beside them:
+        `average = fzero.tree_map(lambda a, p: decay * a + (1 - decay) * p, average, params)`.
+    """
+    check.fraction("ema", decay=decay)
+
+    def init(params: Params) -> EmaState:
+        return EmaState(zero_step(params), zeros_like(params))
+
+    def update(
+        grads: PyTree, state: EmaState, params: Params | None = None, **_: Any
+    ) -> tuple[PyTree, EmaState]:
+        check.state("ema", state, EmaState)
+        step = state.step + 1
+        unbias = (1.0 - decay ** step.double()).reciprocal()
+
+        def kernel(means: list[Tensor], grads: list[Tensor]) -> Any:
+            means = list(torch._foreach_lerp(means, cast_like(grads, means), 1.0 - decay))
+            # not the average itself: a state is never somebody's update, too
+            return (scaled(means, unbias) if debias else [x.clone() for x in means]), means
+
+        leaves, spec = tree.flatten(grads)
+        means = leaves_like(spec, state.ema, "the optimizer's state")
+        updates, new = by_group(kernel, means, leaves, outputs=2)
+        return tree.unflatten(spec, updates), EmaState(step, tree.unflatten(spec, new))
+
+    return Optimizer(init, update, in_place(update))

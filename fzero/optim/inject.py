@@ -1,0 +1,157 @@
+"""Hyperparameters as tensors of the state: read and set between steps, staged out once."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.errors import ConfigError
+from fzero.optim import check
+from fzero.optim.adapt import as_optimizer
+from fzero.optim.base import Optimizer, Params, PyTree, Schedule
+from fzero.optim.foreach import zero_step
+
+
+class InjectState(NamedTuple):
+    """Hyperparameters, and the state of the optimizer that has them.
+
+    Attributes:
+        step: Updates so far; 0-d float32.
+        hyperparams: By name; 0-d float64. Those of the next update, but for schedules: of these the
+            last one's.
+        inner: The optimizer's own state.
+    """
+
+    step: Tensor
+    hyperparams: dict[str, Tensor]
+    inner: PyTree
+
+
+def inject_hyperparams(factory: Callable[..., Any]) -> Callable[..., Optimizer]:
+    """An optimizer's factory whose numbers are tensors in the state.
+
+    Of the arguments that are given, all are injected that the factory takes as a 0-d tensor: of
+    ours `lr` and `weight_decay`, of your own function what it passes on as such. Numbers that it
+    takes as numbers only stay what they are. Schedules are injected, too: they are called with the
+    step, and what they gave is shown. A decay that is a tensor costs Adam its fused kernel.
+
+    Set one between steps by writing into it, which costs nothing:
+    `opt_state.inner.hyperparams["lr"].fill_(1e-4)`.
+
+    Args:
+        factory: Such as `optim.adamw`, or a function that puts an optimizer together.
+
+    Returns:
+        A function of the same arguments, whose optimizer keeps an `InjectState`.
+
+    Raises:
+        ConfigError: The factory takes none of its arguments as a tensor.
+
+    Examples:
+        >>> from fzero.optim import sgd
+        >>> opt = inject_hyperparams(sgd)(lr=0.1, momentum=0.9)
+        >>> params = [torch.ones(1)]
+        >>> state = opt.init(params)
+        >>> state.hyperparams
+        {'lr': tensor(0.1000, dtype=torch.float64)}
+        >>> _ = state.hyperparams["lr"].fill_(0.5)
+        >>> opt.update([torch.ones(1)], state, params)[0]
+        [tensor([-0.5000])]
+
+    References:
+        optax.inject_hyperparams.
+    """
+
+    def make(*args: Any, **kwargs: Any) -> Optimizer:
+        given = inspect.signature(factory).bind(*args, **kwargs)
+        # what is wrong with a number is told now, not of the tensor that it becomes
+        plain = as_optimizer(factory(*args, **kwargs))
+        named = {k: v for k, v in given.arguments.items() if _injectable(factory, k)}
+        schedules: dict[str, Any] = {k: v for k, v in named.items() if callable(v)}
+        numbers = {k: v for k, v in named.items() if _is_number(v) and _takes(factory, given, k)}
+        if not schedules and not numbers:
+            raise ConfigError(
+                f"inject_hyperparams: {getattr(factory, '__name__', factory)} takes none of "
+                f"{', '.join(named) or 'its arguments'} as a 0-d tensor, so there is nothing to "
+                "keep in the state. Of fzero.optim lr and weight_decay are taken."
+            )
+
+        def build(values: Mapping[str, Tensor]) -> Optimizer:
+            bound = inspect.BoundArguments(given.signature, given.arguments | dict(values))
+            return as_optimizer(factory(*bound.args, **bound.kwargs))
+
+        def current(state: InjectState) -> dict[str, Tensor]:
+            check.state("inject_hyperparams", state, InjectState)
+            for name in numbers:
+                x = state.hyperparams.get(name)
+                if not isinstance(x, Tensor) or x.dim():
+                    raise ConfigError(
+                        f"inject_hyperparams: hyperparams[{name!r}] is {x!r}, and must be a 0-d "
+                        f"tensor. Write into the one that is there: hyperparams[{name!r}].fill_(x)."
+                    )
+            now = {name: _value(fn, state.step) for name, fn in schedules.items()}
+            return {name: now.get(name, x) for name, x in state.hyperparams.items()}
+
+        def init(params: Params) -> InjectState:
+            step = zero_step(params)
+            values = {
+                name: torch.full_like(step, value, dtype=torch.float64)
+                for name, value in numbers.items()
+            }
+            values |= {name: _value(fn, step) for name, fn in schedules.items()}
+            # made with tensors: a state may count steps for those that a number needs no count for
+            return InjectState(step, values, build(values).init(params))
+
+        def update(
+            grads: PyTree, state: InjectState, params: Params | None = None, **options: Any
+        ) -> tuple[PyTree, InjectState]:
+            values = current(state)
+            updates, inner = build(values).update(grads, state.inner, params, **options)
+            return updates, InjectState(state.step + 1, values, inner)
+
+        @torch.no_grad()
+        def apply_(
+            grads: PyTree, state: InjectState, params: Params, **options: Any
+        ) -> InjectState:
+            values = current(state)
+            apply = build(values).apply_
+            assert apply is not None  # as_optimizer has filled it in
+            inner = apply(grads, state.inner, params, **options)
+            for name in schedules:
+                state.hyperparams[name].copy_(values[name])
+            state.step.add_(1)
+            return state._replace(inner=inner)
+
+        def rates(state: InjectState) -> list[Any]:
+            return list(build(current(state)).rates(state.inner))
+
+        return Optimizer(init, update, apply_, plain.foreign, rates)
+
+    return make
+
+
+def _value(schedule: Schedule, step: Tensor) -> Tensor:
+    # in memory of its own, whatever the schedule hands out: a step writes over its state
+    return schedule(step).to(torch.float64, copy=True)
+
+
+def _injectable(factory: Callable[..., Any], name: str) -> bool:
+    kind = inspect.signature(factory).parameters[name].kind
+    return kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _takes(factory: Callable[..., Any], given: inspect.BoundArguments, name: str) -> bool:
+    """Whether the factory makes an optimizer of a 0-d tensor in the place of a number."""
+    value = torch.tensor(float(given.arguments[name]), dtype=torch.float64)
+    bound = inspect.BoundArguments(given.signature, given.arguments | {name: value})  # pyright: ignore
+    try:
+        factory(*bound.args, **bound.kwargs)
+    except (ConfigError, TypeError, ValueError):
+        return False
+    return True
