@@ -113,16 +113,15 @@ class Ladder:
     def _descend(self, state: _State) -> None:
         """Give up values until nothing helps, and note each peak on the way."""
         self.found.append(state)
-        refused: set[int] = set()
         while True:
             target = state.alive.peak - max(state.alive.peak // _STEPS, 1)
-            after = self._lowered(state, target, refused)
+            after = self._lowered(state, target)
             if after is None:
                 return
             state = after
             self.found.append(state)
 
-    def _lowered(self, state: _State, target: int, refused: set[int]) -> _State | None:
+    def _lowered(self, state: _State, target: int) -> _State | None:
         """A plan of a lower peak; None if giving up no value leads there."""
         before = state
         while state.alive.peak > target:
@@ -168,21 +167,20 @@ class Ladder:
         model = self.model
         refused: set[int] = set()
         while True:
-            ranked = []
             again = {v for x in state.alive.copied if (v := model.of[x]) is not None and v >= 0}
+            ranked = []
             for value in again - state.saved - refused:
-                price = sum(
-                    model.prices.get(x, 0.0) for x in model.values[value].nodes
-                    if x in state.alive.copied
-                )
+                nodes = (x for x in model.values[value].nodes if x in state.alive.copied)
+                price = sum(model.prices.get(x, 0.0) for x in nodes)
                 ranked.append((-price / max(model.values[value].nbytes, 1), value))
+            before = state
             for _, value in sorted(ranked):
                 after = self._state(state.saved | {value})
                 if after.alive.peak <= target and after.alive.price < state.alive.price:
                     state = after
-                    break
-                refused.add(value)
-            else:
+                else:
+                    refused.add(value)
+            if state is before:
                 return state
 
     def _segments(self) -> Iterator[frozenset[int]]:

@@ -9,7 +9,6 @@ the graph and not with its tensors. Sizes of shards are those of the largest, so
 the same.
 """
 
-import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,11 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from fzero.distributed.buckets import KINDS, asked_for, bucket_of
+from fzero.distributed.buckets import asked_for, bucket_of
 from fzero.program.cost import Hardware, node_cost
-from fzero.program.graph import BACKWARD, FORWARD, output_node, phases, tensors_of
+from fzero.program.graph import BACKWARD, FORWARD, phases, tensors_of
 from fzero.program.memory import is_wait, storages
+from fzero.program.passes.gathers import leaf_of
 from fzero.program.passes.recompute import may_be_copied
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
 from fzero.program.program import Program
@@ -104,7 +104,6 @@ class Liveness:
         number: dict[int, int] = {}
         self.sizes: list[int] = []
         self.makers: list[int] = []
-        shards: dict[int, int] = {}
         for i, node in enumerate(self.nodes):
             mine = []
             if is_wait(node):
@@ -116,7 +115,7 @@ class Liveness:
                     continue
                 if key not in number:
                     number[key] = len(self.sizes)
-                    self.sizes.append(_padded(node, nbytes, shards))
+                    self.sizes.append(_padded(node, nbytes))
                     self.makers.append(i)
                 mine.append(number[key])
             self.keys.append(mine)
@@ -154,7 +153,7 @@ class Liveness:
 
     def _new(self, node: fx.Node, keys: list[int], *, leaf: bool = False) -> int:
         nbytes = sum(self.sizes[k] for k in keys)
-        self.values.append(Value(_leaf_name(node) if leaf else node.name, nbytes, [], leaf))
+        self.values.append(Value(leaf_of(node) if leaf else node.name, nbytes, [], leaf))
         return len(self.values) - 1
 
     def _read_prices(self) -> None:
@@ -306,7 +305,7 @@ class Liveness:
         return found
 
 
-def _padded(node: fx.Node, nbytes: int, shards: dict[int, int]) -> int:
+def _padded(node: fx.Node, nbytes: int) -> int:
     """Bytes of a storage; of a part of a reduced leaf, those of the largest rank's."""
     if not is_reduction(node):
         return nbytes
@@ -320,9 +319,3 @@ def _padded(node: fx.Node, nbytes: int, shards: dict[int, int]) -> int:
     if leaf.dim is None or not row:
         return nbytes
     return row * -(-leaf.shape[leaf.dim] // axis.size)
-
-
-def _leaf_name(node: fx.Node) -> str:
-    target: Any = node.target
-    (x,) = tensors_of(node.all_input_nodes[0])
-    return asked_for(target._schema.name, x, node.args[1:])[1].name

@@ -1,10 +1,10 @@
 """A Program: one staged-out function as a graph, with what is known about it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -17,6 +17,12 @@ from fzero.program.memory import peak_bytes
 from fzero.program.perfetto import save_trace
 from fzero.program.plot import plot
 from fzero.program.verify import verify
+
+
+class Fitted(Protocol):
+    """What a Program asks for others of the same function: a `fzero.program.fit.Fitting`."""
+
+    def frontier(self, points: int) -> "Sequence[Program]": ...
 
 
 @dataclass(frozen=True)
@@ -35,10 +41,13 @@ class Program:
         times: how often a step runs it (micro-batches).
         resident: what a step's state has that lives beside this graph and isn't among its inputs.
         bucket_bytes: most bytes of full leaves that share a collective; 0 if there are none.
+        rung: number of the plan that keeps it under a memory limit, see `fzero.program.fit`; None:
+            there is no limit.
         next: what the step runs after it.
         input_categories: what each of the first inputs is: see `fzero.program.categories`.
         output_categories: the same of outputs.
         reduced_over: the process groups over which each gradient must be summed here, exactly once.
+        fitting: makes the same function's Programs that hold less.
     """
 
     name: str
@@ -50,10 +59,12 @@ class Program:
     times: int = 1
     resident: tuple[Held, ...] = ()
     bucket_bytes: int = 0
+    rung: int | None = None
     next: "Program | None" = None
     input_categories: tuple[str, ...] = ()
     output_categories: tuple[str, ...] = ()
     reduced_over: tuple[str, ...] = ()
+    fitting: "Fitted | None" = field(default=None, repr=False, compare=False)
 
     def parts(self) -> Iterator["Program"]:
         """This Program and those that follow it in the step."""

@@ -13,6 +13,7 @@ from fzero.distributed.dtensor import local_tensor
 from fzero.numerics.loss_scale import LossScaleState
 from fzero.numerics.rng import mix
 from fzero.program import Program
+from fzero.program.fit import RESERVE
 from fzero.program.categories import (
     GRADIENTS,
     MASTERS,
@@ -194,6 +195,7 @@ class UpdateProgram:
                 prefetch=cfg.prefetch,
                 budget=budget,
                 exact=bucket_bytes is not None,
+                within=cfg.limit and cfg.limit - RESERVE,
             )
             return insert_seeds(program)
 
