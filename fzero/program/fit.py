@@ -5,7 +5,7 @@ rung is guessed, the Program is built as it will run, and its own peak says how 
 to go.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fzero.errors import ConfigError
@@ -39,12 +39,13 @@ class Fitting:
     Args:
         laid: makes the Program that the ladder is of: before `recompute`, collectives in place.
         regather: see `Ladder`.
-        build: `(plan, limit, late)` -> the Program as it runs, its buckets chosen under `limit`.
+        build: `(plan, limit, late)` -> the Program as it runs, its buckets the largest under a limit
+            in bytes; with 0 the smallest.
     """
 
     laid: Callable[[], Program]
     regather: bool
-    build: Callable[[Plan | None, int | None, bool], Program]
+    build: Callable[[Plan | None, int, bool], Program]
     _ladder: Ladder | None = None
 
     @property
@@ -66,29 +67,38 @@ class Fitting:
         Raises:
             NothingFits: none does.
         """
-        built: dict[int, tuple[Program, int]] = {}
+        room = limit - RESERVE
+        built: dict[int, tuple[int, Program]] = {}  # of rungs: the number, and with least buckets
 
         def peak_at(rung: int) -> int:
             if rung not in built:
-                found = [self.at(2 * rung, limit)]
-                if peak_bytes(found[0]) > limit - RESERVE and any(_gathers(found[0])):
-                    found.append(self.at(2 * rung + 1, limit))
-                best = min(found, key=peak_bytes)
-                built[rung] = (best, peak_bytes(best) + RESERVE)
-            return built[rung][1]
+                plan = self.ladder.plan(rung)
+                first = self.build(plan, 0, False)
+                built[rung] = (2 * rung, first)
+                if peak_bytes(first) > room and any(_gathers(first)):
+                    late = self.build(plan, 0, True)
+                    if peak_bytes(late) < peak_bytes(first):
+                        built[rung] = (2 * rung + 1, late)
+            return peak_bytes(built[rung][1])
 
         low, high, rung = -1, RUNGS, 0  # nothing fits up to `low`; `high` may
         while high not in built or (high - low > _NEAR and len(built) < _TRIES):
             peak = peak_at(rung)
-            if peak > limit and rung == RUNGS:
-                raise NothingFits(built[rung][0], limit)
-            low, high = (low, rung) if peak <= limit else (rung, high)
+            if peak > room and rung == RUNGS:
+                raise NothingFits(built[rung][1], limit)
+            low, high = (low, rung) if peak <= room else (rung, high)
             # what the model leaves out is nearly the same at neighbouring rungs
-            guess = self.ladder.rung_of(limit - (peak - self.ladder.target(rung)))
+            guess = self.ladder.rung_of(room - (peak - self.ladder.target(rung)))
             if len(built) >= _TRIES - 1 and high not in built:
                 guess = high
             rung = min(max(guess, low + 1), high if high not in built else high - 1)
-        return built[high][0]
+        return self.at(built[high][0], limit)
+
+    def frontier(self, points: int) -> Sequence[Program]:
+        """Programs from the one that does least to the one that holds least."""
+        rungs = [RUNGS * i // max(points - 1, 1) for i in range(points)]
+        found = [self.build(self.ladder.plan(rung), 0, False) for rung in rungs]
+        return [self.build(None, 0, False), *found]
 
 
 def _gathers(program: Program) -> Iterator[bool]:

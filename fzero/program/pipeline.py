@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fzero.program.fit import Fitting
 from fzero.program.ladder import Plan
-from fzero.program.passes.bucket import bucket, bucket_at
+from fzero.program.passes.bucket import bucket, bucket_at, bucket_sizes
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
@@ -45,20 +45,24 @@ def optimise(
     program = clean(program)
     program = rematerialise(program)  # before regather: what is computed again reads new gathers
 
-    def build(plan: Plan | None = None, within: int | None = None, late: bool = False) -> Program:
+    def build(plan: Plan | None = None, within: int = 0, late: bool = False) -> Program:
         done = program
         if plan is not None:
             done = recompute(done, plan.recomputed)
             done = regather(done, plan.regathered)
         elif reshard_after_forward:
             done = regather(done)
+        done = _laid(done)
+        most, settled = bucket_bytes, exact
+        if plan is not None and not within and not exact:  # to see what it can hold at least
+            most, settled = bucket_sizes(done, bucket_bytes)[-1], True
         done = share_collectives(
-            _laid(done),
-            bucket_bytes=bucket_bytes,
+            done,
+            bucket_bytes=most,
             prefetch=0 if late else prefetch,
             slack=slack,
-            exact=exact,
-            within=within,
+            exact=settled,
+            within=within or None,
         )
         return insert_seeds(done)
 

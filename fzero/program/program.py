@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from fzero.errors import FzeroError
 from fzero.program.cost import CPU, Cost, Hardware, cost
 from fzero.program.diff import Diff, diff
+from fzero.program.frontier import Frontier, frontier
 from fzero.program.graph import Held
 from fzero.program.held import Memory, Peak, memory, peak
 from fzero.program.listing import Collective, collectives, listing
@@ -19,10 +21,12 @@ from fzero.program.plot import plot
 from fzero.program.verify import verify
 
 
-class Fitted(Protocol):
+class Others(Protocol):
     """What a Program asks for others of the same function: a `fzero.program.fit.Fitting`."""
 
-    def frontier(self, points: int) -> "Sequence[Program]": ...
+    def frontier(self, points: int) -> "Sequence[Program]":
+        """Programs that do more and hold less."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Program:
     input_categories: tuple[str, ...] = ()
     output_categories: tuple[str, ...] = ()
     reduced_over: tuple[str, ...] = ()
-    fitting: "Fitted | None" = field(default=None, repr=False, compare=False)
+    fitting: Others | None = field(default=None, repr=False, compare=False)
 
     def parts(self) -> Iterator["Program"]:
         """This Program and those that follow it in the step."""
@@ -126,6 +130,25 @@ class Program:
             hardware: what it would run on; see `fzero.program.cost.Hardware`.
         """
         return cost(self.parts(), hardware)
+
+    def frontier(self, points: int = 12, hardware: Hardware = CPU) -> Frontier:
+        """What the step would hold and recompute under memory limits, from none to the least that
+        can be reached. `.plot(path)` draws it; see `fzero.program.frontier`.
+
+        Args:
+            points: how many limits, evenly spread.
+            hardware: that times are estimated for.
+
+        Raises:
+            FzeroError: the Program is one that nothing can be planned for.
+        """
+        if self.fitting is None:
+            raise FzeroError(
+                f"the Program {self.name!r} has no other plans: a step's, or a function's of "
+                "shards, as step_fn.lower(...) gives it, has."
+            )
+        others = [replace(part, next=self.next) for part in self.fitting.frontier(points)]
+        return frontier([tuple(other.parts()) for other in others], hardware)
 
     def plot(self, path: str | Path, hardware: Hardware = CPU) -> None:
         """Draw memory by category over the estimated time of a step, and under it what computes and

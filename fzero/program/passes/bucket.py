@@ -63,16 +63,10 @@ def bucket(
         within: bytes that the peak has to stay under. Then memory is free below, and the largest
             buckets are taken that stay there; if none do, those of the lowest peak.
     """
-    total = sum(
-        tensors_of(n)[0].nbytes for n in program.graph.nodes if is_gather(n) or is_reduction(n)
-    )
-    sizes, size = [], float(min(limit, max(total, 1)))
-    while size >= 2**16 and len(sizes) < _TRIES:
-        sizes.append(int(size))
-        size /= 1.6
+    sizes = bucket_sizes(program, limit)
     if within is not None:
-        return _largest_within(program, sizes or [limit], within, prefetch)
-    candidates = [bucket_at(program, size, prefetch=prefetch) for size in sizes or [limit]]
+        return _largest_within(program, sizes, within, prefetch)
+    candidates = [bucket_at(program, size, prefetch=prefetch) for size in sizes]
     peaks = [peak_bytes(candidate) for candidate in candidates]
     lowest = min(peaks)
 
@@ -82,6 +76,18 @@ def bucket(
 
     # Sizes fall, so this is the largest that fits; the one of the lowest peak always does.
     return next(c for c, peak in zip(candidates, peaks, strict=True) if fits(c, peak))
+
+
+def bucket_sizes(program: Program, limit: int) -> list[int]:
+    """The sizes of buckets that are tried, falling from `limit` bytes."""
+    total = sum(
+        tensors_of(n)[0].nbytes for n in program.graph.nodes if is_gather(n) or is_reduction(n)
+    )
+    sizes, size = [], float(min(limit, max(total, 1)))
+    while size >= 2**16 and len(sizes) < _TRIES:
+        sizes.append(int(size))
+        size /= 1.6
+    return sizes or [limit]
 
 
 def _largest_within(
