@@ -341,7 +341,11 @@ def _bytes_of(value: object) -> int:
     """Bytes of a limit; 0 if it is none."""
     if isinstance(value, int) and not isinstance(value, bool):
         return max(value, 0)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    found = (
+        re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
+        if isinstance(value, str)
+        else None
+    )
     if found is None or found[2] not in _UNITS:
         return 0
     return int(float(found[1]) * _UNITS[found[2]])

@@ -280,11 +280,7 @@ class Liveness:
         for k, nbytes in born:
             delta[born_at[k]] += nbytes
             delta[dies[k] + 1] -= nbytes
-        value_last = {
-            value: at
-            for k, at in last.items()
-            for value in self._values_on(k)
-        }
+        value_last = {value: at for k, at in last.items() for value in self._values_on(k)}
         price = sum(self.prices.get(x, 0.0) for x in made)
         flops = sum(self.flops.get(x, 0) for x in made)
         return Alive(np.cumsum(delta)[:step], first, value_last, made, price, flops)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fzero.program.fit import Fitting
+from fzero.program.fitting import Fitting
 from fzero.program.ladder import Plan
 from fzero.program.passes.bucket import bucket, bucket_at, bucket_sizes
 from fzero.program.passes.clean import clean

@@ -22,7 +22,7 @@ from fzero.program.verify import verify
 
 
 class Others(Protocol):
-    """What a Program asks for others of the same function: a `fzero.program.fit.Fitting`."""
+    """What a Program asks for others of the same function: a `fzero.program.fitting.Fitting`."""
 
     def frontier(self, points: int) -> "Sequence[Program]":
         """Programs that do more and hold less."""
@@ -45,7 +45,7 @@ class Program:
         times: how often a step runs it (micro-batches).
         resident: what a step's state has that lives beside this graph and isn't among its inputs.
         bucket_bytes: most bytes of full leaves that share a collective; 0 if there are none.
-        rung: number of the plan that keeps it under a memory limit, see `fzero.program.fit`; None:
+        rung: number of the plan that keeps it under a memory limit, see `fzero.program.fitting`; None:
             there is no limit.
         next: what the step runs after it.
         input_categories: what each of the first inputs is: see `fzero.program.categories`.

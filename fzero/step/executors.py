@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fzero.config import Config
 from fzero.errors import RankMismatchError
-from fzero.program.fit import MAX_RUNG
+from fzero.program.fitting import MAX_RUNG, NothingFits
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
+from fzero.step.alternatives import alternatives
 from fzero.step.eager import Eager
 from fzero.step.gradients import ModelFn
 from fzero.step.traced import Traced
@@ -68,21 +69,37 @@ class Executors:
             # where only the optimizer's reads have changed, the half of the gradients still holds
             like = next((one for one in known if one.notes.hold()), None)
             with ONE_AT_A_TIME:
-                traced = Traced(
-                    self.model_fn,
-                    plan,
-                    leaves,
-                    local,
-                    batch,
-                    frame,
-                    self._agreement.bucket_bytes,
-                    like,
-                    self._rungs.get(key),
-                )
+                traced = self._record(plan, leaves, local, batch, frame, like, self._rungs.get(key))
         if not known or known[0] is not traced:
             rest = [one for one in known if one is not traced]
             self._traced[key] = [traced, *rest][:MAX_SIGNATURES]
         return traced
+
+    def _record(
+        self,
+        plan: Plan,
+        leaves: list[Tensor],
+        local: LocalState,
+        batch: list[Tensor],
+        frame: Frame,
+        like: Traced | None,
+        rung: int | None,
+    ) -> Traced:
+        settled = self._agreement.bucket_bytes
+        try:
+            return Traced(self.model_fn, plan, leaves, local, batch, frame, settled, like, rung)
+        except NothingFits as error:
+            refusal = error
+
+        def peak(plan: Plan, leaves: Any, local: LocalState, batch: Any, rung: int) -> int:
+            try:
+                made = Traced(self.model_fn, plan, leaves, local, batch, frame, rung=rung)
+            except NothingFits as error:
+                return error.program.peak_bytes()
+            return made.program.peak_bytes()
+
+        ways_on = alternatives(peak, plan, leaves, local, batch, frame)
+        raise NothingFits(refusal.program, refusal.limit, ways_on) from None
 
     def agreed(
         self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree

@@ -8,7 +8,7 @@ from torch import Tensor
 from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS
-from fzero.program.fit import NothingFits
+from fzero.program.fitting import NothingFits
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
@@ -84,6 +84,11 @@ class Traced:
         # an optimizer that knows nothing of shards runs as it is, and is not recorded
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
+            given: list[Held] = []  # without donation the caller's stay, and copies are overwritten
+            if not cfg.donate:
+                pairs = zip(trained, plan.names[0], strict=True)
+                given = [Held(x.nbytes, PARAMETERS, name) for x, name in pairs]
+                given += held_rows(plan, local)
             update = self.update_program.trace(
                 trained,
                 local,
@@ -97,6 +102,7 @@ class Traced:
                         Held(x.nbytes, PARAMETERS, name)
                         for x, name in zip(frozen, plan.names[1], strict=True)
                     ),
+                    *given,
                 ],
                 bucket_bytes=settled[1],
             )

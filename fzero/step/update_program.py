@@ -13,7 +13,6 @@ from fzero.distributed.dtensor import local_tensor
 from fzero.numerics.loss_scale import LossScaleState
 from fzero.numerics.rng import mix
 from fzero.program import Program
-from fzero.program.fit import RESERVE
 from fzero.program.categories import (
     GRADIENTS,
     MASTERS,
@@ -23,6 +22,7 @@ from fzero.program.categories import (
     SCALE,
     STATE,
 )
+from fzero.program.fitting import RESERVE
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives

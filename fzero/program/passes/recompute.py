@@ -43,7 +43,9 @@ def recompute(program: Program, values: Collection[str]) -> Program:
     phase = phases(graph)
     gradients = [n for n in graph.nodes if phase[n] == BACKWARD and n.op != "output"]
     wanted = set(values)
-    chosen = {n for n in graph.nodes if n.name in wanted and phase[n] == FORWARD and may_be_copied(n)}
+    chosen = {
+        n for n in graph.nodes if n.name in wanted and phase[n] == FORWARD and may_be_copied(n)
+    }
     again = copied_for(graph, gradients, chosen)
     if not again:
         return program

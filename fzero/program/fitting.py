@@ -22,11 +22,12 @@ class NothingFits(ConfigError):
     Args:
         program: the one that holds least.
         limit: bytes.
+        ways_on: what would fit.
     """
 
-    def __init__(self, program: Program, limit: int) -> None:
+    def __init__(self, program: Program, limit: int, ways_on: str = "") -> None:
         self.program, self.limit = program, limit
-        super().__init__(_nothing_fits(program, limit))
+        super().__init__(f"{_nothing_fits(program, limit)} {ways_on}".rstrip())
 
 
 @dataclass
@@ -108,6 +109,8 @@ def _gathers(program: Program) -> Iterator[bool]:
 RESERVE = 1024
 """Bytes of a limit that are left for what is in no Program: the numbers that a step reports."""
 MAX_RUNG = 2 * RUNGS + 1
+LEAST = 2 * RUNGS
+"""The number of the Program that holds least, as far as it is without launching gathers late."""
 _NEAR, _TRIES = 2, 5
 
 
