@@ -258,9 +258,9 @@ def _min_cut(model: Model) -> Iterator[tuple[float, int, int]]:
 
             return step
 
-        held, step = measure(build)
+        held, run = measure(build)
         with FlopCounterMode(display=False) as counter:
-            step()
+            run()
         base = base or _plain_flops(model)
         yield budget, held.peak - held.between, counter.get_total_flops() - base
 

@@ -75,10 +75,10 @@ class Config:
         seed: of all randomness in the step.
         norm_type: p of the norm that `clip_norm` bounds and `metrics["grad_norm"]` tells;
             `math.inf` for the largest magnitude.
-        memory_limit: what a step may hold on a rank: bytes, or a text such as "12GiB" (KiB, MiB, GiB,
-            TiB; KB, MB, GB, TB are powers of 1000). Backward then computes values again, leaves are
-            gathered again or kept, and buckets are as large, as the limit asks for with the least
-            work; results are the same bit for bit. None: no limit.
+        memory_limit: what a step may hold on a rank: bytes, or a text such as "12GiB" (KiB, MiB,
+            GiB, TiB; KB, MB, GB, TB are powers of 1000). Backward then computes values again, and
+            leaves are gathered again or kept, as that takes with the least work; results are the
+            same bit for bit. None: no limit.
         timeout: seconds that a rank may come later than others to what they do together. None: the
             process group's. A rank that is late is waited for; one that went another way, or is
             gone, is told at once.

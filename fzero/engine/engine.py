@@ -78,9 +78,9 @@ class Engine:
     ) -> None:
         if cfg is not None and cfg.memory_limit is not None:
             raise ConfigError(
-                f"Config.memory_limit={cfg.memory_limit!r}: an Engine runs operator by operator, and "
-                "has no Program that could be planned. Use make_train_step, or fzero.remat in the "
-                "module and memory_limit=None."
+                f"Config.memory_limit={cfg.memory_limit!r}: an Engine runs operator by operator, "
+                "and has no Program that could be planned. Use make_train_step, or fzero.remat in "
+                "the module and memory_limit=None."
             )
         slots, params = parameters_of(model)
         self.module = model

@@ -247,8 +247,8 @@ def _saves(policy: Policy) -> Saves:
     if not isinstance(policy, Collection) or not all(isinstance(op, Op) for op in policy):
         raise ConfigError(
             f"remat got policy={policy!r}; it must be a function from an OpOverload to a bool, or "
-            "the operators whose results are kept, such as [torch.ops.aten.mm], save_only(names), or "
-            f"one of {', '.join(map(repr, _NAMED))}."
+            "the operators whose results are kept, such as [torch.ops.aten.mm], save_only(names), "
+            f"or one of {', '.join(map(repr, _NAMED))}."
         )
     kept = set(policy)
     return lambda op, args, kwargs, out: op in kept or op.overloadpacket in kept

@@ -1,8 +1,8 @@
 """Fit a Program under a memory limit: the least work whose true peak stays below it.
 
 The plans come from `Ladder`, whose peaks leave out inputs, state and the buffers of buckets. So a
-rung is guessed, the Program is built as it will run, and its own peak says how far the next guess has
-to go.
+rung is guessed, the Program is built as it will run, and its own peak says how far the next guess
+has to go.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +40,8 @@ class Fitting:
     Args:
         laid: makes the Program that the ladder is of: before `recompute`, collectives in place.
         regather: see `Ladder`.
-        build: `(plan, limit, late)` -> the Program as it runs, its buckets the largest under a limit
-            in bytes; with 0 the smallest.
+        build: `(plan, limit, late)` -> the Program as it runs, its buckets the largest under a
+            limit in bytes; with 0 the smallest.
     """
 
     laid: Callable[[], Program]

@@ -1,10 +1,10 @@
-"""Plans of recomputation from the most memory to the least, each with the least work that was found.
+"""Plans of recomputation from the most memory to the least, with the least work that was found.
 
 [Note: how plans are found] What backward may read of forward is a set of values. From the set that
-saves all, and from sets that save only where forward is narrow (Chen's segments), values are given up
-one by one: the one next whose bytes, over the steps at which too much is alive, are cheapest to make
-again. `Liveness` judges each. A plan for a peak is then polished: what it can take back under that
-peak it takes back, the dearest first. All of it follows from the graph alone, and no rank asks
+saves all, and from sets that save only where forward is narrow (Chen's segments), values are given
+up one by one: next the one whose bytes, over the steps at which too much is alive, are cheapest to
+make again. `Liveness` judges each. A plan for a peak is then polished: what it can take back under
+that peak it takes back, the dearest first. All of it follows from the graph alone, and no rank asks
 another.
 
 References: Chen, Xu, Zhang, Guestrin, arXiv:1604.06174 (segments); Kirisame et al., Dynamic Tensor
@@ -221,9 +221,9 @@ class Ladder:
         model = self.model
         gone: set[str] = set()
         for i, value in enumerate(model.of):
-            if value is not None and i in state.alive.copied:
-                if value < 0 or not model.values[value].leaf:
-                    gone.add(model.nodes[i].name)
+            copied = value is not None and i in state.alive.copied
+            if copied and value not in model.leaves:
+                gone.add(model.nodes[i].name)
         leaves = {model.values[v].name for v in model.leaves - state.saved}
         alive = state.alive
         return Plan(frozenset(gone), frozenset(leaves), alive.peak, alive.flops, alive.price)

@@ -1,12 +1,12 @@
 """What a plan of recomputation would hold, by arithmetic on the graph: nothing is copied.
 
-[Note: the model] A graph is read once into arrays: which storage each node makes, and who reads it.
-A *value* is a storage that forward makes, or a gathered leaf with its views and casts. A plan is the
-set of values that backward may read as forward made them; any other is made again before its first
-reader there, from what is there, as `recompute` and `regather` do it. `Liveness.under(saved)` replays
-backward for one plan: what is alive at each step, and what the copies cost, in a time that grows with
-the graph and not with its tensors. Sizes of shards are those of the largest, so that all ranks find
-the same.
+[Note: the model] A graph is read once into arrays: which storage each node makes, and who reads
+it. A *value* is a storage that forward makes, or a gathered leaf with its views and casts. A plan
+is the set of values that backward may read as forward made them; any other is made again before its
+first reader there, from what is there, as `recompute` and `regather` do it. `Liveness.under(saved)`
+replays backward for one plan: what is alive at each step, and what the copies cost, in a time that
+grows with the graph and not with its tensors. Sizes of shards are those of the largest, so that all
+ranks find the same.
 """
 
 from collections.abc import Collection, Iterator
@@ -182,8 +182,14 @@ class Liveness:
         self.fixed_last = list(self.makers)
         forward_last = list(self.makers)
         readers: dict[int, list[int]] = {}
+        views: dict[int, int] = {}  # of backward, on what forward made: a copy's view in its place
         for i, operands in enumerate(self.operands):
-            for x in operands:
+            viewed = [x for x in operands if set(self.keys[x]) & set(self.keys[i])]
+            if i >= self.backward and viewed:
+                x = views.get(viewed[0], viewed[0])
+                if self.of[x] is not None:
+                    views[i] = x
+            for x in (views.get(x, x) for x in operands):
                 if i >= self.backward and self.of[x] is not None and i != len(self.nodes) - 1:
                     readers.setdefault(i, []).append(x)
                     continue

@@ -75,7 +75,7 @@ def optimise(
 
 
 def _laid(program: Program) -> Program:
-    """Collectives where they belong: gathers at their first use, reductions where they are ready."""
+    """Gathers at their first use, reductions where they are ready."""
     return hoist_reductions(sink_gathers(program))
 
 

@@ -45,8 +45,8 @@ class Program:
         times: how often a step runs it (micro-batches).
         resident: what a step's state has that lives beside this graph and isn't among its inputs.
         bucket_bytes: most bytes of full leaves that share a collective; 0 if there are none.
-        rung: number of the plan that keeps it under a memory limit, see `fzero.program.fitting`; None:
-            there is no limit.
+        rung: number of the plan that keeps it under a memory limit, see `fzero.program.fitting`;
+            None: there is no limit.
         next: what the step runs after it.
         input_categories: what each of the first inputs is: see `fzero.program.categories`.
         output_categories: the same of outputs.

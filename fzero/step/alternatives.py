@@ -1,4 +1,4 @@
-"""What would fit where a step does not: other accumulation, a higher stage, each staged out to see."""
+"""What would fit where a step does not: other accumulation, a higher stage; staged out to see."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -21,6 +21,7 @@ from fzero.program.graph import (
     FORWARD,
     copy_graph,
     has_effect,
+    is_op,
     is_wanted,
     order_of,
     phases,
@@ -111,4 +112,5 @@ def may_be_copied(node: fx.Node) -> bool:
         return all(may_be_copied(x) for x in node.all_input_nodes if x.op == "call_function")
     if not is_pure(node) or has_effect(node.target) or is_gather(node) or is_reduction(node):
         return False
-    return node.target.namespace in ("aten", "prims", "prim", "fzero")  # pyright: ignore
+    # an operator of somebody else's may have effects that its schema does not say
+    return node.target.namespace in ("aten", "prims") or is_op(node, "fzero::restored")  # pyright: ignore
