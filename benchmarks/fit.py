@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._functorch.aot_autograd import aot_function, boxed_nop_preserve_node_meta
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fzero
 from benchmarks.allocations import LocalState, measure
@@ -259,16 +259,34 @@ def _min_cut(model: Model) -> Iterator[tuple[float, int, int]]:
             return step
 
         held, run = measure(build)
-        with FlopCounterMode(display=False) as counter:
+        with _counter() as counter:
             run()
         base = base or _plain_flops(model)
         yield budget, held.peak - held.between, counter.get_total_flops() - base
 
 
+def _counter() -> FlopCounterMode:
+    """Torch's, which does not know attention on a CPU, and what has the same count."""
+    aten, flash = torch.ops.aten, "_scaled_dot_product_flash_attention"
+
+    def alike(way: str) -> Callable[..., int]:
+        def flops(*args: Any, **kwargs: Any) -> int:
+            return flop_registry[getattr(aten, f"{flash}{way}")](*args, **kwargs)
+
+        flops._get_raw = True  # pyright: ignore
+        return flops
+
+    ways = ("", "_backward")
+    return FlopCounterMode(
+        display=False,
+        custom_mapping={getattr(aten, f"{flash}_for_cpu{way}"): alike(way) for way in ways},
+    )
+
+
 def _plain_flops(model: Model) -> int:
     torch.manual_seed(0)
     module = model.build()
-    with FlopCounterMode(display=False) as counter:
+    with _counter() as counter:
         module(*batch_of(GPT_SIZE, GPT_SIZE.rows)).backward()
     return counter.get_total_flops()
 

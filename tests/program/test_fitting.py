@@ -1,4 +1,4 @@
-"""A step under a memory limit: the same numbers, never above it, or a refusal that says the least."""
+"""A step under a memory limit: the same numbers, never above it, or a refusal with the least."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +52,7 @@ def run_step(
     return [*losses, *fzero.unshard(state[0]).values()], program
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     depth=st.integers(1, 3),
     width=st.sampled_from([8, 24]),
@@ -68,13 +68,12 @@ def test_a_limit_changes_no_number_and_is_kept(
     cfg = fzero.Config(stage=stage, accum_steps=accum)
     expected, program = run_step(cfg, depth, width, rows, dropout)
     limit = round(program.peak_bytes() * share)
-    try:
-        found, limited = run_step(cfg.replace(memory_limit=limit), depth, width, rows, dropout)
-    except ConfigError as error:
-        least = min(point.bytes for point in program.frontier(2))
-        assert least + RESERVE > limit
-        assert f"memory_limit={limit}" in str(error)
+    least = min(point.bytes for point in program.frontier(2)) + RESERVE
+    if limit < least:
+        with pytest.raises(ConfigError, match=f"memory_limit={limit}"):
+            run_step(cfg.replace(memory_limit=limit), depth, width, rows, dropout)
         return
+    found, limited = run_step(cfg.replace(memory_limit=limit), depth, width, rows, dropout)
     assert limited.peak_bytes() <= limit
     limited.verify()
     assert all(map(torch.equal, expected, found))
@@ -88,8 +87,10 @@ def _on_a_rank(stage: int, shares: list[float]) -> list[tuple[int, int, bool, in
     # 25 columns: the ranks' shards differ in size, and so do their peaks
     expected, program = run_step(cfg, 3, 25, 96, 0.3, rank)
     rows = []
+    most = torch.tensor(program.peak_bytes())
+    dist.all_reduce(most, dist.ReduceOp.MAX)  # a config is the same on all ranks
     for share in shares:
-        limit = round(program.peak_bytes() * share)
+        limit = round(int(most) * share)
         found, limited = run_step(cfg.replace(memory_limit=limit), 3, 25, 96, 0.3, rank)
         same = all(map(torch.equal, expected, found))
         rows.append((limit, limited.peak_bytes(), same, limited.rung))
@@ -98,7 +99,7 @@ def _on_a_rank(stage: int, shares: list[float]) -> list[tuple[int, int, bool, in
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_take_the_same_plan(stage: int) -> None:
-    by_rank = run_ranks(2, _on_a_rank, stage, [0.9, 0.7])
+    by_rank = run_ranks(2, _on_a_rank, stage, [0.8], timeout=240)
     for rows in zip(*by_rank, strict=True):
         for limit, peak, same, _ in rows:
             assert peak <= limit
