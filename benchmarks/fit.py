@@ -80,7 +80,10 @@ class Run:
 
     def __init__(self, module: nn.Module, opt: Any, cfg: fzero.Config, batch: Batch) -> None:
         apply, params = fzero.functionalize(module)
-        module.to("meta")
+        buffers = [{**part._buffers} for part in module.modules()]
+        module.to("meta")  # from here on it is only code: the full parameters go
+        for part, own in zip(module.modules(), buffers, strict=True):
+            part._buffers.update(own)
         self.batch, self.losses = batch, list[Tensor]()
         self.step_fn = fzero.make_train_step(lambda params, batch: apply(params, *batch), opt, cfg)
         self.state = self.step_fn.init(params)

@@ -44,11 +44,11 @@ def run_step(
     step_fn = fzero.make_train_step(net(depth, dropout), fzero.optim.adam(0.01), cfg)
     state = step_fn.init(params)
     batch = torch.randn(rows, width, generator=torch.Generator().manual_seed(rank))
-    program = step_fn.lower(*state, batch)
     losses = []
     for _ in range(2):
         state = step_fn(*state, batch)
         losses.append(state[1].metrics["loss"])
+    program = step_fn.lower(*state, batch)  # after the ranks have settled theirs
     return [*losses, *fzero.unshard(state[0]).values()], program
 
 
