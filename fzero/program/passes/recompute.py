@@ -26,7 +26,7 @@ from fzero.program.graph import (
     order_of,
     phases,
 )
-from fzero.program.passes.rewrite import infer, is_gather, is_reduction, refresh
+from fzero.program.passes.rewrite import infer, refresh
 from fzero.program.program import Program
 
 
@@ -110,7 +110,8 @@ def may_be_copied(node: fx.Node) -> bool:
     """Whether a plan may copy a node: it only computes, and on this rank alone."""
     if node.target is operator.getitem:
         return all(may_be_copied(x) for x in node.all_input_nodes if x.op == "call_function")
-    if not is_pure(node) or has_effect(node.target) or is_gather(node) or is_reduction(node):
-        return False
+    target = node.target
+    if not isinstance(target, OpOverload) or not is_pure(node) or has_effect(target):
+        return False  # what is not recorded may do anything
     # an operator of somebody else's may have effects that its schema does not say
-    return node.target.namespace in ("aten", "prims") or is_op(node, "fzero::restored")  # pyright: ignore
+    return target.namespace in ("aten", "prims") or is_op(node, "fzero::restored")
