@@ -20,7 +20,7 @@ from fzero.errors import (
 )
 from fzero.functional.functionalize import functionalize
 from fzero.functional.opaque import opaque
-from fzero.functional.remat import remat
+from fzero.functional.remat import checkpoint_name, remat, save_only
 from fzero.numerics.loss_scale import LossScale
 from fzero.numerics.precision import Precision
 from fzero.program import Hardware, Program
@@ -55,6 +55,7 @@ __all__ = [
     "TrainStep",
     "apply_updates",
     "checkpoint",
+    "checkpoint_name",
     "functionalize",
     "grad",
     "hvp",
@@ -64,6 +65,7 @@ __all__ = [
     "opaque",
     "optim",
     "remat",
+    "save_only",
     "shard",
     "sharded",
     "stage",

@@ -69,6 +69,8 @@ LAWS = {
     "functional/apart": "functional/test_opaque.py: backward_sees_the_random_numbers_of_forward",
     "functional/islands": "functional/test_opaque.py: an_island_trains_as_plain_torch",
     "program/trace": "test_errors.py: what_cannot_be_staged_out_is_shown_with_its_line",
+    "program/ladder": "program/test_fitting.py: less_memory_never_takes_fewer_flops_again",
+    "program/frontier": "program/test_fitting.py: less_memory_never_takes_fewer_flops_again",
     "program/passes/bucket": "program/passes/test_passes.py: "
     "bucket_takes_the_largest_size_that_memory_allows",
     "program/passes/clean": "program/passes/test_passes.py: order_is_legal_and_inputs_stay",
@@ -97,6 +99,7 @@ LAWS = {
     "random_numbers_are_a_function_of_the_call",
     "transforms/recorded": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
     "transforms/staging": "transforms/test_function.py: a_step_of_ones_own_trains_as_torch_does",
+    "step/alternatives": "program/test_fitting.py: what_does_not_fit_says_the_least_and_what_would",
     "step/executors": "test_mismatch.py: "
     "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",
     "step/gradients": "laws/test_parity.py: training_equals_plain_torch",

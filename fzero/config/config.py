@@ -5,6 +5,7 @@ Every field is checked when the `Config` is made, so that what runs later can re
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -74,6 +75,10 @@ class Config:
         seed: of all randomness in the step.
         norm_type: p of the norm that `clip_norm` bounds and `metrics["grad_norm"]` tells;
             `math.inf` for the largest magnitude.
+        memory_limit: what a step may hold on a rank: bytes, or a text such as "12GiB" (KiB, MiB,
+            GiB, TiB; KB, MB, GB, TB are powers of 1000). Backward then computes values again, and
+            leaves are gathered again or kept, as that takes with the least work; results are the
+            same bit for bit. None: no limit.
         timeout: seconds that a rank may come later than others to what they do together. None: the
             process group's. A rank that is late is waited for; one that went another way, or is
             gone, is told at once.
@@ -113,6 +118,7 @@ class Config:
     seed: int = 0
     norm_type: float = 2.0
     timeout: float | None = None
+    memory_limit: int | str | None = None
 
     def __post_init__(self) -> None:
         self._check_int("stage", 0, 3, "0 (nothing sharded) to 3 (parameters sharded)")
@@ -126,6 +132,7 @@ class Config:
             self._check_number("norm_type", "a number > 0 (p of a p-norm), or math.inf")
         if self.timeout is not None:
             self._check_number("timeout", "None or a finite number > 0 (seconds)")
+        self._check_memory_limit()
         self._check_number("bucket_mb", "a finite number > 0 (MiB)")
         for field in ("has_aux", "reshard_after_forward", "donate"):
             if not isinstance(getattr(self, field), bool):
@@ -159,6 +166,16 @@ class Config:
         """
         given = loss_scales.resolve(self.loss_scale)
         return LossScale() if given is None and self.dtypes.needs_loss_scale else given
+
+    @property
+    def limit(self) -> int | None:
+        """`memory_limit` in bytes.
+
+        Examples:
+            >>> Config(memory_limit="1.5GiB").limit, Config(memory_limit=10**9).limit
+            (1610612736, 1000000000)
+        """
+        return None if self.memory_limit is None else _bytes_of(self.memory_limit)
 
     @property
     def nonfinite_policy(self) -> Literal["report", "skip", "raise"]:
@@ -249,6 +266,18 @@ class Config:
         if not ok or not math.isfinite(value) or value <= 0:
             self._refuse(field, rule)
 
+    def _check_memory_limit(self) -> None:
+        if self.memory_limit is None:
+            return
+        if not _bytes_of(self.memory_limit):
+            self._refuse("memory_limit", 'None, bytes as an int > 0, or a text such as "12GiB"')
+        if self.executor == "eager":
+            self._refuse(
+                "memory_limit",
+                "None with executor='eager', which stages nothing out: there is no Program to "
+                "plan. Use executor='traced', or fzero.remat",
+            )
+
     def _check_choice(self, field: str, allowed: tuple[str | None, ...]) -> None:
         value = getattr(self, field)
         if not isinstance(value, str | None) or value not in allowed:
@@ -299,3 +328,24 @@ def _check_names(changes: dict[str, Any]) -> None:
             raise ConfigError(
                 f"Config has no field {name!r}.{hint} Its fields: {', '.join(fields)}."
             )
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def _bytes_of(value: object) -> int:
+    """Bytes of a limit; 0 if it is none."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return max(value, 0)
+    found = (
+        re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
+        if isinstance(value, str)
+        else None
+    )
+    if found is None or found[2] not in _UNITS:
+        return 0
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -16,7 +16,7 @@ from fzero.engine.module_state import LoadedKeys
 from fzero.engine.names import Names
 from fzero.engine.parts import build_parts
 from fzero.engine.release import Former, Released, release
-from fzero.errors import BackwardError, FzeroError, ShardError
+from fzero.errors import BackwardError, ConfigError, FzeroError, ShardError
 from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
 from fzero.state.opt_state import OptState
@@ -76,6 +76,12 @@ class Engine:
         gradient_reduction: Literal["mean", "sum"] = "mean",
         gradient_predivide: float | None = None,
     ) -> None:
+        if cfg is not None and cfg.memory_limit is not None:
+            raise ConfigError(
+                f"Config.memory_limit={cfg.memory_limit!r}: an Engine runs operator by operator, "
+                "and has no Program that could be planned. Use make_train_step, or fzero.remat in "
+                "the module and memory_limit=None."
+            )
         slots, params = parameters_of(model)
         self.module = model
         self._slots = slots

@@ -8,10 +8,11 @@ outermost first, kept in `meta["custom"]`, which survives a second recording of 
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import map_arg
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
+from torch.utils.flop_counter import flop_registry
 
 from fzero.errors import ConfigError
 from fzero.functional.transforms import in_transform
@@ -29,7 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Op = OpOverload | OpOverloadPacket
-Policy = Callable[[OpOverload], Any] | Collection[Op] | Op
+Policy = Callable[..., Any] | Collection[Op] | Op | str
 # (operator, args, kwargs, result) -> whether the result is kept
 Saves = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], bool]
 
@@ -48,8 +50,10 @@ def remat(fn: Callable[P, R], policy: Policy | None = None) -> Callable[P, R]:
 
     Args:
         fn: a function or module of any arguments; it may close over tensors that need gradients.
-        policy: what is kept nevertheless: operators (`[torch.ops.aten.mm]`), or a function from an
-            `OpOverload` to a bool or `torch.utils.checkpoint.CheckpointPolicy`. None keeps nothing.
+        policy: what is kept nevertheless. "nothing" (as None); "everything"; "dots": products of
+            matrices, and convolutions and attention; `save_only("a", "b")`: what
+            `checkpoint_name(x, "a")` named; operators (`[torch.ops.aten.mm]`); or a function from
+            an `OpOverload` to a bool or `torch.utils.checkpoint.CheckpointPolicy`.
 
     Returns:
         A function with the arguments and results of `fn`.
@@ -134,10 +138,12 @@ def regions_of(node: fx.Node) -> Path:
     return node.meta.get("custom", {}).get(_MARK, ())
 
 
-_MARK = "fzero.remat"
+_MARK, _NAME = "fzero.remat", "fzero.name"
 
 
 def _is_saved(node: fx.Node, saves: Saves) -> bool:
+    if isinstance(saves, SaveOnly):
+        return not saves.names.isdisjoint(node.meta.get("custom", {}).get(_NAME, ()))
     if not isinstance(node.target, OpOverload):  # a part of a result goes with the whole
         return any(_is_saved(x, saves) for x in node.all_input_nodes if x.op == "call_function")
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
@@ -145,7 +151,95 @@ def _is_saved(node: fx.Node, saves: Saves) -> bool:
 
 
 # --------------------------------------------------------------------------------- policies
+class SaveOnly(NamedTuple):
+    """A policy that keeps what has one of these names; see `save_only`."""
+
+    names: frozenset[str]
+
+    def __call__(self, op: OpOverload, args: Any, kwargs: Any, out: Any) -> bool:
+        """No operator is kept for what it is."""
+        return False
+
+
+def save_only(*names: str) -> SaveOnly:
+    """A policy of `remat`: keep what `checkpoint_name` gave one of these names, and nothing else.
+
+    Args:
+        names: one or more.
+
+    Raises:
+        ConfigError: no names, or what is no name.
+
+    Examples:
+        >>> sorted(save_only("attention", "mlp").names)
+        ['attention', 'mlp']
+    """
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"save_only got {names!r}; it takes one or more names, as strings.")
+    return SaveOnly(frozenset(names))
+
+
+def checkpoint_name(x: Tensor, name: str) -> Tensor:
+    """`x`, with a name by which a policy of `remat` keeps it: see `save_only`.
+
+    Names count where a step is recorded. Under plain autograd a policy of names keeps nothing: by
+    the time that a value has its name, it has been computed.
+
+    Args:
+        x: a tensor that a rematerialised function computes; use the result in its place.
+        name: not empty; several values may have one name.
+
+    Returns:
+        A view of all of `x`.
+
+    Raises:
+        ConfigError: `name` is no name, or `x` no tensor.
+
+    Examples:
+        >>> import torch
+        >>> def block(w, x):
+        ...     return torch.tanh(checkpoint_name(x @ w, "product"))
+        >>> w, x = torch.eye(2, requires_grad=True), torch.ones(1, 2)
+        >>> remat(block, policy=save_only("product"))(w, x).sum().backward()
+        >>> w.grad.shape
+        torch.Size([2, 2])
+
+    References: the name and the meaning are `jax.ad_checkpoint.checkpoint_name`'s.
+    """
+    if not isinstance(x, Tensor) or not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"checkpoint_name got a {type(x).__name__} and {name!r}; it takes a tensor and a name."
+        )
+    view = x.view_as(x)
+    mode = get_proxy_mode()
+    node = None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+    # the view is recorded, and with it which node has made what it is of
+    if node is not None and node.op == "call_function" and len(node.all_input_nodes) == 1:
+        made = node.all_input_nodes[0]
+        custom = made.meta.get("custom", {})
+        made.meta["custom"] = {**custom, _NAME: (*custom.get(_NAME, ()), name)}
+    return view
+
+
+def _is_dot(op: OpOverload, args: Any, kwargs: Any, out: Any) -> bool:
+    # torch counts the FLOPs of what multiplies matrices; of attention not on every device
+    return op.overloadpacket in flop_registry or "scaled_dot_product" in op.name()
+
+
+_NAMED: Mapping[str, Saves] = MappingProxyType(
+    {
+        "nothing": lambda op, args, kwargs, out: False,
+        "everything": lambda op, args, kwargs, out: True,
+        "dots": _is_dot,
+    }
+)
+
+
 def _saves(policy: Policy) -> Saves:
+    if isinstance(policy, SaveOnly):
+        return policy
+    if isinstance(policy, str) and policy in _NAMED:
+        return _NAMED[policy]
     if isinstance(policy, Op):
         policy = [policy]
     if callable(policy):
@@ -153,7 +247,8 @@ def _saves(policy: Policy) -> Saves:
     if not isinstance(policy, Collection) or not all(isinstance(op, Op) for op in policy):
         raise ConfigError(
             f"remat got policy={policy!r}; it must be a function from an OpOverload to a bool, or "
-            "the operators whose results are kept, such as [torch.ops.aten.mm]."
+            "the operators whose results are kept, such as [torch.ops.aten.mm], save_only(names), "
+            f"or one of {', '.join(map(repr, _NAMED))}."
         )
     kept = set(policy)
     return lambda op, args, kwargs, out: op in kept or op.overloadpacket in kept

@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from fzero.distributed.buckets import ALL_REDUCE, Bucket
-from fzero.program.graph import Part, phases, tensors_of, written_operands
+from fzero.program.graph import Part, is_again, phases, tensors_of, written_operands
 from fzero.program.memory import is_wait, storages
 from fzero.program.origin import origin_of
 from fzero.program.sections import pattern
@@ -239,12 +239,14 @@ class Cost:
         hardware: that times are estimated for.
         seconds: estimated, of the step.
         exposed: of these, seconds in which a rank only waits for collectives.
+        recomputed: FLOPs of a step that are done a second time, to hold less.
     """
 
     rows: tuple[CostRow, ...]
     hardware: Hardware
     seconds: float
     exposed: float
+    recomputed: int = 0
 
     @property
     def flops(self) -> int:
@@ -283,6 +285,8 @@ class Cost:
             f"{count(self.flops)} FLOP, {size(self.bytes_moved)} moved, "
             f"{size(sum(self.sent.values()))} sent, {self.intensity:.3g} FLOP/byte"
         )
+        if self.recomputed:
+            head += f", {count(self.recomputed)} FLOP of them a second time"
         waiting = f"{seconds(self.exposed)} of them waiting for collectives"
         lines = [head, f"{seconds(self.seconds)} estimated, {waiting}; on {self.hardware.name}"]
         lines += table([[kind, size(n)] for kind, n in self.sent.items()], "lr")
@@ -306,6 +310,7 @@ def cost(parts: Iterable[Part], hardware: Hardware) -> Cost:
     """What a step costs."""
     rows: list[CostRow] = []
     total = exposed = 0.0
+    recomputed = 0
     for part in parts:
         end = 0.0
         for span in spans(part, hardware):
@@ -315,11 +320,12 @@ def cost(parts: Iterable[Part], hardware: Hardware) -> Cost:
             sent = {} if bucket is None else {bucket.kind: span.cost.sent * part.times}
             spent = 0.0 if bucket is not None or span.waits else span.cost.seconds * part.times
             flops, moved = span.cost.flops * part.times, span.cost.bytes_moved * part.times
+            recomputed += flops if is_again(span.node) else 0
             rows.append(CostRow(span.phase, module, flops, moved, sent, spent))
             end = max(end, span.end)
             exposed += (span.end - span.start) * part.times if span.waits else 0.0
         total += end * part.times
-    return Cost(_merged(rows), hardware, total, exposed)
+    return Cost(_merged(rows), hardware, total, exposed, recomputed)
 
 
 def _handled(node: fx.Node) -> Bucket | None:

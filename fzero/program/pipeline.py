@@ -1,9 +1,14 @@
 """The order of the passes, and why."""
 
-from fzero.program.passes.bucket import bucket, bucket_at
+from dataclasses import replace
+
+from fzero.program.fitting import Fitting
+from fzero.program.ladder import Plan
+from fzero.program.passes.bucket import bucket, bucket_at, bucket_sizes
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
+from fzero.program.passes.recompute import recompute
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_gather, is_reduction
 from fzero.program.passes.seed import insert_seeds, number_sites
@@ -18,6 +23,8 @@ def optimise(
     prefetch: int | None,
     slack: float = 0.1,
     exact: bool = False,
+    limit: int | None = None,
+    rung: int | None = None,
 ) -> Program:
     """Make the Program of a gradient function fit to run.
 
@@ -27,19 +34,49 @@ def optimise(
         prefetch: how many buckets ahead a gather is launched; None: as the backend warrants.
         slack: share of the lowest peak that larger buckets may cost.
         exact: take `bucket_bytes` as it is instead of looking for a better size below it.
+        limit: bytes that the peak has to stay under, with as little done twice as that takes.
+        rung: of the plan that all ranks settled for that; None: the first that fits.
+
+    Raises:
+        ConfigError: nothing stays under the limit.
     """
     program = functionalise(program)  # first: the others take values for granted
     program = number_sites(program)  # before nodes are copied: a copy draws the same numbers
     program = clean(program)
     program = rematerialise(program)  # before regather: what is computed again reads new gathers
-    if reshard_after_forward:
-        program = regather(program)
-    program = sink_gathers(program)
-    program = hoist_reductions(program)
-    program = share_collectives(
-        program, bucket_bytes=bucket_bytes, prefetch=prefetch, slack=slack, exact=exact
-    )
-    return insert_seeds(program)
+
+    def build(plan: Plan | None = None, within: int = 0, late: bool = False) -> Program:
+        done = program
+        if plan is not None:
+            done = recompute(done, plan.recomputed)
+            done = regather(done, plan.regathered)
+        elif reshard_after_forward:
+            done = regather(done)
+        done = _laid(done)
+        most, settled = bucket_bytes, exact
+        if plan is not None and not within and not exact:  # to see what it can hold at least
+            most, settled = bucket_sizes(done, bucket_bytes)[-1], True
+        done = share_collectives(
+            done,
+            bucket_bytes=most,
+            prefetch=0 if late else prefetch,
+            slack=slack,
+            exact=settled,
+            within=within or None,
+        )
+        return insert_seeds(done)
+
+    fitting = Fitting(lambda: _laid(program), reshard_after_forward, build)
+    if limit is None:
+        done = build()
+    else:
+        done = fitting.under(limit) if rung is None else fitting.at(rung, limit)
+    return replace(done, fitting=fitting)
+
+
+def _laid(program: Program) -> Program:
+    """Gathers at their first use, reductions where they are ready."""
+    return hoist_reductions(sink_gathers(program))
 
 
 def share_collectives(
@@ -50,10 +87,18 @@ def share_collectives(
     slack: float = 0.1,
     budget: int = 0,
     exact: bool = False,
+    within: int | None = None,
 ) -> Program:
     """`bucket`, where there is anything to share."""
     if not any(is_gather(node) or is_reduction(node) for node in program.graph.nodes):
         return program
     if exact:
         return bucket_at(program, bucket_bytes, prefetch=prefetch)
-    return bucket(program, limit=bucket_bytes, prefetch=prefetch, slack=slack, budget=budget)
+    return bucket(
+        program,
+        limit=bucket_bytes,
+        prefetch=prefetch,
+        slack=slack,
+        budget=budget,
+        within=within,
+    )

@@ -29,7 +29,7 @@ def plot(parts: Iterable[Part], path: str | Path, hardware: Hardware) -> None:
     Raises:
         FzeroError: matplotlib is not installed.
     """
-    figure = _figure()
+    figure = new_figure()
     parts = list(parts)
     line = _line(parts, hardware)
     above, below = figure.subplots(2, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
@@ -41,16 +41,21 @@ def plot(parts: Iterable[Part], path: str | Path, hardware: Hardware) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _figure() -> Any:
+def new_figure(width: float = 12, height: float = 7) -> Any:
+    """A figure of matplotlib's, in inches.
+
+    Raises:
+        FzeroError: matplotlib is not installed.
+    """
     try:
         # not pyplot: nothing global is to change
         figure = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise FzeroError(
-            "program.plot draws with matplotlib, which is not installed: pip install matplotlib. "
+            "pictures are drawn with matplotlib, which is not installed: pip install matplotlib. "
             "program.save_trace(path) needs nothing more, and print(program.memory()) neither."
         ) from error
-    return figure.Figure(figsize=(12, 7), layout="constrained")
+    return figure.Figure(figsize=(width, height), layout="constrained")
 
 
 class _Line(NamedTuple):

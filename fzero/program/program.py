@@ -1,15 +1,17 @@
 """A Program: one staged-out function as a graph, with what is known about it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
+from fzero.errors import FzeroError
 from fzero.program.cost import CPU, Cost, Hardware, cost
 from fzero.program.diff import Diff, diff
+from fzero.program.frontier import Frontier, frontier
 from fzero.program.graph import Held
 from fzero.program.held import Memory, Peak, memory, peak
 from fzero.program.listing import Collective, collectives, listing
@@ -17,6 +19,14 @@ from fzero.program.memory import peak_bytes
 from fzero.program.perfetto import save_trace
 from fzero.program.plot import plot
 from fzero.program.verify import verify
+
+
+class Others(Protocol):
+    """What a Program asks for others of the same function: a `fzero.program.fitting.Fitting`."""
+
+    def frontier(self, points: int) -> "Sequence[Program]":
+        """Programs that do more and hold less."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -35,10 +45,13 @@ class Program:
         times: how often a step runs it (micro-batches).
         resident: what a step's state has that lives beside this graph and isn't among its inputs.
         bucket_bytes: most bytes of full leaves that share a collective; 0 if there are none.
+        rung: number of the plan that keeps it under a memory limit, see `fzero.program.fitting`;
+            None: there is no limit.
         next: what the step runs after it.
         input_categories: what each of the first inputs is: see `fzero.program.categories`.
         output_categories: the same of outputs.
         reduced_over: the process groups over which each gradient must be summed here, exactly once.
+        fitting: makes the same function's Programs that hold less.
     """
 
     name: str
@@ -50,10 +63,12 @@ class Program:
     times: int = 1
     resident: tuple[Held, ...] = ()
     bucket_bytes: int = 0
+    rung: int | None = None
     next: "Program | None" = None
     input_categories: tuple[str, ...] = ()
     output_categories: tuple[str, ...] = ()
     reduced_over: tuple[str, ...] = ()
+    fitting: Others | None = field(default=None, repr=False, compare=False)
 
     def parts(self) -> Iterator["Program"]:
         """This Program and those that follow it in the step."""
@@ -115,6 +130,25 @@ class Program:
             hardware: what it would run on; see `fzero.program.cost.Hardware`.
         """
         return cost(self.parts(), hardware)
+
+    def frontier(self, points: int = 12, hardware: Hardware = CPU) -> Frontier:
+        """What the step would hold and recompute under memory limits, from none to the least that
+        can be reached. `.plot(path)` draws it; see `fzero.program.frontier`.
+
+        Args:
+            points: how many limits, evenly spread.
+            hardware: that times are estimated for.
+
+        Raises:
+            FzeroError: the Program is one that nothing can be planned for.
+        """
+        if self.fitting is None:
+            raise FzeroError(
+                f"the Program {self.name!r} has no other plans: a step's, or a function's of "
+                "shards, as step_fn.lower(...) gives it, has."
+            )
+        others = [replace(part, next=self.next) for part in self.fitting.frontier(points)]
+        return frontier([tuple(other.parts()) for other in others], hardware)
 
     def plot(self, path: str | Path, hardware: Hardware = CPU) -> None:
         """Draw memory by category over the estimated time of a step, and under it what computes and

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from fzero.config import Config
 from fzero.errors import RankMismatchError
+from fzero.program.fitting import MAX_RUNG, NothingFits
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
+from fzero.step.alternatives import alternatives
 from fzero.step.eager import Eager
 from fzero.step.gradients import ModelFn
 from fzero.step.traced import Traced
 from fzero.transforms.agreement import Agreement
-from fzero.transforms.frames import take_apart
+from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import ONE_AT_A_TIME, warn_of_recordings
 from fzero.tree import PyTree
 
@@ -39,12 +41,13 @@ class Executors:
         self.model_fn, self.cfg = model_fn, cfg
         self._traced: dict[Any, list[Traced]] = {}  # by shapes; the last used comes first
         self._eager: dict[Any, Eager] = {}
+        self._rungs: dict[Any, int] = {}  # by shapes: the plans for a memory limit that ranks have
         self._warned = False
         self._agreement = Agreement("step function", cfg.timeout)
 
     def clear(self) -> None:
         """Forget everything that was made for other parameters."""
-        self._traced, self._eager = {}, {}
+        self._traced, self._eager, self._rungs = {}, {}, {}
         self._agreement.clear()
 
     def find(self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree) -> Executor:
@@ -58,8 +61,7 @@ class Executors:
                 self._eager[local.state_spec] = Eager(self.model_fn, plan, local)
             return self._eager[local.state_spec]
         batch, frame = take_apart(micro)
-        shapes = [(x.shape, x.stride(), x.dtype, x.device) for x in batch]
-        key = ((local.state_spec, frame), *shapes)
+        key = _key(local, batch, frame)
         known = self._traced.get(key, [])
         traced = next((one for one in known if one.hold()), None)  # see [Note: stale]
         if traced is None:
@@ -67,20 +69,37 @@ class Executors:
             # where only the optimizer's reads have changed, the half of the gradients still holds
             like = next((one for one in known if one.notes.hold()), None)
             with ONE_AT_A_TIME:
-                traced = Traced(
-                    self.model_fn,
-                    plan,
-                    leaves,
-                    local,
-                    batch,
-                    frame,
-                    self._agreement.bucket_bytes,
-                    like,
-                )
+                traced = self._record(plan, leaves, local, batch, frame, like, self._rungs.get(key))
         if not known or known[0] is not traced:
             rest = [one for one in known if one is not traced]
             self._traced[key] = [traced, *rest][:MAX_SIGNATURES]
         return traced
+
+    def _record(
+        self,
+        plan: Plan,
+        leaves: list[Tensor],
+        local: LocalState,
+        batch: list[Tensor],
+        frame: Frame,
+        like: Traced | None,
+        rung: int | None,
+    ) -> Traced:
+        settled = self._agreement.bucket_bytes
+        try:
+            return Traced(self.model_fn, plan, leaves, local, batch, frame, settled, like, rung)
+        except NothingFits as error:
+            refusal = error
+
+        def peak(plan: Plan, leaves: Any, local: LocalState, batch: Any, rung: int) -> int:
+            try:
+                made = Traced(self.model_fn, plan, leaves, local, batch, frame, rung=rung)
+            except NothingFits as error:
+                return error.program.peak_bytes()
+            return made.program.peak_bytes()
+
+        ways_on = alternatives(peak, plan, leaves, local, batch, frame)
+        raise NothingFits(refusal.program, refusal.limit, ways_on) from None
 
     def agreed(
         self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree
@@ -94,8 +113,13 @@ class Executors:
         executor = self.find(plan, leaves, local, micro)
         # counted here and not in `find`, which `lower` may call on one rank alone
         agreement.calls += 1
+        first = agreement.bucket_bytes is None
+        mine = (*executor.bucket_bytes, *_thrift(executor))
+        settled = agreement.settle(mine, plan.mesh)
         # made with this rank's own sizes: once more, with those of all
-        if executor.bucket_bytes != agreement.settle(executor.bucket_bytes, plan.mesh):
+        if mine[:2] != settled[:2] or (first and mine != settled):
+            if first and settled[2:]:
+                self._rungs[_key(local, *take_apart(micro))] = MAX_RUNG - settled[2]
             self._forget(executor)
             executor = self.find(plan, leaves, local, micro)
         try:
@@ -124,6 +148,17 @@ class Executors:
             warn_of_recordings("this step function", count + 1, known[0].differences(), 6)
         else:
             _warn_of_shapes(list(self._traced), key)
+
+
+def _key(local: LocalState, batch: list[Tensor], frame: Frame) -> Any:
+    shapes = [(x.shape, x.stride(), x.dtype, x.device) for x in batch]
+    return ((local.state_spec, frame), *shapes)
+
+
+def _thrift(executor: Executor) -> tuple[int, ...]:
+    """What a rank could still do to hold less: the smallest of all ranks' counts."""
+    rung = executor.program.rung if isinstance(executor, Traced) else None
+    return () if rung is None else (MAX_RUNG - rung,)
 
 
 def _warn_of_shapes(old: list[Any], new: Any) -> None:

@@ -130,6 +130,7 @@ def trace_gradients(
     names: Sequence[str],
     resident: Sequence[Held],
     bucket_bytes: int | None = None,
+    rung: int | None = None,
 ) -> Recorded:
     """The gradient function, staged out.
 
@@ -138,8 +139,10 @@ def trace_gradients(
         names: one per input.
         resident: what a rank holds beside them while the Program runs.
         bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
+        rung: a settled plan for `cfg.memory_limit`; None: the first that fits.
 
     Raises:
+        ConfigError: nothing stays under `cfg.memory_limit`.
         FzeroError: the model function changes a parameter in place.
         TraceError: it can't be staged out.
     """
@@ -170,6 +173,8 @@ def trace_gradients(
             exact=bucket_bytes is not None,
             prefetch=cfg.prefetch,
             slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
+            limit=cfg.limit,
+            rung=rung,
         )
 
     return Recorded(Notes({"model_fn": model_fn}), record, passes)

@@ -8,6 +8,7 @@ from torch import Tensor
 from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS
+from fzero.program.fitting import NothingFits
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
@@ -25,6 +26,7 @@ class Traced:
 
     Args:
         like: one for the same shapes, whose gradients' half can be shared if its notes hold.
+        rung: of the plan for `cfg.memory_limit` that ranks settled; None: the first that fits.
 
     Raises:
         TraceError: the model function can't be staged out.
@@ -40,6 +42,7 @@ class Traced:
         batch_spec: Frame,
         bucket_bytes: tuple[int, ...] | None = None,
         like: "Traced | None" = None,
+        rung: int | None = None,
     ) -> None:
         self.plan = plan
         cfg, layout = plan.cfg, plan.sharding.layout
@@ -70,7 +73,7 @@ class Traced:
             self.gradient_fn = shared.gradient_fn
         else:
             self.gradient_fn = trace_gradients(
-                model_fn, cfg, self.signature, plan.axes, inputs, names, beside, settled[0]
+                model_fn, cfg, self.signature, plan.axes, inputs, names, beside, settled[0], rung
             )
         gradients = self.gradient_fn.program
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
@@ -81,6 +84,11 @@ class Traced:
         # an optimizer that knows nothing of shards runs as it is, and is not recorded
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
+            given: list[Held] = []  # without donation the caller's stay, and copies are overwritten
+            if not cfg.donate:
+                pairs = zip(trained, plan.names[0], strict=True)
+                given = [Held(x.nbytes, PARAMETERS, name) for x, name in pairs]
+                given += held_rows(plan, local)
             update = self.update_program.trace(
                 trained,
                 local,
@@ -94,10 +102,13 @@ class Traced:
                         Held(x.nbytes, PARAMETERS, name)
                         for x, name in zip(frozen, plan.names[1], strict=True)
                     ),
+                    *given,
                 ],
                 bucket_bytes=settled[1],
             )
             self.program = gradients.then(update)
+        if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
+            raise NothingFits(self.program, cfg.limit)
         sizes = [part.bucket_bytes for part in self.program.parts()]
         self.bucket_bytes = (sizes[0], sum(sizes[1:]))
         self.collectives = signature_of(self.program, plan.mesh)

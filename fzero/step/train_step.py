@@ -70,7 +70,7 @@ class TrainStep:
     """
 
     def __init__(self, model_fn: ModelFn, opt: Optimizer, cfg: Config) -> None:
-        _check_available(cfg)
+        _check_available(cfg, opt)
         self.opt = opt
         self.cfg = cfg
         self._takes_state = _takes_state(model_fn)
@@ -273,7 +273,13 @@ def _check_scale(opt_state: OptState, cfg: Config) -> None:
         )
 
 
-def _check_available(cfg: Config) -> None:
+def _check_available(cfg: Config, opt: Optimizer) -> None:
+    if cfg.memory_limit is not None and opt.foreign:
+        raise ConfigError(
+            f"Config.memory_limit={cfg.memory_limit!r}: the optimizer knows nothing of shards and "
+            "is not recorded, so what its update holds can't be told before it runs. Use one of "
+            "fzero.optim, or memory_limit=None."
+        )
     if cfg.executor == "inductor":
         raise ConfigError(
             "Config.executor='inductor' is not supported by make_train_step; 'traced' runs the "

@@ -23,6 +23,7 @@ from fzero.program.categories import (
     SCALE,
     STATE,
 )
+from fzero.program.fitting import RESERVE
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.pipeline import share_collectives
@@ -197,6 +198,7 @@ class UpdateProgram:
                 prefetch=cfg.prefetch,
                 budget=budget,
                 exact=bucket_bytes is not None,
+                within=cfg.limit and cfg.limit - RESERVE,
             )
             return insert_seeds(program)
 

@@ -20,6 +20,7 @@ from fzero.functional.owners import Owners, noted, owners_of
 from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.categories import BATCH, PARAMETERS, RESULTS
+from fzero.program.fitting import NothingFits
 from fzero.program.passes.donate import own_outputs
 from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
@@ -146,6 +147,7 @@ class Staged:
                 bucket_bytes=settled or int(cfg.bucket_mb * 2**20),
                 exact=settled is not None,
                 prefetch=cfg.prefetch,
+                limit=cfg.limit,
             )
             return own_outputs(program, donated)
 
@@ -154,6 +156,8 @@ class Staged:
 
         self.recorded = Recorded(self.notes, record, passes)
         self.program = self.recorded.program
+        if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
+            raise NothingFits(self.program, cfg.limit)  # results that need memory of their own
         self.bucket_bytes = (self.program.bucket_bytes,)
         self.collectives = signature_of(self.program, mesh)
 

@@ -270,6 +270,41 @@ def test_other_threads_meet_torchs_own() -> None:
     assert calls == [False, True]  # re-entrant: forward without a graph, then again with one
 
 
+# ----------------------------------------------------------------------------- policies by name
+def test_policies_by_name_keep_what_they_say() -> None:
+    """One more product is computed again for each that is not kept, and no number changes."""
+
+    def block(w: Tensor, x: Tensor) -> Tensor:
+        h = fzero.checkpoint_name(x @ w, "first")
+        h = torch.tanh(torch.tanh(h) @ w)  # tanh keeps its result
+        return torch.tanh(h)
+
+    def trained(policy: Any) -> tuple[int, Tensor]:
+        again = fzero.remat(block, policy=policy)
+        step_fn = fzero.make_train_step(
+            lambda p, x: again(p["w"], again(p["w"], x)).square().mean(), fzero.optim.sgd(0.1)
+        )
+        state, x = step_fn.init({"w": torch.eye(4) + 0.1}), torch.arange(8.0).view(2, 4)
+        program = step_fn.lower(*state, x)
+        program.verify()
+        params, _ = step_fn(*state, x)
+        return program.cost().recomputed // (2 * 2 * 4 * 4), fzero.unshard(params)["w"]
+
+    policies = ["everything", "dots", fzero.save_only("first"), "nothing", None]
+    found = {str(policy): trained(policy) for policy in policies}
+    counts = [count for count, _ in found.values()]
+    assert counts == [0, 0, 2, 4, 4]
+    assert len({tuple(w.flatten().tolist()) for _, w in found.values()}) == 1
+
+
+@pytest.mark.parametrize("names", [(), ("",), (3,)])
+def test_what_is_no_name_is_refused(names: Any) -> None:
+    with pytest.raises(ConfigError, match="save_only got"):
+        fzero.save_only(*names)
+    with pytest.raises(ConfigError, match="checkpoint_name got"):
+        fzero.checkpoint_name(torch.ones(1), *(names or (None,)))
+
+
 # ------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize("policy", [[3], "mm", 3])
 def test_what_is_no_policy_is_refused(policy: Any) -> None:

@@ -47,6 +47,7 @@ def bucket(
     prefetch: int | None = None,
     slack: float = 0.1,
     budget: int = 0,
+    within: int | None = None,
 ) -> Program:
     """Let consecutive collectives share one, as far as memory allows.
 
@@ -60,15 +61,13 @@ def bucket(
             transfers take the cores that compute.
         slack: share of the lowest peak that fewer collectives may cost; less for large buckets.
         budget: bytes that the rest of the step needs in any case: up to there memory is free.
+        within: bytes that the peak has to stay under. Then memory is free below, and the largest
+            buckets are taken that stay there; if none do, those of the lowest peak.
     """
-    total = sum(
-        tensors_of(n)[0].nbytes for n in program.graph.nodes if is_gather(n) or is_reduction(n)
-    )
-    sizes, size = [], float(min(limit, max(total, 1)))
-    while size >= 2**16 and len(sizes) < _TRIES:
-        sizes.append(int(size))
-        size /= 1.6
-    candidates = [bucket_at(program, size, prefetch=prefetch) for size in sizes or [limit]]
+    sizes = bucket_sizes(program, limit)
+    if within is not None:
+        return _largest_within(program, sizes, within, prefetch)
+    candidates = [bucket_at(program, size, prefetch=prefetch) for size in sizes]
     peaks = [peak_bytes(candidate) for candidate in candidates]
     lowest = min(peaks)
 
@@ -78,6 +77,34 @@ def bucket(
 
     # Sizes fall, so this is the largest that fits; the one of the lowest peak always does.
     return next(c for c, peak in zip(candidates, peaks, strict=True) if fits(c, peak))
+
+
+def bucket_sizes(program: Program, limit: int) -> list[int]:
+    """The sizes of buckets that are tried, falling from `limit` bytes."""
+    total = sum(
+        tensors_of(n)[0].nbytes for n in program.graph.nodes if is_gather(n) or is_reduction(n)
+    )
+    sizes, size = [], float(min(limit, max(total, 1)))
+    while size >= 2**16 and len(sizes) < _TRIES:
+        sizes.append(int(size))
+        size /= 1.6
+    return sizes or [limit]
+
+
+def _largest_within(
+    program: Program, sizes: list[int], within: int, prefetch: int | None
+) -> Program:
+    """The first of falling sizes that stays under a peak, or else the one of the lowest."""
+    lowest: tuple[int, Program] | None = None
+    for size in sizes:
+        candidate = bucket_at(program, size, prefetch=prefetch)
+        peak = peak_bytes(candidate)
+        if peak <= within:
+            return candidate
+        if lowest is None or peak < lowest[0]:
+            lowest = (peak, candidate)
+    assert lowest is not None
+    return lowest[1]
 
 
 _TRIES = 10

@@ -4,8 +4,12 @@ Autograd, left alone, gathers every leaf at the start, keeps what backward needs
 every gradient at the end. Three passes move the collectives to where they belong.
 """
 
+from collections.abc import Collection
+from typing import Any
+
 from torch import fx
 
+from fzero.distributed.buckets import asked_for
 from fzero.program.graph import (
     BACKWARD,
     copy_graph,
@@ -14,20 +18,27 @@ from fzero.program.graph import (
     order_of,
     phases,
     segments,
+    tensors_of,
 )
 from fzero.program.passes.rewrite import infer, is_cheap, is_gather, is_reduction, refresh
 from fzero.program.program import Program
 
 
-def regather(program: Program) -> Program:
+def regather(program: Program, leaves: Collection[str] | None = None) -> Program:
     """Gather a leaf again in backward instead of keeping it from forward.
 
     The gather is copied, with the views and casts on it, to just before its first use there; and so
     to every other segment that uses the leaf.
+
+    Args:
+        leaves: names of those that are gathered again; None: all.
     """
     graph = copy_graph(program.graph)
     segment = {node: number for node, (number, _) in segments(graph).items()}
     again: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def chosen(node: fx.Node) -> bool:
+        return _gathered(node) and (leaves is None or leaf_of(node) in leaves)
 
     def copy_of(node: fx.Node, place: fx.Node) -> fx.Node:
         key = (node, segment[place])
@@ -41,7 +52,7 @@ def regather(program: Program) -> Program:
 
     for node in list(graph.nodes):
         for operand in node.all_input_nodes:
-            if segment[operand] != segment[node] and _gathered(operand):
+            if segment[operand] != segment[node] and chosen(operand):
                 node.replace_input_with(operand, copy_of(operand, node))
     for new in again.values():
         refresh(new)
@@ -105,6 +116,15 @@ def hoist_reductions(program: Program) -> Program:
             nodes[index].append(node)
     count = sum(is_reduction(node) for moved in after.values() for node in moved)
     return program.logged(graph, f"hoist reductions: {count} moved to where they are ready")
+
+
+def leaf_of(node: fx.Node) -> str:
+    """The name of the leaf that a gather, or a view or cast of one, has."""
+    while not is_gather(node):
+        node = node.all_input_nodes[0]
+    target: Any = node.target
+    (shard,) = tensors_of(node.all_input_nodes[0])
+    return asked_for(target._schema.name, shard, node.args[1:])[1].name
 
 
 def _gathered(node: fx.Node) -> bool:

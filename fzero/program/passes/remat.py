@@ -1,23 +1,17 @@
 """Rematerialisation: what a region computed is computed again where backward needs it."""
 
-import operator
-
 from torch import fx
-from torch._ops import OpOverload
 
-from fzero.functional import islands
 from fzero.functional.remat import Path, regions_of
 from fzero.program.graph import (
-    AGAIN,
     BACKWARD,
     FORWARD,
     copy_graph,
     is_again,
     is_wanted,
-    order_of,
     phases,
 )
-from fzero.program.passes.rewrite import infer, refresh
+from fzero.program.passes.recompute import copied_for, is_pure
 from fzero.program.program import Program
 
 
@@ -51,33 +45,16 @@ def _level(
     graph: fx.Graph, paths: dict[fx.Node, Path], gradients: set[fx.Node]
 ) -> dict[fx.Node, Path]:
     """Do the outermost regions of `paths`; returns the paths inside of them, of copies too."""
-    order = order_of(graph)
-    inside = {n for n in paths if _is_pure(n) and not paths[n][0].saved}
+    inside = {n for n in paths if is_pure(n) and not paths[n][0].saved}
     # Their values are kept for somebody else in any case: a copy would only cost.
     inside -= {n for n in inside if _escapes(n, paths, gradients)}
     inner = {n: path[1:] for n, path in paths.items() if path[1:] and not path[0].saved}
-    again: dict[fx.Node, fx.Node] = {}
-    # In the graph's order: a copy for an early reader stands before the later ones too.
-    for reader in [n for n in graph.nodes if n in gradients]:
-        missing: set[fx.Node] = set()
-        todo = [x for x in reader.all_input_nodes if x in inside]
-        while todo:
-            node = todo.pop()
-            if node not in missing and node not in again:
-                missing.add(node)
-                todo += [x for x in node.all_input_nodes if x in inside]
-        for node in sorted(missing, key=order.__getitem__):
-            with graph.inserting_before(reader):
-                new = graph.node_copy(node, lambda x: again.get(x, x))
-            new.meta[AGAIN] = True
-            again[node] = infer(new)
-            if node in inner:  # regions of their own: their values die before the originals' do
-                inner[new] = tuple(r._replace(name=f"{r.name}'") for r in inner[node])
-        for operand in reader.all_input_nodes:
-            if operand in again:
-                reader.replace_input_with(operand, again[operand])
-    for new in again.values():
-        refresh(new)
+
+    def made(node: fx.Node, new: fx.Node) -> None:
+        if node in inner:  # regions of their own: their values die before the originals' do
+            inner[new] = tuple(r._replace(name=f"{r.name}'") for r in inner[node])
+
+    copied_for(graph, [n for n in graph.nodes if n in gradients], inside, made)
     return inner
 
 
@@ -88,15 +65,6 @@ def _escapes(node: fx.Node, paths: dict[fx.Node, Path], gradients: set[fx.Node])
         user not in gradients and (user not in paths or paths[user][0].name != name)
         for user in node.users
     )
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """Whether a node may be computed twice, or not at all."""
-    if node.target is operator.getitem:
-        return True
-    if node.target is islands.RUN:
-        return True
-    return isinstance(node.target, OpOverload) and not node.target._schema.is_mutable
 
 
 def _names(path: Path) -> tuple[str, ...]:

@@ -1,0 +1,240 @@
+"""Plans of recomputation from the most memory to the least, with the least work that was found.
+
+[Note: how plans are found] What backward may read of forward is a set of values. From the set that
+saves all, and from sets that save only where forward is narrow (Chen's segments), values are given
+up one by one: next the one whose bytes, over the steps at which too much is alive, are cheapest to
+make again. `Liveness` judges each. A plan for a peak is then polished: what it can take back under
+that peak it takes back, the dearest first. All of it follows from the graph alone, and no rank asks
+another.
+
+References: Chen, Xu, Zhang, Guestrin, arXiv:1604.06174 (segments); Kirisame et al., Dynamic Tensor
+Rematerialization, arXiv:2006.09616 (cost per byte and time); Jain et al., Checkmate,
+arXiv:1910.02653 (the optimum that these come near).
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fzero.program.cost import Hardware
+from fzero.program.liveness import Alive, Liveness
+from fzero.program.program import Program
+
+RUNGS = 128
+"""How many peaks the range between the most and the least is cut into."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step does to hold less.
+
+    Args:
+        recomputed: nodes of forward that backward makes again, where it needs them.
+        regathered: leaves that backward gathers again.
+        peak: most bytes alive, by `Liveness`: without inputs, state and buckets.
+        flops: of matrix products that run again.
+        price: of all that runs again, FLOPs, bytes moved and gathers together, in FLOPs.
+    """
+
+    recomputed: frozenset[str] = frozenset()
+    regathered: frozenset[str] = frozenset()
+    peak: int = 0
+    flops: int = 0
+    price: float = 0.0
+
+
+@dataclass
+class _State:
+    """A plan that is being made."""
+
+    saved: frozenset[int]
+    alive: Alive = field(repr=False)
+
+    @property
+    def key(self) -> tuple[float, int]:
+        return self.alive.price, self.alive.peak
+
+
+class Ladder:
+    """The plans of a Program, by the peak that they reach.
+
+    Args:
+        program: before `regather`; its gathers at their first use and its reductions where they are
+            ready.
+        regather: whether all gathered leaves are gathered again in backward to begin with; a
+            plan may keep some, and with False may gather some again.
+        hardware: what time means beside FLOPs.
+
+    Attributes:
+        most, least: peaks between which the rungs lie.
+    """
+
+    def __init__(self, program: Program, *, regather: bool, hardware: Hardware) -> None:
+        self.model = Liveness(program, hardware)
+        everything = frozenset(self.model.read)
+        start = everything - self.model.leaves if regather else everything
+        self.start = self._state(start)
+        self.found: list[_State] = []
+        # a leaf that backward need not gather again is as good as a value to give up
+        self._descend(self.start)
+        for saved in self._segments():
+            state = self._state(saved)
+            if state.alive.peak < self.start.alive.peak:
+                self._descend(state)
+        self.most = self.start.alive.peak
+        self.least = min(state.alive.peak for state in self.found)
+
+    def target(self, rung: int) -> int:
+        """The peak of a rung: the first is the most, the last the least."""
+        return self.most - (self.most - self.least) * rung // RUNGS
+
+    def rung_of(self, peak: int) -> int:
+        """The first rung whose peak is no higher."""
+        span = max(self.most - self.least, 1)
+        return min(max(-(-(self.most - peak) * RUNGS // span), 0), RUNGS)
+
+    def plan(self, rung: int) -> Plan:
+        """The cheapest plan that was found for the peak of a rung."""
+        target = self.target(rung)
+        fits = sorted(
+            (s for s in self.found if s.alive.peak <= target), key=lambda s: (*s.key, len(s.saved))
+        )
+        polished = [self._polished(state, target) for state in fits[:_POLISHED]]
+        best = min(polished, key=lambda s: (s.alive.flops, *s.key))
+        return self._as_plan(best)
+
+    # --------------------------------------------------------------------------- searching
+    def _state(self, saved: Iterable[int]) -> _State:
+        saved = frozenset(saved)
+        return _State(saved, self.model.under(saved))
+
+    def _descend(self, state: _State) -> None:
+        """Give up values until nothing helps, and note each peak on the way."""
+        self.found.append(state)
+        while True:
+            target = state.alive.peak - max(state.alive.peak // _STEPS, 1)
+            after = self._lowered(state, target)
+            if after is None:
+                return
+            state = after
+            self.found.append(state)
+
+    def _lowered(self, state: _State, target: int) -> _State | None:
+        """A plan of a lower peak; None if giving up no value leads there."""
+        before = state
+        while state.alive.peak > target:
+            over = _over(state.alive, target)
+            for value in self._ranked(state, target):
+                after = self._state(state.saved - {value})
+                if _over(after.alive, target) < over:
+                    state = after
+                    break
+            else:
+                return state if state.alive.peak < before.alive.peak else None
+        return state
+
+    def _ranked(self, state: _State, target: int) -> Iterator[int]:
+        """Values to give up, the best by price for bytes and steps first; a few."""
+        alive, model = state.alive, self.model
+        over = np.concatenate([[0], np.cumsum(alive.bytes > target)])
+        ranked = []
+        for value in state.saved:
+            if value in model.returned or value not in alive.first:
+                continue
+            start = max(model.forward_end(value) + 1, 0)
+            steps = int(over[alive.first[value]] - over[min(start, alive.first[value])])
+            gain = steps * model.values[value].nbytes
+            if gain <= 0:
+                continue
+            again = model.closure(value, state.saved, alive.copied)
+            price = sum(model.prices.get(x, 0.0) for x in again)
+            # what the copies read has to live until then
+            for x in {y for node in again for y in model.operands[node]}:
+                kept = model.of[x]
+                if kept is None or kept < 0 or kept == value or kept not in state.saved:
+                    continue
+                until, now = alive.first[value], alive.last.get(kept, model.forward_end(kept))
+                if until > now:
+                    gain -= int(over[until] - over[now]) * model.values[kept].nbytes
+            if gain > 0:
+                ranked.append(((price + 1.0) / gain, value))
+        return itertools.islice((value for _, value in sorted(ranked)), _TRIED)
+
+    def _polished(self, state: _State, target: int) -> _State:
+        """The plan with all taken back that fits under a peak, the dearest for its bytes first."""
+        model = self.model
+        refused: set[int] = set()
+        while True:
+            again = {v for x in state.alive.copied if (v := model.of[x]) is not None and v >= 0}
+            ranked = []
+            for value in again - state.saved - refused:
+                nodes = (x for x in model.values[value].nodes if x in state.alive.copied)
+                price = sum(model.prices.get(x, 0.0) for x in nodes)
+                ranked.append((-price / max(model.values[value].nbytes, 1), value))
+            before = state
+            for _, value in sorted(ranked):
+                after = self._state(state.saved | {value})
+                if after.alive.peak <= target and after.alive.price < state.alive.price:
+                    state = after
+                else:
+                    refused.add(value)
+            if state is before:
+                return state
+
+    def _segments(self) -> Iterator[frozenset[int]]:
+        """Sets that save what crosses a few narrow places of forward, evenly spread."""
+        model = self.model
+        width = np.zeros(model.backward + 1, dtype=np.int64)
+        weight = np.zeros(model.backward + 1, dtype=np.int64)
+        crosses = [
+            (v, value.nodes[0], model.forward_end(v))
+            for v, value in enumerate(model.values)
+            if not value.leaf and model.forward_end(v) > value.nodes[0]
+        ]
+        for v, start, end in crosses:
+            nbytes = model.values[v].nbytes
+            width[start + 1 : end + 1] += nbytes
+            if v in model.read:
+                weight[start] += nbytes
+        progress = np.cumsum(weight)
+        total = max(int(progress[-1]), 1)
+        seen: set[tuple[int, ...]] = set()
+        for count in _SEGMENTS:
+            places = []
+            for k in range(1, count):
+                low, high = ((k - 0.5) / count * total, (k + 0.5) / count * total)
+                within = np.flatnonzero((progress >= low) & (progress <= high))
+                within = within[within > 0]
+                if within.size:
+                    places.append(int(within[np.argmin(width[within])]))
+            key = tuple(dict.fromkeys(places))
+            if key in seen:
+                continue
+            seen.add(key)
+            kept = {v for v, start, end in crosses if any(start < p <= end for p in key)}
+            leaves = self.start.saved & model.leaves
+            yield frozenset(kept | leaves)
+
+    def _as_plan(self, state: _State) -> Plan:
+        model = self.model
+        gone: set[str] = set()
+        for i, value in enumerate(model.of):
+            copied = value is not None and i in state.alive.copied
+            if copied and value not in model.leaves:
+                gone.add(model.nodes[i].name)
+        leaves = {model.values[v].name for v in model.leaves - state.saved}
+        alive = state.alive
+        return Plan(frozenset(gone), frozenset(leaves), alive.peak, alive.flops, alive.price)
+
+
+def _over(alive: Alive, target: int) -> int:
+    """Bytes above a peak, summed over the steps."""
+    return int(np.maximum(alive.bytes - target, 0).sum())
+
+
+_STEPS = 40  # a descent lowers the peak by this share at a time
+_TRIED = 8  # values that are tried before a descent gives up
+_POLISHED = 3
+_SEGMENTS: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
