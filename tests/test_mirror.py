@@ -52,8 +52,7 @@ LAWS = {
     "eager/lazy": "eager/test_owned.py: views_of_lazy_parameters_are_read_under_inference_mode",
     "eager/units": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
     # Programs
-    "program/categories": "program/test_held.py: "
-    "rows_add_up_and_categories_are_what_the_state_holds",
+    "program/categories": "program/test_held.py: leaves_and_lines_are_named",
     "program/graph": "program/test_memory.py: timeline_equals_brute_force",
     "program/pipeline": "program/passes/test_passes.py: values_stay_bitwise_at_world_2",
     "program/program": "program/test_listing.py: listing_is_the_golden_one",
@@ -61,7 +60,6 @@ LAWS = {
     "program/sections": "program/test_listing.py: layers_that_are_alike_are_shown_once",
     "program/sites": "program/passes/test_seed.py: same_key_same_masks_whatever_ran_before",
     "program/strides": "program/test_codegen.py: restored_has_the_values_and_the_strides",
-    "program/text": "program/test_listing.py: listing_is_the_golden_one",
     "functional/apart": "functional/test_opaque.py: backward_sees_the_random_numbers_of_forward",
     "functional/islands": "functional/test_opaque.py: an_island_trains_as_plain_torch",
     "program/trace": "test_errors.py: what_cannot_be_staged_out_is_shown_with_its_line",
@@ -72,7 +70,7 @@ LAWS = {
     "program/passes/rewrite": "program/passes/test_passes.py: "
     "legalise_makes_any_order_legal_and_keeps_a_legal_one",
     "program/passes/schedule": "program/passes/test_passes.py: "
-    "gathers_without_reductions_are_scheduled_too",
+    "buckets_carry_every_leaf_once_and_in_time",
     # state and step
     "state/follow": "laws/test_writes.py: what_is_written_counts",
     "state/init": "state/test_builder.py: init_gives_every_rank_its_part",
@@ -91,7 +89,8 @@ LAWS = {
     "transforms/parts": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
     "transforms/randomness": "transforms/test_function.py: "
     "random_numbers_are_a_function_of_the_call",
-    "transforms/recorded": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
+    "transforms/recorded": "transforms/test_notes.py: "
+    "what_is_read_from_outside_counts_at_every_call",
     "transforms/staging": "transforms/test_function.py: a_step_of_ones_own_trains_as_torch_does",
     "step/executors": "test_mismatch.py: "
     "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",
@@ -128,7 +127,6 @@ LAWS = {
     "every_gradient_is_reduced_once_in_every_history",
     "engine/counts": "engine/test_phases.py: an_event_costs_the_same_however_many_leaves_there_are",
     "engine/engine": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
-    "engine/names": "engine/test_blocks.py: what_does_not_go_inside_is_refused",
     "engine/events": "engine/test_phases.py: every_gradient_is_reduced_once_in_every_history",
     "engine/forward": "engine/test_exceptions.py: gradients_of_a_forward_that_raised_are_gone",
     "engine/grouping": "engine/test_ranks_differ.py: every_rank_is_told",
