@@ -19,5 +19,5 @@ def test_all_names_of_a_tied_parameter_find_it() -> None:
 def test_what_was_asked_and_near_names_are_told() -> None:
     with pytest.raises(ShardError, match=r"full_grad\('out.bais'\).*Near ones: 'out.bias'"):
         NAMES.index("full_grad", "out.bais")
-    with pytest.raises(ShardError, match="no parameter of that name. Names are those of"):
+    with pytest.raises(ShardError, match=r"no parameter of that name\. Names are those of"):
         NAMES.index("full_grad", "?")
