@@ -45,7 +45,7 @@ LAWS = {
     "functional/slots": "functional/test_functionalize.py: only_the_passed_tensors_count",
     "functional/tasks": "engine/test_exceptions.py: a_retry_is_exact",
     "functional/torch_checkpoint": "program/passes/test_remat.py: a_checkpoint_changes_no_number",
-    "config/deepspeed": "config/test_config.py: what_cannot_be_honoured_is_refused_by_key",
+    "config/deepspeed": "config/test_config.py: a_usual_zero3_configuration",
     # lazy parameters
     "eager/arrivals": "step/test_eager.py: training_equals_plain_torch",
     "eager/gathered": "step/test_eager.py: ranks_that_gather_different_leaves_raise_at_stage_3",
@@ -101,7 +101,7 @@ LAWS = {
     "checkpoint/__main__": "checkpoint/test_damage.py: inspect_verify_and_export",
     "checkpoint/background": "checkpoint/test_save.py: a_second_save_waits_for_the_first",
     "checkpoint/compare": "checkpoint/test_trees.py: all_differences_are_told_at_once",
-    "checkpoint/fill": "checkpoint/test_trees.py: values_are_loaded_into_the_same_memory",
+    "checkpoint/fill": "checkpoint/test_resume.py: resuming_is_exact",
     "checkpoint/flatten": "checkpoint/test_trees.py: every_leaf_has_a_key_of_its_own",
     "checkpoint/load": "checkpoint/test_trees.py: what_is_saved_is_what_is_loaded",
     "checkpoint/ranks": "checkpoint/test_save.py: ranks_that_differ_are_told",
