@@ -48,7 +48,7 @@ LAWS = {
     "config/deepspeed": "config/test_config.py: a_usual_zero3_configuration",
     # lazy parameters
     "eager/arrivals": "step/test_eager.py: training_equals_plain_torch",
-    "eager/gathered": "step/test_eager.py: ranks_that_gather_different_leaves_raise_at_stage_3",
+    "eager/gathered": "step/test_eager.py: training_equals_plain_torch",
     "eager/lazy": "eager/test_owned.py: views_of_lazy_parameters_are_read_under_inference_mode",
     "eager/units": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
     # Programs
@@ -73,7 +73,7 @@ LAWS = {
     "state/follow": "laws/test_writes.py: what_is_written_counts",
     "state/init": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
     "state/model_state": "engine/test_buffers.py: others_become_the_mean_or_the_first_ranks",
-    "state/opt_state": "laws/test_precision_memory.py: memory_by_category",
+    "state/opt_state": "laws/test_precision.py: masters_equal_those_kept_by_hand",
     "state/plan": "test_errors.py: an_optimizer_state_of_another_kind_is_refused",
     "state/replay": "state/test_builder.py: a_replay_is_a_call_bit_for_bit",
     "program/passes/donate": "transforms/test_function.py: "
