@@ -43,7 +43,7 @@ LAWS = {
     "functional/patch": "functional/test_remat.py: torchs_module_is_restored_when_the_last_leaves",
     "functional/plain": "eager/test_owned.py: a_parameter_of_another_class_is_refused_by_name",
     "functional/slots": "functional/test_functionalize.py: only_the_passed_tensors_count",
-    "functional/tasks": "engine/test_exceptions.py: a_retry_is_exact",
+    "functional/tasks": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
     "functional/torch_checkpoint": "program/passes/test_remat.py: a_checkpoint_changes_no_number",
     "config/deepspeed": "config/test_config.py: a_usual_zero3_configuration",
     # lazy parameters
