@@ -163,24 +163,38 @@ class Plan:
         sharding = self.sharding
         if spec != sharding.spec:
             raise ShardError(_structure_message(tree.paths(tree.unflatten(spec, leaves)), sharding))
-        rank = self.mesh.shard_rank
-        for x, leaf, dtensor, path in zip(
-            leaves, sharding.layout, sharding.dtensors, sharding.paths, strict=True
+        for x, (shape, dtype, split), path in zip(
+            leaves, self._wanted, sharding.paths, strict=True
         ):
-            shape = leaf.shape if dtensor is None else leaf.shard_shape(rank)
-            if not isinstance(x, Tensor) or isinstance(x, DTensor) != (dtensor is not None):
-                wanted = "a DTensor" if dtensor else "a plain tensor"
+            if not isinstance(x, Tensor) or isinstance(x, DTensor) != split:
+                wanted = "a DTensor" if split else "a plain tensor"
                 raise ShardError(
                     f"params{path} is a {type(x).__name__}, and at stage {self.cfg.stage} it must "
                     f"be {wanted}. Pass what step_fn.init or the last call of step_fn returned; "
                     "full parameters go through step_fn.init first."
                 )
-            if local_tensor(x).shape != shape or x.dtype != leaf.dtype:
+            if local_tensor(x).shape != shape or x.dtype != dtype:
                 raise ShardError(
                     f"params{path} is {x.dtype} with {tuple(local_tensor(x).shape)} on this rank, "
-                    f"and was {leaf.dtype} with {tuple(shape)} in the tree that this step function "
-                    "was made for. Make another step function for other shapes."
+                    f"and was {dtype} with {shape} in the tree that this step function was made "
+                    "for. Make another step function for other shapes."
                 )
+
+    @functools.cached_property
+    def _wanted(self) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
+        """This rank's shape of each leaf, its dtype, and whether it is a DTensor.
+
+        Made once: every call of the step asks.
+        """
+        rank = self.mesh.shard_rank
+        return [
+            (
+                leaf.shape if dtensor is None else leaf.shard_shape(rank),
+                leaf.dtype,
+                dtensor is not None,
+            )
+            for leaf, dtensor in zip(self.sharding.layout, self.sharding.dtensors, strict=True)
+        ]
 
 
 def _structure_message(found: Sequence[str], sharding: Sharding) -> str:

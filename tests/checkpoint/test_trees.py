@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch import Tensor
 
 import fzero
@@ -111,6 +111,8 @@ def test_what_is_saved_is_what_is_loaded(params: Any, opt_state: Any) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(of=trees)
+@example(of={"a.b": 1, "a": {"b": 2}})
+@example(of=[{"w": 1}, {"w.0": [2], "w": [{"0": 3}]}])
 def test_every_leaf_has_a_key_of_its_own(of: Any) -> None:
     found = keys("params", of)
     assert len(set(found)) == len(found) == len(tree.leaves(of))

@@ -204,6 +204,45 @@ def test_an_exception_before_the_first_collective_leaves_a_rank_where_it_was() -
     assert circle._past[-1] == before
 
 
+def test_a_rank_that_was_told_goes_to_no_other_station() -> None:
+    circle = _alone()
+    circle.announce("one")
+    circle.verdict = "rank 1 went another way"
+    with pytest.raises(fzero.RankMismatchError, match="rank 1 went another way"):
+        circle.announce("two")
+    assert circle.here.text == "one"
+
+
+@pytest.mark.parametrize("limit", [0.2, None])
+def test_a_rank_waits_for_words_of_others_to_its_limit(
+    limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    circle = _alone()
+    circle.limit = limit
+    monkeypatch.setattr(whereabouts, "_group_limit", lambda: 0.4)
+    started, words = time.monotonic(), {"verdict": ""}
+
+    def has(keys: list[str]) -> bool:
+        assert time.monotonic() - started < 10, "it waits on"
+        return False
+
+    def first(key: str, text: str) -> str:
+        words[key] = words[key] or text
+        return words[key]
+
+    circle._said = SimpleNamespace(  # pyright: ignore
+        names={},
+        has=has,
+        first=first,
+        say=lambda here, hint: None,
+        read=lambda: ({1: Station(0, 0, "the start")}, {1: ""}),
+    )
+    with pytest.raises(fzero.RankMismatchError, match=r"rank 1 did not come.*after 'the start'"):
+        circle.get("a word of rank 1")
+    assert (limit or 0.4) < time.monotonic() - started
+    assert words["verdict"] == circle.verdict
+
+
 @pytest.mark.parametrize("texts", [["a", "b"], ["ab"], ["b", "a"], ["a", "b", ""]])
 def test_other_stations_have_another_checksum(texts: list[str]) -> None:
     circle, same = _alone(), _alone()

@@ -130,8 +130,10 @@ def test_a_closure_that_changes_is_recorded_anew() -> None:
     assert (inner(p, x)[0], outer(p, x)["w"][0]) == (6, 3)
 
 
-def test_random_numbers_are_a_function_of_the_call() -> None:
-    drop = fzero.sharded(lambda p, x: torch.nn.functional.dropout(x * p["w"], 0.5))
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_random_numbers_are_a_function_of_the_call(executor: Any) -> None:
+    cfg = fzero.Config(executor=executor)
+    drop = fzero.sharded(lambda p, x: torch.nn.functional.dropout(x * p["w"], 0.5), cfg)
     p, x = {"w": torch.ones(())}, torch.ones(64)
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
