@@ -6,7 +6,9 @@ collectives.
 
 import contextlib
 import itertools
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,6 +70,9 @@ class Driver:
         self.state = BackwardState()
         self.losses = Losses()
         self._forwards = itertools.count()
+        self._gone: deque[int] = deque()  # forwards that are over, not told yet
+        self._busy = False  # between an event and the state that follows from it
+        self._thread = threading.get_ident()
         self._calling = False  # inside the engine's own call
         self._came = False  # whether a backward has come to something of this engine
         # of an unsynced task, leaves that have their gradients; None: each arrival is an event
@@ -223,8 +228,17 @@ class Driver:
 
     def forward_gone(self, forward: int) -> None:
         """Nobody can call backward on its outputs any more."""
-        if self.reducer.aside:  # else there is nothing to forget, and most forwards end here
-            self.on(events.ForwardGone(forward))
+        # The collector comes whenever it likes: between an event and the state that follows, or in
+        # another thread. So it is noted, and told with the next event.
+        self._gone.append(forward)
+        if not self._busy and threading.get_ident() == self._thread:
+            self._tell_gone()
+
+    def _tell_gone(self) -> None:
+        while self._gone:
+            forward = self._gone.popleft()
+            if self.reducer.aside:  # else there is nothing to forget, and most forwards end here
+                self.on(events.ForwardGone(forward))
 
     def scale_applied(self, factor: Tensor) -> None:
         """Gradients that carry `factor` start on their way through the running task."""
@@ -255,8 +269,10 @@ class Driver:
         Raises:
             BackwardError: it was out of order; nothing has changed.
         """
+        busy, self._busy = self._busy, True
         before = self.state
         self.state, actions = transition(self.rules, before, event)
+        self._busy = busy
         try:
             for action in actions:
                 self._do(action)
@@ -267,6 +283,8 @@ class Driver:
             if isinstance(event, events.TaskEnded) or untouched:
                 self.state = before
             raise
+        if self._gone and not busy:
+            self._tell_gone()
 
     def _do(self, action: events.Action) -> None:
         reducer = self.reducer
@@ -339,7 +357,9 @@ class Driver:
             grad, self._came = own(grad), True
             event = events.GradientReady(index, current_task())
             # what `on` does, without its calls: this runs once a parameter
+            self._busy = True
             self.state, actions = transition(self.rules, self.state, event)
+            self._busy = False
             for action in actions:
                 kind = type(action)
                 if kind is events.Take:

@@ -11,6 +11,7 @@ from fzero.config import Config
 from fzero.engine import blocks, events, module_state, outputs, phases
 from fzero.engine.attach import WITHOUT, frozen_too, parameters_of
 from fzero.engine.driver import Driver
+from fzero.engine.face import EngineOptimizer
 from fzero.engine.forward import no_loss
 from fzero.engine.module_state import LoadedKeys
 from fzero.engine.names import Names
@@ -85,6 +86,7 @@ class Engine:
         slots, params = parameters_of(model)
         self.module = model
         self._slots = slots
+        self._face: EngineOptimizer | None = None
         self._former = {name: Former(p, p.requires_grad, p.dtype) for name, p in params.items()}
         self.cfg = frozen_too(cfg or Config(), params)
         self._has_opt = opt is not None
@@ -424,12 +426,46 @@ class Engine:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update.
+        """The learning rate of the next update; on every rank the same is to be set.
+
+        Setting wants an optimizer whose rate is in its state:
+        `fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4)`.
 
         Raises:
-            FzeroError: the optimizer tells none, as those from elsewhere do, or several.
+            FzeroError: the optimizer tells none, as those from elsewhere do, or several; it is set,
+                and not in the optimizer's state, or given by a schedule.
         """
         return self._parts.stepper.rate()
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self._parts.stepper.set_rate(lr)
+
+    @property
+    def optimizer(self) -> EngineOptimizer:
+        """The engine as a `torch.optim.Optimizer`: for `torch.optim.lr_scheduler` and loggers.
+
+        One param group with all parameters, whose `lr` reads and sets `engine.lr`; `step` and
+        `zero_grad` are the engine's. Setting wants an optimizer made by
+        `fzero.optim.inject_hyperparams`. The same object each time.
+
+        Raises:
+            FzeroError: the optimizer tells no learning rate.
+
+        Examples:
+            >>> import fzero
+            >>> adamw = fzero.optim.inject_hyperparams(fzero.optim.adamw)
+            >>> engine = Engine(nn.Linear(3, 1), adamw(lr=0.1))
+            >>> schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=0.5)
+            >>> engine(torch.ones(2, 3)).sum().backward()
+            >>> engine.optimizer.step()
+            >>> schedule.step()
+            >>> engine.lr
+            0.05
+        """
+        if self._face is None:
+            self._face = EngineOptimizer(self)
+        return self._face
 
     def full_params(self) -> dict[str, Tensor]:
         """Copies of the full parameters by name. At stage 3 every rank must call it."""

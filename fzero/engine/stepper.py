@@ -1,6 +1,7 @@
 """What an engine keeps from step to step, and how it updates it: the functional path's own half."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.engine.buffers import Buffers
-from fzero.errors import FzeroError, ShardError
+from fzero.errors import ConfigError, FzeroError, ShardError
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
+from fzero.optim.inject import InjectState
 from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
@@ -115,6 +117,31 @@ class Stepper:
             )
         return rates[0]
 
+    def set_rate(self, lr: float | Tensor) -> None:
+        """Write the learning rate of the next updates.
+
+        Raises:
+            FzeroError: the optimizer has none in its state, or a schedule gives it.
+            ConfigError: it is no number >= 0.
+        """
+        value = float(lr)
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"engine.lr = {lr!r}; it must be a finite number >= 0.")
+        rates = list(_injected(self.opt_state.inner))
+        before = [float(x) for x in rates]
+        for x in rates:
+            x.fill_(value)
+        if rates and math.isclose(self.rate(), value, rel_tol=1e-6):
+            return
+        for x, old in zip(rates, before, strict=True):
+            x.fill_(old)
+        raise FzeroError(
+            "engine.lr was assigned, and the optimizer's rate is "
+            + ("given by a schedule" if rates else "a number of its own")
+            + ". Make it with fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4): then it "
+            "is a tensor of the state, and is read in each update."
+        )
+
     def masters(self) -> dict[int, Tensor]:
         """This rank's masters, as the next update will find them, by index; or none."""
         if self.opt_state.master is None:
@@ -200,3 +227,15 @@ def _pairs(what: str, mine: PyTree, theirs: PyTree) -> list[tuple[Any, Any]]:
 def _shown(spec: tree.Spec, leaves: Sequence[Any]) -> str:
     text = str(spec)
     return f"{len(leaves)} leaves in {text if len(text) < 200 else text[:200] + '...'}"
+
+
+def _injected(state: PyTree) -> Iterator[Tensor]:
+    """The learning rates that `inject_hyperparams` keeps in a state."""
+    if isinstance(state, InjectState) and "lr" in state.hyperparams:
+        yield state.hyperparams["lr"]
+    elif isinstance(state, (tuple, list)):
+        for part in state:
+            yield from _injected(part)
+    elif isinstance(state, dict):
+        for part in state.values():
+            yield from _injected(part)

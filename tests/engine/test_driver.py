@@ -1,5 +1,6 @@
 """What moves an engine: nothing but its engine keeps it alive, and users meet the engine alone."""
 
+import threading
 import weakref
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import fzero
+from fzero.engine import driver, phases
 from tests.engine.parity import SGD
 
 # stage 3 on one rank has lazy parameters with a compute dtype only
@@ -22,7 +24,7 @@ SURFACE = {
     *("backward", "scale", "no_sync", "step", "zero_grad", "is_gradient_accumulation_boundary"),
     *("eval", "train", "local_forward", "gathered"),
     *("state", "state_dict", "load_state_dict", "full_params", "full_grad", "parameters"),
-    *("module", "cfg", "device", "lr", "metrics", "global_steps", "release"),
+    *("module", "cfg", "device", "lr", "metrics", "global_steps", "release", "optimizer"),
 }
 
 
@@ -37,6 +39,29 @@ def test_module_parameters_and_graph_do_not_keep_it_alive(fields: dict[str, Any]
     assert driver() is None
     out.sum().backward()  # what is left of it tells nobody
     assert model.weight.grad is not None
+
+
+def test_a_forward_that_is_collected_in_the_middle_of_an_event_is_told_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collector may come anywhere: the state that an event leads to must not be lost."""
+    engine = fzero.Engine(nn.Linear(3, 2), SGD())
+    inner = engine._driver
+    inner.reducer.aside[7] = {}
+    seen: list[str] = []
+
+    def transition(rules: Any, state: Any, event: Any) -> Any:
+        if not seen:
+            inner.forward_gone(7)
+            threading.Thread(target=inner.forward_gone, args=(8,)).run()
+        seen.append(type(event).__name__)
+        return phases.transition(rules, state, event)
+
+    monkeypatch.setattr(driver, "transition", transition)
+    engine(torch.ones(2, 3)).sum()
+    assert seen[:2] == ["ForwardStarted", "ForwardGone"]
+    assert not inner._gone
+    assert not inner.state.running
 
 
 def test_the_public_names_of_an_engine_are_what_it_documents() -> None:

@@ -1,0 +1,105 @@
+"""`engine.lr = ...` and `engine.optimizer`: torch's schedulers drive an engine."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import lr_scheduler
+
+import fzero
+from fzero.errors import BackwardError, ConfigError, FzeroError
+from tests.ranks import run_ranks
+
+SGD = fzero.optim.inject_hyperparams(fzero.optim.sgd)
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda i: 1 / (i + 1)),
+    "one cycle": lambda opt: lr_scheduler.OneCycleLR(
+        opt, max_lr=0.3, total_steps=9, cycle_momentum=False
+    ),
+    "warm restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, T_0=3),
+    "plateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0),
+    "sequence": lambda opt: lr_scheduler.SequentialLR(
+        opt,
+        [lr_scheduler.LinearLR(opt, 0.1, total_iters=2), lr_scheduler.ExponentialLR(opt, 0.9)],
+        [2],
+    ),
+}
+
+
+def rates(name: str, stage: int) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+    every = torch.cat(
+        [torch.randn(4, 3, generator=torch.Generator().manual_seed(r)) for r in (0, 1)]
+    )
+    torch.manual_seed(0)
+    plain, module = nn.Linear(3, 2), nn.Linear(3, 2)
+    module.load_state_dict(plain.state_dict())
+    torchs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = fzero.Engine(module, SGD(lr=0.1), fzero.Config(stage=stage))
+    theirs, ours = SCHEDULES[name](torchs), SCHEDULES[name](engine.optimizer)
+    plateau = (1.0,) if name == "plateau" else ()
+    for _ in range(6):
+        torchs.zero_grad()
+        plain(every).square().mean().backward()
+        torchs.step()
+        theirs.step(*plateau)
+        engine.optimizer.zero_grad()
+        engine(x).square().mean().backward()
+        engine.optimizer.step()
+        ours.step(*plateau)
+        assert engine.lr == pytest.approx(torchs.param_groups[0]["lr"], rel=1e-6)
+    for key, value in engine.full_params().items():
+        torch.testing.assert_close(value, plain.state_dict()[key])
+    saved = ours.state_dict(), engine.optimizer.state_dict()
+    assert saved[1]["param_groups"][0]["lr"] == engine.lr
+    now, engine.lr = engine.lr, 7.0
+    engine.optimizer.load_state_dict(saved[1])
+    assert engine.lr == pytest.approx(now)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers_of_torch_drive_an_engine(name: str) -> None:
+    run_ranks(2, rates, name, 3)
+
+
+def test_a_rate_that_is_set_counts_at_once_and_stays_over_a_checkpoint() -> None:
+    chained = fzero.optim.chain(fzero.optim.clip_by_global_norm(9.0), SGD(lr=0.1))
+    engine = fzero.Engine(nn.Linear(2, 1), chained)
+    engine.lr = 0.0
+    before = engine.full_params()
+    engine(torch.ones(1, 2)).sum().backward()
+    engine.step()
+    assert all(torch.equal(x, before[k]) for k, x in engine.full_params().items())
+    assert float(engine.metrics["lr"]) == 0.0
+    other = fzero.Engine(nn.Linear(2, 1), chained)
+    other.state = engine.state
+    assert other.lr == 0.0
+
+
+def test_what_has_no_rate_in_its_state_says_what_has() -> None:
+    engine = fzero.Engine(nn.Linear(2, 1), fzero.optim.sgd(0.1))
+    with pytest.raises(FzeroError, match="inject_hyperparams"):
+        engine.lr = 0.2
+    with pytest.raises(FzeroError, match="inject_hyperparams"):
+        engine.optimizer.param_groups[0]["lr"] = 0.2
+    scheduled = fzero.Engine(nn.Linear(2, 1), SGD(lr=fzero.optim.linear(0.1, 0.0, 4)))
+    with pytest.raises(FzeroError, match="schedule"):
+        scheduled.lr = 0.2
+    assert scheduled.lr == pytest.approx(0.1)
+    with pytest.raises(ConfigError, match="finite"):
+        fzero.Engine(nn.Linear(2, 1), SGD(lr=0.1)).lr = float("nan")
+
+
+def test_what_an_engine_can_not_do_is_refused() -> None:
+    engine = fzero.Engine(nn.Linear(2, 1), SGD(lr=0.1))
+    assert engine.optimizer is engine.optimizer
+    assert "lr=0.1" in repr(engine.optimizer)
+    with pytest.raises(BackwardError, match="closure"):
+        engine.optimizer.step(lambda: 0.0)
+    with pytest.raises(BackwardError, match="multi_transform"):
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
