@@ -136,7 +136,7 @@ LAWS = {
     "engine/grouping": "engine/test_ranks_differ.py: every_rank_is_told",
     "engine/outputs": "engine/test_corners.py: inputs_of_every_container_are_cast",
     "engine/parts": "engine/test_options.py: mean_or_sum_and_where_the_division_is",
-    "engine/reducer": "engine/test_random_programs.py: any_program_on_two_ranks",
+    "engine/reducer": "engine/test_options.py: a_mesh_of_replicas_of_shards",
     "engine/stepper": "engine/test_state.py: five_steps_in_each_are_ten_in_either",
 }
 

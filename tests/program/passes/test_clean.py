@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.program.codegen import compile_program
-from fzero.program.graph import tensors_of
+from fzero.program.graph import output_node, tensors_of
 from fzero.program.passes.clean import clean
 from fzero.program.trace import trace_program
 
@@ -45,7 +45,8 @@ def test_strides_stay_as_they_were() -> None:
 
     before = traced(fn)
     after = clean(before)
-    (old,), (new,) = (tensors_of(p.graph.output_node().args[0][0]) for p in (before, after))
+    results: list[Any] = [output_node(p.graph).args[0] for p in (before, after)]
+    (old,), (new,) = (tensors_of(nodes[0]) for nodes in results)
     assert (new.shape, new.stride()) == (old.shape, old.stride())
     found = compile_program(after)(X)[0]
     assert torch.equal(found, fn(X))
