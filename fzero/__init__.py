@@ -24,6 +24,7 @@ from fzero.functional.remat import checkpoint_name, remat, save_only
 from fzero.numerics.loss_scale import LossScale
 from fzero.numerics.precision import Precision
 from fzero.program import Hardware, Program
+from fzero.simulation import Report, simulate
 from fzero.state.opt_state import OptState
 from fzero.state.sharding import shard, unshard
 from fzero.step.train_step import TrainStep, make_train_step
@@ -50,6 +51,7 @@ __all__ = [
     "Precision",
     "Program",
     "RankMismatchError",
+    "Report",
     "ShardError",
     "TraceError",
     "TrainStep",
@@ -68,6 +70,7 @@ __all__ = [
     "save_only",
     "shard",
     "sharded",
+    "simulate",
     "stage",
     "tree_map",
     "tree_norm",

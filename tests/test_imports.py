@@ -41,6 +41,11 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("errors", "tree", "layout", "numerics", "distributed", "optim", "functional"),
         *("config", "zero", "eager", "program", "state", "transforms"),
     ),
+    "simulation": (
+        *("errors", "tree", "distributed", "optim", "functional", "config", "program"),
+        *("transforms.frames", "step"),
+    ),
+    "simulate": ("simulation",),
     "checkpoint": ("errors", "tree", "distributed", "state.opt_state", "state.follow"),
     "engine": (
         *("errors", "tree", "layout", "numerics", "distributed", "optim", "functional"),

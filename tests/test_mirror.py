@@ -103,6 +103,11 @@ LAWS = {
     "step/metrics": "test_errors.py: a_step_that_is_not_finite_is_raised_and_changes_nothing",
     "step/traced": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
     "step/update_program": "step/test_update.py: optimizers_on_shards_equal_those_on_whole_leaves",
+    # worlds that aren't there
+    "simulate": "simulation/test_simulation.py: the_module_of_the_command_line_is_the_function",
+    "simulation/fakes": "simulation/test_simulation.py: nothing_of_the_models_size_is_allocated",
+    "simulation/machines": "program/test_hardware.py: "
+    "products_waste_what_their_tiles_and_last_wave_have_to_spare",
     # checkpoints
     "checkpoint/__main__": "checkpoint/test_damage.py: inspect_verify_and_export",
     "checkpoint/background": "checkpoint/test_save.py: a_second_save_waits_for_the_first",

@@ -2,16 +2,15 @@
 
 FLOPs are counted by `torch.utils.flop_counter`: matrix products, convolutions and attention, two
 for a multiplication and an addition; other operators count none, and their cost is the bytes they
-move. A masked half of attention counts in full, as there.
+move. A masked half of attention counts in full, as there; its time is that of the other half.
 
 An operator takes the longer of its FLOPs at the hardware's rate and its bytes at the memory's
 bandwidth, and an overhead; operators run one after another (the roofline model). A collective takes
 a latency for each hop of its ring and its bytes at the link's bandwidth (the alpha-beta model); it
 runs beside the operators from its launch, after those of its group that were launched before, and
-what waits for it stands still until it is done.
+what waits for it stands still until it is done. See `fzero.program.hardware`.
 
-References: Williams, Waterman, Patterson, Roofline, CACM 52(4), 2009; Hockney, The communication
-challenge for MPP, Parallel Computing 20(3), 1994.
+References: Williams, Waterman, Patterson, Roofline, CACM 52(4), 2009.
 """
 
 import operator
@@ -25,66 +24,13 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from fzero.distributed.buckets import ALL_REDUCE, Bucket
+from fzero.distributed.buckets import Bucket
 from fzero.program.graph import Part, is_again, phases, tensors_of, written_operands
+from fzero.program.hardware import Hardware
 from fzero.program.memory import is_wait, storages
 from fzero.program.origin import origin_of
 from fzero.program.sections import pattern
 from fzero.program.text import count, seconds, size, table
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What a step would run on: one rank's processor, its memory, and its link to the others.
-
-    Args:
-        name: for reports.
-        flops: FLOP/s of matrix products in float32, as they are reached, not as they are sold.
-        low_flops: the same in bfloat16 and float16; None: as `flops`.
-        memory_bandwidth: bytes/s.
-        overhead: seconds that launching an operator takes.
-        link_latency: seconds for one hop of a collective (alpha).
-        link_bandwidth: bytes/s that a rank sends (1 / beta).
-
-    Examples:
-        >>> Hardware("mine", flops=2e12, memory_bandwidth=1e11).name
-        'mine'
-    """
-
-    name: str
-    flops: float
-    memory_bandwidth: float
-    low_flops: float | None = None
-    overhead: float = 5e-6
-    link_latency: float = 2e-5
-    link_bandwidth: float = 1e10
-
-    def compute_time(self, flops: int, nbytes: int, dtype: torch.dtype | None = None) -> float:
-        """Seconds of one operator.
-
-        Args:
-            flops: that it computes.
-            nbytes: that it reads and writes.
-            dtype: that it computes in.
-        """
-        low = dtype in (torch.bfloat16, torch.float16)
-        rate = (self.low_flops if low else None) or self.flops
-        return max(flops / rate, nbytes / self.memory_bandwidth) + self.overhead
-
-    def send_time(self, bucket: Bucket) -> float:
-        """Seconds of one collective."""
-        hops = (bucket.world - 1) * (2 if bucket.kind == ALL_REDUCE else 1)
-        return hops * self.link_latency + bucket.wire_bytes / self.link_bandwidth
-
-
-CPU = Hardware(
-    "one core of a CPU, gloo on one machine",
-    flops=6e10,
-    memory_bandwidth=1e10,
-    overhead=4e-6,
-    link_latency=1e-4,
-    link_bandwidth=1e9,
-)
 
 
 class NodeCost(NamedTuple):
@@ -113,7 +59,24 @@ def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
         return NodeCost(0, 0, 0, 0.0)
     flops = _flops(node)
     dtype = next((x.dtype for x in tensors_of(node)), None)
-    return NodeCost(flops, nbytes, 0, hardware.compute_time(flops, nbytes, dtype))
+    work, attention = _work(node, flops, hardware)
+    time = hardware.compute_time(work, nbytes, dtype, attention=attention)
+    return NodeCost(flops, nbytes, 0, time)
+
+
+def _work(node: fx.Node, flops: int, hardware: Hardware) -> tuple[int, bool]:
+    """FLOPs that a node has to do, which are not those that are counted, and whether it attends."""
+    packet: Any = getattr(node.target, "overloadpacket", None)
+    if not flops:
+        return 0, False
+    if packet in _PRODUCTS:
+        return int(flops * hardware.waste(tensors_of(node)[0].shape)), False
+    target: Any = node.target
+    if "attention" not in target._schema.name:
+        return flops, False
+    given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False))
+    causal = (given | node.kwargs).get("is_causal", False)
+    return flops // 2 if causal else flops, True  # a kernel leaves out what is masked
 
 
 def _bytes_moved(node: fx.Node) -> int:
@@ -134,6 +97,7 @@ def _bytes_moved(node: fx.Node) -> int:
 
 _aten = torch.ops.aten
 _LOOKUPS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
+_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 
 
 def _flops(node: fx.Node) -> int:

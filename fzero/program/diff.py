@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
-from fzero.program.cost import CPU, cost
+from fzero.program.cost import cost
 from fzero.program.graph import Part
+from fzero.program.hardware import CPU
 from fzero.program.held import peak
 from fzero.program.listing import collectives
 from fzero.program.text import count, size, table

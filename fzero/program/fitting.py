@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fzero.errors import ConfigError
-from fzero.program.cost import CPU
+from fzero.program.hardware import CPU
 from fzero.program.ladder import RUNGS, Ladder, Plan
 from fzero.program.memory import peak_bytes
 from fzero.program.program import Program

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, overload
 
-from fzero.program.cost import Hardware, cost
+from fzero.program.cost import cost
 from fzero.program.graph import Part
+from fzero.program.hardware import Hardware
 from fzero.program.memory import peak_bytes
 from fzero.program.plot import new_figure
 from fzero.program.text import count, seconds, size, table

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fzero.program.cost import Hardware
+from fzero.program.hardware import Hardware
 from fzero.program.liveness import Alive, Liveness
 from fzero.program.program import Program
 

@@ -17,8 +17,9 @@ import numpy as np
 from torch import fx
 
 from fzero.distributed.buckets import asked_for, bucket_of
-from fzero.program.cost import Hardware, node_cost
+from fzero.program.cost import node_cost
 from fzero.program.graph import BACKWARD, FORWARD, phases, tensors_of
+from fzero.program.hardware import Hardware
 from fzero.program.memory import is_wait, storages
 from fzero.program.passes.gathers import leaf_of
 from fzero.program.passes.recompute import may_be_copied

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fzero.program.categories import ORDER
-from fzero.program.cost import COMPUTE, Hardware, spans
+from fzero.program.cost import COMPUTE, spans
 from fzero.program.graph import Part
+from fzero.program.hardware import Hardware
 from fzero.program.held import memory
 from fzero.program.origin import origin_of
 

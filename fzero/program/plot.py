@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from fzero.errors import FzeroError
 from fzero.program.categories import ORDER
-from fzero.program.cost import COMPUTE, Hardware, Span, spans
+from fzero.program.cost import COMPUTE, Span, spans
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE, Part
+from fzero.program.hardware import Hardware
 from fzero.program.held import Moment, memory
 from fzero.program.origin import origin_of
 from fzero.program.sections import layer_of

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 from torch import fx
 
 from fzero.errors import FzeroError
-from fzero.program.cost import CPU, Cost, Hardware, cost
+from fzero.program.cost import Cost, cost
 from fzero.program.diff import Diff, diff
 from fzero.program.frontier import Frontier, frontier
 from fzero.program.graph import Held
+from fzero.program.hardware import CPU, Hardware
 from fzero.program.held import Memory, Peak, memory, peak
 from fzero.program.listing import Collective, collectives, listing
 from fzero.program.memory import peak_bytes
@@ -127,7 +128,7 @@ class Program:
         estimate of the time they take.
 
         Args:
-            hardware: what it would run on; see `fzero.program.cost.Hardware`.
+            hardware: what it would run on; see `fzero.program.hardware.Hardware`.
         """
         return cost(self.parts(), hardware)
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fzero
-from fzero.program.cost import COMPUTE, CPU, Hardware, node_cost, spans
+from fzero.program.cost import COMPUTE, node_cost, spans
 from fzero.program.graph import is_op
+from fzero.program.hardware import CPU, Hardware
 from tests.ranks import fake_ranks
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.program.cost import CPU
+from fzero.program.hardware import CPU
 from fzero.program.liveness import Liveness
 from fzero.program.memory import timeline
 from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.program.cost import CPU
+from fzero.program.hardware import CPU
 from tests.ranks import fake_ranks
 
 

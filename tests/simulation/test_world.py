@@ -1,0 +1,64 @@
+"""A simulated world leaves the real one as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fzero
+from fzero.simulation.world import made_up_ranks
+from tests.ranks import fake_ranks, run_ranks
+
+
+def _simulated() -> Any:
+    def model_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ params["w"]).square().mean()
+
+    cfg, params = fzero.Config(stage=3), {"w": torch.ones(8, 6)}
+    report = fzero.simulate(model_fn, fzero.optim.adamw(0.1), cfg, params, torch.ones(4, 8), (2, 8))
+    return report.without_program()
+
+
+def _beside_a_real_world(rank_sum: float) -> Any:
+    group = dist.new_group([0, 1])
+    before = (dist.group.WORLD, dist.get_world_size(), dist.get_backend())
+    x = torch.ones(1)
+    under_way = dist.all_reduce(x, group=group, async_op=True)
+    report = _simulated()
+    assert under_way is not None
+    under_way.wait()
+    assert (dist.group.WORLD, dist.get_world_size(), dist.get_backend()) == before
+    y = torch.ones(1)
+    dist.all_reduce(y, group=group)
+    z = torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", group.group_name)
+    z = torch.ops._c10d_functional.wait_tensor(z)
+    assert x.item() == y.item() == z.item() == rank_sum
+    dist.destroy_process_group(group)
+    return report
+
+
+def test_ranks_can_simulate_and_go_on() -> None:
+    assert run_ranks(2, _beside_a_real_world, 2.0) == [_simulated()] * 2
+
+
+def test_a_fake_world_is_left_as_it_was() -> None:
+    with fake_ranks(3, rank=1):
+        assert _simulated() == _simulated()
+        assert (dist.get_world_size(), dist.get_rank()) == (3, 1)
+    assert not dist.is_initialized()
+
+
+def test_a_failure_leaves_nothing_behind() -> None:
+    with pytest.raises(ZeroDivisionError), made_up_ranks(2, 4):
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+    with made_up_ranks(1, 1) as mesh:
+        assert mesh is None
+        assert not dist.is_initialized()
+
+
+def test_torchruns_variables_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # without the rest: starting it would raise
+    _simulated()
+    assert not dist.is_initialized()
