@@ -119,7 +119,7 @@ def trained(
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
     parser.add_argument("--limits", type=int, default=8)
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 8])

@@ -108,8 +108,8 @@ class Liveness:
         for i, node in enumerate(self.nodes):
             mine = []
             if is_wait(node):
-                (launched,) = storages(node.all_input_nodes) or (None,)
-                same |= dict.fromkeys(storages([node]), launched)
+                for launched in storages(node.all_input_nodes):
+                    same |= dict.fromkeys(storages([node]), launched)
             for key, nbytes in storages([node]).items():
                 key = same.get(key, key)
                 if key in inputs:

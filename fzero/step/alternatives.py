@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from fzero.state.plan import Plan
 from fzero.state.sharding import locals_of, plan_sharding
 from fzero.transforms.frames import Frame
 
+Step = tuple[Plan, Sequence[Tensor], LocalState, Sequence[Tensor]]
 # (plan, leaves, local state, micro-batch, rung) -> bytes that the step holds then
 Peak = Callable[[Plan, Sequence[Tensor], LocalState, Sequence[Tensor], int], int]
 
@@ -57,7 +57,7 @@ def alternatives(
 
 def _others(
     plan: Plan, leaves: Sequence[Tensor], local: LocalState, batch: Sequence[Tensor]
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, Step]]:
     cfg = plan.cfg
     rows = {len(x) for x in batch if x.dim()}
     for more in (2, 4, 8):
