@@ -135,7 +135,9 @@ def _draw_lanes(axes: Any, line: _Line) -> None:
                 linewidth=0,
             )
     _draw_layers(axes, line)
-    axes.set_yticks(range(len(lanes)), ["computes", *(f"group {g}" for g in groups)], fontsize=8)
+    # names of groups are torch's own, and tell a reader nothing
+    names = ["communicates"] if len(groups) == 1 else [f"group {i + 1}" for i in range(len(groups))]
+    axes.set_yticks(range(len(lanes)), ["computes", *names], fontsize=8)
     axes.set_ylim(len(lanes) - 0.4, -1.1)
     axes.set_xlabel("ms, estimated")
     handles, labels = axes.get_legend_handles_labels()
