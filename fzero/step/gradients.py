@@ -23,7 +23,8 @@ from fzero.layout import Layout
 from fzero.numerics.casts import cast, in_force, widened
 from fzero.program import Program
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS, RESULTS, SCALE, STATE
-from fzero.program.graph import Held
+from fzero.program.graph import Held, placeholders, tensors_of
+from fzero.program.memory import storages
 from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
 from fzero.program.trace import trace_program
@@ -166,7 +167,7 @@ def trace_gradients(
         given = {leaf.name: leaf.compute or leaf.dtype for leaf in signature.layout}
         for name in written_inputs(program, given):
             raise changed_in_place(name)
-        return optimise(
+        program = optimise(
             program,
             reshard_after_forward=cfg.reshard_after_forward,
             bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
@@ -176,8 +177,30 @@ def trace_gradients(
             limit=cfg.limit,
             rung=rung,
         )
+        return replace(program, resident=_batch_once(program))
 
     return Recorded(Notes({"model_fn": model_fn}), record, passes)
+
+
+REST = "the rest"
+"""Of the batch: the other micro-batches."""
+
+
+def _batch_once(program: Program) -> tuple[Held, ...]:
+    """What is resident, less what the memory of the batch's own inputs holds of the rest.
+
+    A micro-batch is a part of the batch, and is recorded with all of its memory unless a pass has
+    recorded the graph anew: then with its own.
+    """
+    inputs = zip(placeholders(program.graph), program.input_categories, strict=False)
+    mine = [node for node, category in inputs if category == BATCH]
+    own = sum(x.nbytes for node in mine for x in tensors_of(node))
+    there = sum(storages(mine).values())
+    rows = program.resident
+    return tuple(
+        row._replace(bytes=max(0, row.bytes + own - there)) if row.name == REST else row
+        for row in rows
+    )
 
 
 def _roles(cfg: Config, signature: Signature, axes: Axes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fzero.program.fitting import NothingFits
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
-from fzero.step.gradients import ModelFn, Signature, reduces_once, trace_gradients
+from fzero.step.gradients import REST, ModelFn, Signature, reduces_once, trace_gradients
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram, held_rows, outputs_on, shared_outputs
 from fzero.transforms.agreement import signature_of
@@ -62,7 +62,7 @@ class Traced:
         inputs = [*trained, *frozen, *local.state, *batch, *local.scale[:1]]
         fed = sum(x.nbytes for x in batch)
         # the other micro-batches: parts of one batch, which stays there as a whole
-        beside = [*held_rows(plan, local), Held((cfg.accum_steps - 1) * fed, BATCH, "the rest")]
+        beside = [*held_rows(plan, local), Held((cfg.accum_steps - 1) * fed, BATCH, REST)]
         if cfg.accum_steps > 1:  # the sum so far
             beside += [
                 Held(_sum_bytes(x, leaf, plan), GRADIENTS, leaf.name)

@@ -108,3 +108,14 @@ def test_a_gradient_is_one_from_where_it_is_made() -> None:
     before = by_node[nodes[place].name].categories["gradients"]
     sizes = {12 * 12 * 4, 12 * 4, 12 * 4 * 2, 12 * 12 * 4 + 12 * 4}
     assert before in sizes | {n + m for n in sizes for m in sizes}
+
+
+@pytest.mark.parametrize("accum", [1, 2, 4])
+def test_the_batch_counts_once_however_it_is_cut(accum: int) -> None:
+    step_fn = fzero.make_train_step(
+        lambda p, x: (x @ p["w"]).square().mean(),
+        fzero.optim.sgd(0.1),
+        Config(accum_steps=accum),
+    )
+    state, batch = step_fn.init({"w": torch.ones(6, 2)}), torch.ones(8, 6)
+    assert step_fn.lower(*state, batch).peak().by_category()["batch"] == batch.nbytes
