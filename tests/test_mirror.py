@@ -104,7 +104,8 @@ LAWS = {
     "step/traced": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
     "step/update_program": "step/test_update.py: optimizers_on_shards_equal_those_on_whole_leaves",
     # worlds that aren't there
-    "simulate": "simulation/test_simulation.py: the_module_of_the_command_line_is_the_function",
+    "simulate": "simulation/test_simulation.py: "
+    "the_module_of_the_command_line_can_be_called_as_the_function",
     "simulation/fakes": "simulation/test_simulation.py: nothing_of_the_models_size_is_allocated",
     "simulation/machines": "program/test_hardware.py: "
     "products_waste_what_their_tiles_and_last_wave_have_to_spare",

@@ -94,8 +94,8 @@ def scale_by_muon(
         >>> params = [torch.ones(2, 2)]
         >>> updates, _ = opt.update([torch.eye(2)], opt.init(params), params)
         >>> updates[0].round(decimals=1)
-        tensor([[0.7000, 0.0000],
-                [0.0000, 0.7000]])
+        tensor([[1.1000, 0.0000],
+                [0.0000, 1.1000]])
     """
     where = "scale_by_muon"
     check.fraction(where, momentum=momentum)

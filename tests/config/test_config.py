@@ -35,6 +35,7 @@ LEGAL = {
     "prefetch": [None, 0, 1, 4],
     "gather_together": [(), ("experts.*",)],
     "opaque": [(), ("auto",), ("experts.*",)],
+    "memory_limit": [None, 10**9, "12GiB", "1.5 MiB"],
     "executor": ["traced", "eager", "inductor"],
     "donate": [True, False],
     "offload": [None, "cpu"],
@@ -76,6 +77,9 @@ ILLEGAL = [
     ("prefetch", -1, ">= 0"),
     ("gather_together", lambda name: True, "globs"),
     ("opaque", ["", "a"], "globs"),
+    ("memory_limit", 0, "bytes"),
+    ("memory_limit", "12 apples", "bytes"),
+    ("memory_limit", True, "bytes"),
     ("executor", "trace", "Did you mean 'traced'"),
     ("donate", "yes", "True or False"),
     ("offload", "gpu", "None, 'cpu'"),
@@ -84,7 +88,10 @@ ILLEGAL = [
     ("seed", 2**63, "below"),
     ("timeout", 0, "> 0"),
 ]
-configs = st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in LEGAL.items()})
+# a limit goes with the executors that have a Program, and is tried for itself
+configs = st.fixed_dictionaries(
+    {}, optional={k: st.sampled_from(v) for k, v in LEGAL.items() if k != "memory_limit"}
+)
 
 
 def test_every_field_is_tried_and_explained() -> None:
@@ -104,6 +111,16 @@ def test_a_config_is_a_value(fields) -> None:
     assert cfg.replace() == cfg
     assert pickle.loads(pickle.dumps(cfg)) == cfg
     assert cfg.describe() == Config(**fields).describe()
+
+
+@pytest.mark.parametrize("limit", LEGAL["memory_limit"])
+def test_a_limit_is_a_value_where_there_is_a_program(limit: Any) -> None:
+    cfg = Config(memory_limit=limit)
+    assert pickle.loads(pickle.dumps(cfg)) == cfg == Config().replace(memory_limit=limit)
+    assert (cfg.describe() == Config().describe()) == (limit is None)
+    if limit is not None:
+        with pytest.raises(ConfigError, match="eager"):
+            cfg.replace(executor="eager")
 
 
 @settings(max_examples=40, deadline=None)

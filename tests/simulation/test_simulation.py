@@ -182,8 +182,14 @@ def test_what_cannot_be_simulated_is_refused() -> None:
             fzero.simulate(*made_for(opt, fzero.Config(mesh=mesh), "meta"), 2)
 
 
-def test_the_module_of_the_command_line_is_the_function() -> None:
+def test_the_module_of_the_command_line_can_be_called_as_the_function() -> None:
     import fzero.simulate as module
 
     assert callable(module)
-    assert module is fzero.simulate
+    assert callable(fzero.simulate)  # whichever of the two the import has left there
+    cfg, params = fzero.Config(), {"w": torch.ones(8, 6)}
+    said = [
+        one(lambda p, x: (x @ p["w"]).sum(), fzero.optim.sgd(0.1), cfg, params, torch.ones(2, 8), 2)
+        for one in (module, fzero.simulate)
+    ]
+    assert said[0].peak_bytes == said[1].peak_bytes
