@@ -1,10 +1,12 @@
 """`jit`: a function of trees of shards, staged out once for each signature of its arguments."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -94,7 +96,7 @@ class Function:
             before = _versions(leaves)
             # as a Program would: whoever differentiates this takes a transform of it
             args, kwargs = tree.map(_without_graph, (args, kwargs))
-            with agreement.running(mesh), seeded(self.cfg.seed, rng, mesh, leaves):
+            with agreement.running(mesh), seeded(self.cfg.seed, rng, mesh, leaves), _running():
                 result = self.body(*args, **kwargs)
             for i, (old, new) in enumerate(zip(before, _versions(leaves), strict=True)):
                 if old != new:
@@ -269,8 +271,23 @@ def no_program() -> TraceError:
 
 
 def _inside(args: Any, kwargs: Any) -> bool:
-    """Whether an outer function is being staged out or differentiated."""
-    return in_transform() or get_proxy_mode() is not None or has_parts((args, kwargs))
+    """Whether an outer function is being staged out or differentiated, or runs eagerly."""
+    recorded = in_transform() or get_proxy_mode() is not None
+    return recorded or _EAGERLY.get() or has_parts((args, kwargs))
+
+
+# Of the eager executor: there autograd differentiates, and leaves no mark that a transform would.
+_EAGERLY: ContextVar[bool] = ContextVar("fzero_eagerly", default=False)
+
+
+@contextlib.contextmanager
+def _running() -> Iterator[None]:
+    """What is called inside is a part of the function that runs."""
+    token = _EAGERLY.set(True)
+    try:
+        yield
+    finally:
+        _EAGERLY.reset(token)
 
 
 def _versions(leaves: Sequence[Tensor]) -> list[int]:

@@ -184,7 +184,6 @@ def test_every_transform_equals_plain_torch(world: int, hybrid: bool, stage: int
         assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-10)
 
 
-@pytest.mark.slow
 def test_the_eager_executor_has_the_same_numbers() -> None:
     for errors in run_ranks(2, _errors, False, 3, "eager", timeout=240):
         assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-10)
