@@ -44,7 +44,9 @@ def both(
 def test_few_layers_say_what_many_cost(remat: str, world: Any, options: dict[str, Any]) -> None:
     # buckets of less than a layer, or layers are not equal; one size, so that few are tried
     few, all_of_them = both(TINY, 6, fzero.Config(bucket_mb=0.07, **options), world, remat)
-    assert any("6 equal layers" in said for said in few.assumptions)
+    # an offloaded update works through groups of leaves on the host, which do not grow evenly in
+    # each category: then all layers are recorded
+    assert any("6 equal layers" in said for said in few.assumptions) == ("offload" not in options)
     for name in EXACT:
         assert getattr(few, name) == getattr(all_of_them, name), name
     assert few.seconds == pytest.approx(all_of_them.seconds, rel=5e-3)
