@@ -109,7 +109,7 @@ def test_ranks_take_the_same_plan(stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("world", "stage"),
-    [(1, 0), pytest.param(8, 2, marks=pytest.mark.slow), (8, 3)],
+    [(1, 0), *(pytest.param(8, stage, marks=pytest.mark.slow) for stage in (2, 3))],
 )
 def test_the_allocator_never_sees_more_than_the_limit(world: int, stage: int) -> None:
     def held(limit: int | None) -> tuple[int, fzero.Program]:
