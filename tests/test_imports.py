@@ -51,6 +51,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("errors", "tree", "layout", "numerics", "distributed", "optim", "functional"),
         *("config", "eager", "state", "step"),
     ),
+    "integrations": ("errors", "optim", "config", "checkpoint", "engine"),
 }
 
 PACKAGE = Path(fzero.__file__).parent

@@ -1,0 +1,1 @@
+"""Other people's training loops on an Engine, each in a module that imports its library."""

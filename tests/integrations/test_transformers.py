@@ -1,0 +1,259 @@
+"""`fzero.integrations.transformers`: every run beside the same run of transformers' own Trainer."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    DataCollatorForSeq2Seq,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainingArguments,
+)
+
+import fzero
+from fzero import tree
+from fzero.errors import ConfigError
+from fzero.integrations.transformers import Seq2SeqTrainer, Trainer
+from tests.ranks import run_fresh
+
+VOCABULARY = 64
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random texts with masked labels, so that rows and ranks count differently many tokens."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.texts = torch.randint(2, VOCABULARY, (rows, 12), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.texts[index].clone()
+        labels[: index % 5] = -100
+        return {"input_ids": self.texts[index], "labels": labels}
+
+
+def _gpt() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **dropout))
+
+
+def _t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1}
+    more: dict[str, Any] = {"num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, **more))
+
+
+def _lora() -> Any:
+    config = LoraConfig(r=4, lora_dropout=0.0, target_modules=["c_attn"], fan_in_fan_out=True)
+    torch.manual_seed(0)
+    return get_peft_model(_gpt(), config)
+
+
+def _arguments(folder: str, kind: Any = TrainingArguments, **other: Any) -> Any:
+    given = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 3e-3,
+        "weight_decay": 0.1,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+    return kind(**{**given, **other})
+
+
+def _data() -> dict[str, Any]:
+    # 50 rows: the last update of an epoch has fewer micro-batches, and the last batch fewer rows
+    return {"train_dataset": Tokens(50, 1), "eval_dataset": Tokens(22, 2)}
+
+
+def _history(trainer: Any) -> list[float]:
+    """Losses, norms, rates and evaluations, in order."""
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_length", "train_loss")
+    return [float(row[k]) for row in trainer.state.log_history for k in names if k in row]
+
+
+def _trained(trainer: Any, **options: Any) -> list[float]:
+    trainer.train(**options)
+    return _history(trainer)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _same_as_ddp(folder: str) -> dict[str, Any]:
+    plain = _trained(transformers.Trainer(_gpt(), _arguments(f"{folder}/plain"), **_data()))
+    found: dict[str, Any] = {"plain": plain}
+    for stage in (0, 2, 3):
+        cfg = fzero.Config(stage=stage)
+        trainer = Trainer(_gpt(), _arguments(f"{folder}/{stage}"), **_data(), cfg=cfg)
+        found[f"stage {stage}"] = _trained(trainer)
+    recomputing = _arguments(f"{folder}/recomputing", gradient_checkpointing=True)
+    found["checkpointing"] = _trained(Trainer(_gpt(), recomputing, **_data()))
+    return found
+
+
+def _resumed(folder: str) -> dict[str, Any]:
+    saving = {"save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": True}
+    trainer = Trainer(_gpt(), _arguments(f"{folder}/run", **saving), **_data())
+    whole = _trained(trainer)
+    best = trainer.evaluate()["eval_loss"]
+    trainer.save_model(f"{folder}/final")
+    state = trainer.engine.state_dict()  # pyright: ignore[reportOptionalMemberAccess]
+    again = Trainer(_gpt(), _arguments(f"{folder}/run", **saving), **_data())
+    resumed = _trained(again, resume_from_checkpoint=f"{folder}/run/checkpoint-4")
+    found = again.engine.state_dict()  # pyright: ignore[reportOptionalMemberAccess]
+    loaded = GPT2LMHeadModel.from_pretrained(f"{folder}/final")
+    return {
+        "whole": whole,
+        "resumed": resumed,
+        "best": (best, trainer.state.best_metric),
+        "same": all(torch.equal(found[k], x) for k, x in state.items()),
+        "loaded": all(torch.equal(x, state[k]) for k, x in loaded.state_dict().items()),
+        "files": sorted(os.listdir(f"{folder}/run/checkpoint-4")),
+    }
+
+
+def _adapted(folder: str) -> dict[str, Any]:
+    plain = _trained(transformers.Trainer(_lora(), _arguments(f"{folder}/plain"), **_data()))
+    trainer = Trainer(_lora(), _arguments(f"{folder}/ours"), **_data())
+    ours = _trained(trainer)
+    trainer.save_model(f"{folder}/final")
+    state = trainer.engine.state_dict()  # pyright: ignore[reportOptionalMemberAccess]
+    loaded = PeftModel.from_pretrained(_gpt(), f"{folder}/final").state_dict()
+    return {
+        "plain": plain,
+        "ours": ours,
+        "files": sorted(os.listdir(f"{folder}/final")),
+        "loaded": all(torch.equal(loaded[k], x) for k, x in state.items()),
+    }
+
+
+def _generated(folder: str) -> dict[str, Any]:
+    def lengths(predicted: Any) -> dict[str, float]:
+        return {"length": float((predicted.predictions > 0).sum())}
+
+    found = {}
+    for name, kind in (("plain", transformers.Seq2SeqTrainer), ("ours", Seq2SeqTrainer)):
+        generating = {"predict_with_generate": True, "generation_config": _until(9)}
+        args = _arguments(f"{folder}/{name}", Seq2SeqTrainingArguments, **generating)
+        model = _t5()
+        collator = DataCollatorForSeq2Seq(_NoTokenizer(), model=model)  # pyright: ignore
+        trainer = kind(model, args, collator, **_data(), compute_metrics=lengths)
+        found[name] = _trained(trainer)
+    return found
+
+
+def _until(length: int) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=length, decoder_start_token_id=0, pad_token_id=0)
+
+
+class _NoTokenizer:
+    """What a collator asks of a tokenizer, where all rows are equally long."""
+
+    padding_side = "right"
+
+    def pad(self, rows: list[dict[str, Any]], **_: Any) -> dict[str, torch.Tensor]:
+        return {k: torch.stack([torch.as_tensor(row[k]) for row in rows]) for k in rows[0]}
+
+
+def _in_bfloat16(folder: str) -> dict[str, Any]:
+    trainer = Trainer(_gpt(), _arguments(folder, bf16=True, save_only_model=True), **_data())
+    history = _trained(trainer)
+    assert trainer.engine is not None
+    kept = {str(x.dtype) for x in tree.leaves(trainer.engine.state[0])}
+    return {"history": history, "kept": kept, "computed": trainer.engine.cfg.dtypes.param}
+
+
+def test_losses_norms_rates_and_evaluations_are_those_under_ddp(tmp_path: Path) -> None:
+    for found in run_fresh(2, _same_as_ddp, str(tmp_path), timeout=240):
+        plain = found.pop("plain")
+        for name, history in found.items():
+            assert history == pytest.approx(plain, rel=2e-5), name
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+    for found in run_fresh(2, _resumed, str(tmp_path), timeout=240):
+        # what was logged until step 4 comes with the checkpoint
+        assert found["resumed"][:-1] == found["whole"][:-1]
+        assert found["same"]
+        assert found["loaded"]
+        assert found["best"][0] == pytest.approx(found["best"][1], rel=1e-6)
+        assert {"fzero", "model.safetensors", "scheduler.pt"} <= set(found["files"])
+
+
+def test_adapters_train_and_are_saved_alone(tmp_path: Path) -> None:
+    for found in run_fresh(2, _adapted, str(tmp_path), timeout=240):
+        assert found["ours"] == pytest.approx(found["plain"], rel=2e-5)
+        assert "adapter_model.safetensors" in found["files"]
+        assert "model.safetensors" not in found["files"]
+        assert found["loaded"]
+
+
+def test_texts_are_generated_on_sharded_parameters(tmp_path: Path) -> None:
+    for found in run_fresh(2, _generated, str(tmp_path), timeout=240):
+        assert found["ours"] == pytest.approx(found["plain"], rel=2e-5)
+
+
+def test_bf16_computes_in_it_and_updates_in_float32(tmp_path: Path) -> None:
+    for found in run_fresh(2, _in_bfloat16, str(tmp_path), timeout=240):
+        assert found["kept"] == {"torch.float32"}
+        assert found["computed"] == torch.bfloat16
+        assert found["history"][0] == pytest.approx(4.0, rel=0.05)
+
+
+def test_one_process_trains_alone_and_twice(tmp_path: Path) -> None:
+    plain = transformers.Trainer(_gpt(), _arguments(str(tmp_path / "a")), **_data())
+    ours = Trainer(_gpt(), _arguments(str(tmp_path / "b")), **_data())
+    for _ in range(2):
+        assert _trained(ours) == pytest.approx(_trained(plain), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "says"),
+    [
+        ({"optim": "adagrad"}, {}, "optim='adagrad'"),
+        ({"torch_compile": True}, {}, "torch_compile"),
+        ({}, {"cfg": fzero.Config(accum_steps=2)}, "gradient_accumulation_steps"),
+        ({}, {"optimizers": (torch.optim.SGD([torch.ones(1)], 0.1), None)}, "opt="),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(
+    tmp_path: Path, arguments: Any, options: Any, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Trainer(_gpt(), _arguments(str(tmp_path), **arguments), **_data(), **options).train()
+
+
+def test_an_optimizer_of_fzeros_is_taken(tmp_path: Path) -> None:
+    opt = fzero.optim.inject_hyperparams(fzero.optim.lamb)(lr=1e-3)
+    trainer = Trainer(_gpt(), _arguments(str(tmp_path)), **_data(), opt=opt)
+    trainer.train()
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+    assert max(rates) == pytest.approx(1e-3)  # its own, and the schedule's shape
+    assert trainer.engine is not None
+    assert trainer.engine.lr == pytest.approx(rates[-1] - (rates[-2] - rates[-1]), abs=1e-9)
