@@ -186,7 +186,7 @@ def test_folders_of_tests_are_those_of_the_tree(folder: Path) -> None:
     if list(folder.glob("test_*.py")):
         there = (PACKAGE / folder.relative_to(TESTS)).is_dir()
         # of no package alone: what is true of all stages and executors, of models, of examples
-        assert there or folder.name in ("laws", "models", "examples", "fuzz")
+        assert there or folder.name in ("laws", "models", "examples", "fuzz", "cluster")
 
 
 def test_faults_are_found(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ on with the second. So who starts again after one meets all others first, who mu
 from typing import NamedTuple
 
 from fzero.distributed.buckets import Bucket
-from fzero.distributed.mesh import Mesh, default_store
+from fzero.distributed.mesh import Mesh
 from fzero.distributed.rendezvous import rendezvous
+from fzero.distributed.store import Asked
 from fzero.distributed.whereabouts import circle_of
 
 _GATHER = (
@@ -70,7 +71,8 @@ class Journal:
         self.broke_off = False
         # ranks make their engines, and their step functions, in the same order: the n-th is the
         # same on all
-        self.number = 0 if alone else default_store().add(f"fzero/{owner.key}/{mesh.rank}", 1)
+        key = f"fzero/{owner.key}/{mesh.rank}"
+        self.number = 0 if alone else Asked()(lambda store: store.add(key, 1))
         self.name = f"{owner.name} {self.number}"
         self.phase = "start"
         self.position = self.turn = self.count = 0

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
-from fzero.distributed.mesh import default_store
 from fzero.distributed.processes import own_name
+from fzero.distributed.store import Asked
+
+SOON = 5.0  # seconds that a question may take whose answer somebody can do without
 
 ADVICE = (
     " What changes the collectives on one rank must change them on all, in the same call: look for "
@@ -45,17 +47,17 @@ class Stations:
         self.ranks, self.rank = tuple(ranks), rank
         self.names: dict[int, Mapping[str, str]] = {}  # of their processes, as far as they are read
         self._last: Station | None = None
-        self._store = default_store()
+        self._ask = Asked()
         key = hashlib.blake2b(f"{self.ranks} {name}".encode(), digest_size=8).hexdigest()
         # a process group may be ended and started again on the same store
-        turn = self._store.add(f"fzero/circle {key}/made by {rank}", 1)
+        turn = self._ask(lambda store: store.add(f"fzero/circle {key}/made by {rank}", 1))
         self._prefix = f"fzero/circle {key}/{turn}"
 
     def say(self, here: Station, hint: str) -> None:
         """Write where this rank is, and what a message about it says besides."""
         if here != self._last:  # who waits looks each second, and mostly has not moved
-            entry = {"at": here, "process": own_name(), "hint": hint}
-            self.set(f"at {self.rank}", json.dumps(entry))
+            entry = json.dumps({"at": here, "process": own_name(), "hint": hint})
+            self.set(f"at {self.rank}", entry, SOON)
             self._last = here
 
     def read(self) -> tuple[dict[int, Station], dict[int, str]]:
@@ -64,31 +66,36 @@ class Stations:
         hints = dict.fromkeys(stations, "")
         keys = {rank: f"{self._prefix}/at {rank}" for rank in stations}
         # a key that is not there would be waited for
-        keys = {r: k for r, k in keys.items() if r in self.names or self._store.check([k])}
-        for rank, value in zip(keys, _read(self._store, list(keys.values())), strict=True):
+
+        def ask(store: Store) -> list[tuple[int, bytes]]:
+            there = {r: k for r, k in keys.items() if r in self.names or store.check([k])}
+            return list(zip(there, _read(store, list(there.values())), strict=True))
+
+        for rank, value in self._ask(ask, SOON):
             entry = json.loads(value)
             stations[rank] = Station(*entry["at"])
             self.names[rank], hints[rank] = entry["process"], entry["hint"]
         self.names[self.rank] = own_name()
         return stations, hints
 
-    def set(self, key: str, text: str) -> str:
+    def set(self, key: str, text: str, seconds: float | None = None) -> str:
         """Write a text under a key of these ranks, and return the key's full name."""
         name = self._full(key)
-        self._store.set(name, text)
+        self._ask(lambda store: store.set(name, text), seconds)
         return name
 
     def get(self, key: str) -> str:
         """The text under a key; waits for it, as long as the process group does."""
-        return self._store.get(self._full(key)).decode()
+        return self._ask(lambda store: store.get(self._full(key))).decode()
 
     def has(self, keys: Sequence[str]) -> bool:
         """Whether all these keys are there."""
-        return self._store.check([self._full(key) for key in keys])
+        return self._ask(lambda store: store.check([self._full(key) for key in keys]), SOON)
 
     def first(self, key: str, text: str) -> str:
         """The text that some rank was the first to write under a key: this one, or another's."""
-        return self._store.compare_set(self._full(key), "", text).decode() or text
+        full = self._full(key)
+        return self._ask(lambda store: store.compare_set(full, "", text), SOON).decode() or text
 
     def _full(self, key: str) -> str:
         return f"{self._prefix}/{key}"

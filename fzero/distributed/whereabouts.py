@@ -21,7 +21,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fzero.distributed.keepalive import keep_alive
 from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collective
 from fzero.distributed.stations import ADVICE, Station, Stations, differ, ranks_text
+from fzero.distributed.store import StoreSilent, group_limit
 from fzero.errors import RankMismatchError
 
 PATIENCE = 3.0  # seconds that a rank waits before it says where it is
@@ -219,7 +220,7 @@ class Circle:
                 if also is not None:
                     also()
                 self.look()
-            if waited > (self.limit or _group_limit()):
+            if waited > (self.limit or group_limit()):
                 self._give_up_late(waited)
             # soon there where the others are about to come, few questions where they are late
             time.sleep(min(max(waited / 8, 0.001), PAUSE))
@@ -303,7 +304,7 @@ class Circle:
                     break
                 time.sleep(0.1)
             if timed_out:
-                self._give_up_late(self.limit or _group_limit())
+                self._give_up_late(self.limit or group_limit())
             if certain and (far := Processes(self._said.names).elsewhere()):
                 self._give_up(
                     f"a collective failed: no process on rank {self.rank}'s host is gone; look at "
@@ -315,6 +316,12 @@ class Circle:
     def _give_up_late(self, waited: float) -> None:
         try:
             stations = self._look()
+        except StoreSilent as silence:
+            self._give_up(
+                f"rank {self.rank} waited {waited:.0f} s at {self.here.text!r}, and neither the "
+                f"others' messages came nor an answer of the store: {silence} Start again from the "
+                "last checkpoint (torchrun --max-restarts does so by itself)."
+            )
         except RuntimeError:
             stations = {}
         # a stopped process may go on, so it is to blame only when the time is up
@@ -322,21 +329,27 @@ class Circle:
         behind = [rank for rank, there in stations.items() if there.number < self.here.number]
         if not behind:  # they have all come by now; what is missing is one of their messages
             behind = list(stations)
+        far = [rank for rank in behind if rank in Processes(self._said.names).elsewhere()]
+        lives = "Its process lives, as far as can be told from here, and it"
+        if far:
+            lives = (
+                f"Of {ranks_text(far)}, on another host, nothing is known; it may be cut off. It"
+            )
         seen = "; ".join(f"rank {rank} after {stations[rank].text!r}" for rank in behind)
         self._give_up(
             f"rank {self.rank} waited {waited:.0f} s at {self.here.text!r}, and "
-            f"{ranks_text(behind)} did not come. Its process lives, as far as can be told from "
-            f"here, and it last said where it is: {seen or 'never'}. Look at what it does. If it "
-            "needs the time, set Config(timeout=seconds), or the timeout of init_process_group."
+            f"{ranks_text(behind)} did not come. {lives} last said where it is: "
+            f"{seen or 'never'}. Look at what it does. If it needs the time, set "
+            "Config(timeout=seconds), or the timeout of init_process_group."
         )
 
-    def _give_up(self, text: str) -> None:
+    def _give_up(self, text: str) -> NoReturn:
         """Raise on this rank, and on all that look from now on; the first one's words hold."""
         with contextlib.suppress(RuntimeError):  # without a store it has its own words
             text = self._said.first("verdict", text)
         self._raise(text)
 
-    def _raise(self, text: str) -> None:
+    def _raise(self, text: str) -> NoReturn:
         self.verdict = text
         for reference in self._groups:  # its operations will never end, so it must not be destroyed
             if (group := reference()) is not None:
@@ -406,10 +419,3 @@ def _leave(circle: "weakref.ref[Circle]", pid: int) -> None:
         return
     with contextlib.suppress(RuntimeError):
         self._tell(left=True)
-
-
-def _group_limit() -> float:
-    """Seconds of the process group's own timeout."""
-    # Private, as in mesh.default_store, whose prefixes don't tell.
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.timeout.total_seconds()

@@ -9,8 +9,9 @@ import contextlib
 from collections.abc import Iterator
 
 from fzero.distributed.agree import agree, smallest
-from fzero.distributed.mesh import Mesh, default_store
+from fzero.distributed.mesh import Mesh
 from fzero.distributed.rendezvous import rendezvous
+from fzero.distributed.store import Asked
 from fzero.distributed.whereabouts import circle_of
 from fzero.program import Program
 
@@ -57,7 +58,7 @@ class Agreement:
             if not circle_of(mesh.device_mesh).alone:
                 # ranks make their functions in the same order: the n-th is the same on all
                 key = f"fzero/{self.what}s/{mesh.ranks}/{mesh.rank}"
-                self.number = default_store().add(key, 1)
+                self.number = Asked()(lambda store: store.add(key, 1))
         else:
             rendezvous(f"{self._meeting}, new collectives", collectives, mesh, self.timeout)
         self.collectives = collectives

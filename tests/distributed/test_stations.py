@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from fzero.distributed import stations
+from fzero.distributed import store as stores
 from fzero.distributed.stations import Station, Stations, differ
 
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Stations, Stations]:
     store = HashStore()
-    monkeypatch.setattr(stations, "default_store", lambda: store)
+    monkeypatch.setattr(stores, "default_store", lambda: store)
     return Stations((2, 5), 2), Stations((2, 5), 5)
 
 
@@ -27,7 +27,7 @@ def test_what_one_says_the_other_reads(pair: Any) -> None:
 def test_what_did_not_change_is_written_once(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = pair
     written: list[str] = []
-    monkeypatch.setattr(Stations, "set", lambda self, key, text: written.append(key))
+    monkeypatch.setattr(Stations, "set", lambda self, key, text, _: written.append(key))
     for number in (1, 1, 2, 2):
         one.say(Station(number, 0, "call"), "")
     assert written == ["at 2"] * 2
@@ -44,7 +44,7 @@ def test_the_first_text_holds(pair: Any) -> None:
 
 def test_names_and_turns_have_entries_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
-    monkeypatch.setattr(stations, "default_store", lambda: store)
+    monkeypatch.setattr(stores, "default_store", lambda: store)
     boards = [Stations((0, 1), 0), Stations((0, 1), 0), Stations((0, 1), 0, "named")]
     keys = [board.set("k", str(i)) for i, board in enumerate(boards)]
     assert len(set(keys)) == 3  # the second is of a process group that was made anew

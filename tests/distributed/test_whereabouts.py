@@ -219,7 +219,7 @@ def test_a_rank_waits_for_words_of_others_to_its_limit(
 ) -> None:
     circle = _alone()
     circle.limit = limit
-    monkeypatch.setattr(whereabouts, "_group_limit", lambda: 0.4)
+    monkeypatch.setattr(whereabouts, "group_limit", lambda: 0.4)
     started, words = time.monotonic(), {"verdict": ""}
 
     def has(keys: list[str]) -> bool:

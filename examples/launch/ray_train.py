@@ -1,0 +1,58 @@
+"""fzero under Ray Train: what torchrun would start, started by a Ray cluster.
+
+    python examples/launch/ray_train.py --workers 2        # pip install 'ray[train]'
+
+Ray starts the processes, on as many hosts as it has, and joins them to one process group; the
+function that runs on each is the same as in a script.
+"""
+
+import argparse
+from typing import Any
+
+import ray
+import torch
+from ray.train import ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from torch import nn
+
+import fzero
+
+
+def train(settings: dict[str, int]) -> float:
+    """One worker: stage 3 over all of them. Returns the last loss."""
+    rank = ray.train.get_context().get_world_rank()
+    torch.manual_seed(0)
+    apply, params = fzero.functionalize(
+        nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    )
+
+    def model_fn(params: Any, batch: torch.Tensor) -> torch.Tensor:
+        return (apply(params, batch) - batch.sum(-1, keepdim=True)).square().mean()
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.adamw(3e-3), fzero.Config(stage=3))
+    params, opt_state = step_fn.init(params)
+    rows = torch.Generator().manual_seed(rank)
+    for _ in range(settings["steps"]):
+        batch = torch.randn(32, 8, generator=rows)
+        params, opt_state = step_fn(params, opt_state, batch)
+        ray.train.report({"loss": float(opt_state.metrics["loss"])})
+    return float(opt_state.metrics["loss"])
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__)
+    cli.add_argument("--workers", type=int, default=2)
+    cli.add_argument("--steps", type=int, default=50)
+    cli.add_argument("--gpu", action="store_true")
+    options = cli.parse_args()
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"steps": options.steps},
+        torch_config=TorchConfig(backend="nccl" if options.gpu else "gloo"),
+        scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=options.gpu),
+    )
+    print(f"loss after {options.steps} steps: {trainer.fit().metrics['loss']:.4f}")
+
+
+if __name__ == "__main__":
+    main()
