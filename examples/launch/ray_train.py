@@ -9,10 +9,13 @@ function that runs on each is the same as in a script.
 import argparse
 from typing import Any
 
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 import torch
-from ray.train import ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train import ScalingConfig  # pyright: ignore[reportMissingImports]
+from ray.train.torch import (  # pyright: ignore[reportMissingImports]
+    TorchConfig,
+    TorchTrainer,
+)
 from torch import nn
 
 import fzero
