@@ -10,18 +10,28 @@ from torch import Tensor, nn
 from fzero.compat.deepspeed import comm
 from fzero.compat.deepspeed.owners import owner_of
 from fzero.compat.deepspeed.refused import ZERO, missing
+from fzero.compat.deepspeed.settings import settings
 from fzero.engine import Engine
 
 
 class Init(contextlib.AbstractContextManager[None]):
-    """A model is built inside. It is whole on each rank until `initialize` splits it.
+    """A model is built inside, in the dtype that it will compute in.
 
-    DeepSpeed splits each parameter as it is made. Where no rank can hold the model, build it by a
-    function: `fzero.Engine(lambda: Model(), ...)`.
+    It is whole on each rank until `initialize` splits it. DeepSpeed splits each parameter as it is
+    made; where no rank can hold the model, build it by a function: `fzero.Engine(build, opt, cfg)`.
 
     Args:
-        enabled: of no effect, as are DeepSpeed's other arguments: parameters take their dtype and
-            their place in `initialize`.
+        module: built already: nothing happens to it.
+        config_dict_or_path: the configuration, which says the dtype; `config` is its other name.
+        dtype: counts instead of the configuration's.
+        enabled: False: nothing happens.
+        ignored: DeepSpeed's other arguments, of no effect.
+
+    Examples:
+        >>> with Init(config_dict_or_path={"bf16": {"enabled": True}}):
+        ...     model = nn.Linear(2, 2)
+        >>> model.weight.dtype
+        torch.bfloat16
     """
 
     def __init__(
@@ -35,17 +45,22 @@ class Init(contextlib.AbstractContextManager[None]):
         config: Any = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
-        mpu: Any = None,
-        zero_param_parallel_group: Any = None,
-        zero_quantized_weights: bool = False,
-        zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None,
-        param_swapper: Any = None,
+        **ignored: Any,
     ) -> None:
-        self.enabled = enabled
+        source = config if config_dict_or_path is None else config_dict_or_path
+        self.dtype = dtype if enabled else None
+        if enabled and dtype is None and source is not None:
+            self.dtype = settings(source, comm.get_world_size()).config.dtypes.param
+        self.block = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        if self.dtype is not None:
+            # random values drawn in 16 bits are others than those that are rounded afterwards
+            self.block.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.dtype)
 
     def __exit__(self, *raised: object) -> None:
-        """Nothing is undone."""
+        self.block.close()
 
 
 class GatheredParameters(contextlib.AbstractContextManager[None]):

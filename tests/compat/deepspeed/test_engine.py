@@ -1,6 +1,7 @@
 """A DeepSpeed script, with one import changed."""
 
 import argparse
+import copy
 import importlib.util
 import json
 import math
@@ -26,12 +27,19 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = (SCRIPTS / "train.py").read_text()
 OURS = SCRIPT.replace("\nimport deepspeed\n", "\nimport fzero.compat.deepspeed as deepspeed\n")
 MAX_LR, CLIP = 0.01, 0.15
+BF16 = {
+    "bf16": {"enabled": True},
+    # what is so here in any case: DeepSpeed adds up in bfloat16 unless told otherwise
+    "communication_data_type": "fp32",
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
 
 
 def configuration(stage: int, **more: Any) -> dict[str, Any]:
     zero = {"stage": stage, "reduce_bucket_size": 500_000, "stage3_param_persistence_threshold": 0}
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
+        zero["memory_efficient_linear"] = False  # it rounds once more than torch's own
     adamw = {"lr": MAX_LR, "betas": [0.9, 0.95], "eps": 1e-8, "torch_adam": True}
     warmup = {"warmup_min_lr": 0.001, "warmup_max_lr": MAX_LR, "warmup_num_steps": 3}
     return {
@@ -105,15 +113,9 @@ def reference(script: dict[str, Any]) -> dict[str, Any]:
         seen["evaluation"].append(sum(halves) / 2)
         if epoch == 0:
             copied = {name: x.clone() for name, x in model.state_dict().items()}
-            saved = copied, json.loads(json.dumps({})) or _deep(opt.state_dict()), steps
+            saved = copied, copy.deepcopy(opt.state_dict()), steps
     seen["weight"] = model.head.weight.sum().item()
     return seen
-
-
-def _deep(x: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(x)
 
 
 def test_a_deepspeed_script_trains_as_plain_torch(tmp_path: Path) -> None:
@@ -147,9 +149,10 @@ def test_a_deepspeed_script_trains_as_plain_torch(tmp_path: Path) -> None:
         (1, {}),
         (2, {}),
         (3, {}),
-        (3, {"bf16": {"enabled": True}, "communication_data_type": "fp32"}),
+        (2, BF16),
+        (3, BF16),
     ],
-    ids=["stage1", "stage2", "stage3", "stage3-bf16"],
+    ids=["stage1", "stage2", "stage3", "stage2-bf16", "stage3-bf16"],
 )
 def test_losses_are_those_of_deepspeed_itself(
     tmp_path: Path, stage: int, more: dict[str, Any]
@@ -176,8 +179,7 @@ def test_losses_are_those_of_deepspeed_itself(
         for key in ("lr", "boundary", "steps", "batch", "exported"):
             assert ours[key] == (pytest.approx(real[key]) if key == "batch" else _close(real[key]))
         norms = [x for x in real["norm"] if x is not None]
-        rel = 1e-2 if more else 1e-5
-        assert [x for x in ours["norm"] if x is not None] == pytest.approx(norms, rel=rel)
+        assert [x for x in ours["norm"] if x is not None] == pytest.approx(norms, rel=1e-5)
 
 
 def _close(values: Any) -> Any:
