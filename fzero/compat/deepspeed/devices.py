@@ -59,6 +59,10 @@ class Accelerator:
         """Whether it computes in float16."""
         return True
 
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """What a model can compute in."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for it."""
         if self._name != "cpu":

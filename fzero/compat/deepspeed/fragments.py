@@ -1,7 +1,7 @@
 """Values, gradients and optimizer states of single parameters, in full or this rank's part."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,15 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Write the gradient that the next step takes; every rank must call it, with the same value."""
     engine, name = owned(param, "safe_set_full_grad")
     engine.set_full_grad(name, value.detach().reshape(param.shape))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Write `update_func(gradient, parameter)` for each that has a gradient; all ranks call it."""
+    for param in param_list:
+        if (grad := safe_get_full_grad(param)) is not None:
+            safe_set_full_grad(param, update_func(grad, param))
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:

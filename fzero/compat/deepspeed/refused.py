@@ -68,7 +68,6 @@ ZERO: Mapping[str, str] = {
 UTILS: Mapping[str, str] = {
     "OnDevice": NAMES["OnDevice"],
     "groups": "there is one group of ranks, torch.distributed's own",
-    "safe_update_full_grad_vectorized": "call safe_get_full_grad and safe_set_full_grad",
     "get_full_hp_param": "call safe_get_full_fp32_param",
     "get_full_hp_grad": "call safe_get_full_grad",
 }
