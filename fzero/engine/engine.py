@@ -1,7 +1,7 @@
 """`Engine`: ZeRO for people who call `loss.backward()`."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from fzero.engine.attach import (
     parameters_of,
     take_the_first_ranks,
 )
+from fzero.engine.building import build
 from fzero.engine.driver import Driver
 from fzero.engine.face import EngineOptimizer
 from fzero.engine.forward import no_loss
@@ -25,6 +26,7 @@ from fzero.engine.release import Former, Released, release
 from fzero.errors import BackwardError, ConfigError, FzeroError, ShardError
 from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
+from fzero.state.builder import Recording
 from fzero.state.opt_state import OptState
 from fzero.tree import PyTree
 
@@ -44,7 +46,9 @@ class Engine:
 
     Args:
         model: any module, on the device it trains on, the same on every rank. What has
-            `requires_grad=False` is frozen, as what `cfg.frozen` names.
+            `requires_grad=False` is frozen, as what `cfg.frozen` names. Or a function without
+            arguments that builds it, from the same seed on every rank: then no rank ever holds the
+            whole model at stage 3. Its values are those of a call, bit for bit.
         opt: one of `fzero.optim`, or any object with optax's `init` and `update`. Without it
             gradients can be computed, and `step()` says what is missing.
         cfg: see `Config`; what only a staged-out step needs (`executor`, `donate`, `has_aux`,
@@ -77,7 +81,7 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         opt: Any = None,
         cfg: Config | None = None,
         *,
@@ -91,6 +95,14 @@ class Engine:
                 "and has no Program that could be planned. Use make_train_step, or fzero.remat in "
                 "the module and memory_limit=None."
             )
+        built: Recording | None = None
+        if callable(model) and not isinstance(model, nn.Module):
+            if broadcast:
+                raise ConfigError(
+                    "Engine(build, broadcast=True): a function is recorded on every rank, and no "
+                    "rank has values to send. Seed all ranks alike before, or in the function."
+                )
+            model, built = build(model)
         slots, params = parameters_of(model)
         self.module = model
         self._slots = slots
@@ -107,6 +119,7 @@ class Engine:
             self.cfg,
             gradient_reduction,
             gradient_predivide,
+            built,
         )
         self._names = Names(self._parts.reducer.leaves, slots.other_names())
         self._driver = Driver(model, slots, params, self._parts, self.cfg)

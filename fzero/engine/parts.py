@@ -18,6 +18,7 @@ from fzero.engine.stepper import Stepper
 from fzero.errors import ConfigError
 from fzero.functional.functionalize import parameters
 from fzero.optim.base import Optimizer
+from fzero.state.builder import Recording
 from fzero.state.init import start
 
 
@@ -106,6 +107,7 @@ def build_parts(
     cfg: Config,
     reduction: str,
     predivide: float | None,
+    built: Recording | None = None,
 ) -> Parts:
     """The parts of an engine; every rank must call it.
 
@@ -116,12 +118,13 @@ def build_parts(
         cfg: with all that is frozen.
         reduction: "mean" or "sum" over ranks.
         predivide: factor by which gradients are divided before they are added up, or None.
+        built: what makes the values, where `params` have none.
 
     Raises:
         ConfigError: a combination that there isn't.
         RankMismatchError: ranks differ.
     """
-    plan, tree_of, opt_state = start(cfg, optimizer, parameters(model))
+    plan, tree_of, opt_state = start(cfg, optimizer, built or parameters(model))
     leaves, axes = plan.sharding.layout.leaves, plan.axes
     indices = {leaf.name: index for index, leaf in enumerate(leaves)}
     registered = [indices[name] for name in params]

@@ -263,6 +263,8 @@ class DeepSpeedEngine(nn.Module):
                 "save_checkpoint(exclude_frozen_parameters=True)",
                 "a checkpoint has all parameters; take names out of engine.inner.state_dict()",
             )
+        if not save_dir:
+            raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): must name a folder.")
         kept = {
             "client_state": client_state or {},
             "lr_scheduler": _state_of(self.lr_scheduler),

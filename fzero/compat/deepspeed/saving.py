@@ -43,6 +43,7 @@ def save(
         CheckpointError: something is kept that could only be read back by running code; or see
             `fzero.checkpoint.save`.
     """
+    _same(folder, tag, step)
     where = folder / tag
     data = _packed(kept)
     where.mkdir(parents=True, exist_ok=True)
@@ -115,6 +116,20 @@ def module_of(found: Path) -> dict[str, Tensor]:
     return {
         next(key[len(p) :] for p in _PREFIXES if key.startswith(p)): wanted[key] for key in wanted
     }
+
+
+def _same(folder: Path, tag: str, step: int) -> None:
+    """All ranks save the same: else each would wait for the others in a folder of its own."""
+    if comm.get_world_size() == 1:
+        return
+    said: list[Any] = [None] * comm.get_world_size()
+    comm.all_gather_object(said, f"{folder}, tag {tag!r}, step {step}")
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise CheckpointError(
+                f"save_checkpoint: rank {rank} saves to {other}, and rank 0 to {said[0]}. All ranks "
+                "save to one folder, under one tag. Nothing was written."
+            )
 
 
 _PREFIXES = ("params.", "opt_state.model_state.")

@@ -11,7 +11,7 @@ from torch import nn
 import fzero.compat.deepspeed as deepspeed
 from fzero.compat.deepspeed import saving
 from fzero.compat.deepspeed.utils import zero_to_fp32
-from fzero.errors import CheckpointError, FzeroError
+from fzero.errors import CheckpointError, ConfigError, FzeroError
 from tests.ranks import run_ranks
 
 
@@ -72,6 +72,23 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, saved: int, resumed: int) ->
         assert after[rank][0] == pytest.approx(before[rank][0], rel=1e-5)
         assert after[rank][1] == before[rank][1]
         assert after[rank][2] == rank
+
+
+def _tags_differ(folder: Path) -> str:
+    engine = engine_of(0, 1)
+    try:
+        engine.save_checkpoint(folder, tag=f"tag{deepspeed.comm.get_rank()}")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_name_other_tags_are_told(tmp_path: Path) -> None:
+    found = run_ranks(2, _tags_differ, tmp_path)
+    assert all("'tag1'" in message and "'tag0'" in message for message in found)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="save_dir"):
+        engine_of(stage=0).save_checkpoint("")
 
 
 def test_weights_are_read_without_ranks(tmp_path: Path) -> None:
