@@ -89,7 +89,7 @@ class Keeps(nn.Module):
 
 
 def test_what_can_not_be_built_is_refused() -> None:
-    with pytest.raises(ShardError, match="attribute '0[.]table'"):
+    with pytest.raises(ShardError, match=r"attribute '0\.table'"):
         fzero.Engine(lambda: nn.Sequential(Keeps()))
     with pytest.raises(ConfigError, match="returned a dict"):
         fzero.Engine(lambda: {"w": torch.ones(2)})  # pyright: ignore

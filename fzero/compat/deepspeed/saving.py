@@ -127,8 +127,8 @@ def _same(folder: Path, tag: str, step: int) -> None:
     for rank, other in enumerate(said):
         if other != said[0]:
             raise CheckpointError(
-                f"save_checkpoint: rank {rank} saves to {other}, and rank 0 to {said[0]}. All ranks "
-                "save to one folder, under one tag. Nothing was written."
+                f"save_checkpoint: rank {rank} saves to {other}, and rank 0 to {said[0]}. All "
+                "ranks save to one folder, under one tag. Nothing was written."
             )
 
 
