@@ -19,8 +19,10 @@ from fzero.compat.deepspeed.launch import add_config_arguments, initialize
 from fzero.compat.deepspeed.optimizers import DeepSpeedOptimizer
 from fzero.compat.deepspeed.refused import NAMES, missing
 from fzero.compat.deepspeed.utils import log_dist, logger
+from fzero.errors import ConfigError as DeepSpeedConfigError
 
 __all__ = [
+    "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "DeepSpeedOptimizer",
     "accelerator",

@@ -59,6 +59,7 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
         (2, 2, 1.0)
     """
     raw = dict(source) if isinstance(source, Mapping) else _load(source)
+    _refuse(raw)
     rest = {k: v for k, v in raw.items() if k not in _OURS}
     rest.setdefault("gradient_clipping", CLIPPING)
     config = Config.from_deepspeed(rest, world_size=world_size)
@@ -73,6 +74,38 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
 
 
 _OURS = ("optimizer", "scheduler", "dataloader_drop_last", "activation_checkpointing", "checkpoint")
+
+
+# Keys of sections that are read here: values that ask for nothing, and what to do about others;
+# without advice any value is of no effect.
+_STAY = "what a checkpoint keeps stays on its rank and device"
+_INERT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "activation_checkpointing.partition_activations": ((False,), _STAY),
+    "activation_checkpointing.cpu_checkpointing": ((False,), _STAY),
+    "activation_checkpointing.contiguous_memory_optimization": ((), ""),
+    "activation_checkpointing.number_checkpoints": ((), ""),
+    "activation_checkpointing.profile": ((), ""),
+    "activation_checkpointing.synchronize_checkpoint_boundary": ((), ""),
+    "checkpoint.load_universal": (
+        (False,),
+        "read it with fzero.checkpoint.import_deepspeed_universal",
+    ),
+    "checkpoint.parallel_write": ((), ""),
+    "checkpoint.tag_validation": (
+        ("IGNORE", "WARN", "FAIL", "Ignore", "Warn", "Fail"),
+        "must be Ignore, Warn or Fail; tags are compared in any case",
+    ),
+    "checkpoint.use_node_local_storage": ((False,), "all ranks write to one folder"),
+}
+
+
+def _refuse(raw: Mapping[str, Any]) -> None:
+    for section in ("activation_checkpointing", "checkpoint"):
+        for name, value in (raw.get(section) or {}).items():
+            key = f"{section}.{name}"
+            allowed, advice = _INERT.get(key, ((), "unknown"))
+            if advice and value not in allowed:
+                raise ConfigError(f"{key} = {value!r}: {advice}. Change or remove it.")
 
 
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -44,3 +44,23 @@ def test_gradients_are_clipped_unless_it_says_otherwise() -> None:
 def test_a_section_of_another_shape_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         settings(wrong, 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("activation_checkpointing", "partition_activations", True),
+        ("activation_checkpointing", "no_such", 1),
+        ("checkpoint", "load_universal", True),
+        ("checkpoint", "use_node_local_storage", True),
+        ("checkpoint", "tag_validation", "foo"),
+    ],
+)
+def test_what_a_section_asks_for_in_vain_is_refused(section: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}"):
+        settings({section: {key: value}}, 1)
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    nothing = {"partition_activations": False, "profile": True, "number_checkpoints": 4}
+    settings({"activation_checkpointing": nothing, "checkpoint": {"tag_validation": "Warn"}}, 1)
