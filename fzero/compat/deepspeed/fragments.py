@@ -1,4 +1,7 @@
-"""Values, gradients and optimizer states of single parameters, in full or this rank's part."""
+"""Values, gradients and optimizer states of single parameters, in full or this rank's part.
+
+Of a frozen parameter there is nothing to get: None, as DeepSpeed has it.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -22,8 +25,10 @@ _FIELDS = {
 }
 
 
-def safe_get_full_fp32_param(param: Tensor) -> Tensor:
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """The value in full, in float32; every rank must call it."""
+    if not param.requires_grad:
+        return None
     engine, name = owned(param, "safe_get_full_fp32_param")
     return engine.full_param(name).float()
 
@@ -57,8 +62,10 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(grad, param))
 
 
-def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """A state of the optimizer in full, by torch's key: "exp_avg"; every rank must call it."""
+    if not param.requires_grad:
+        return None
     engine, name = owned(param, "safe_get_full_optimizer_state")
     x = _state(engine, name, optim_state_key)
     return whole_tensor(x).detach().clone().float()
@@ -70,8 +77,10 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     _write(_state(engine, name, optim_state_key), value.detach().reshape(param.shape))
 
 
-def safe_get_local_fp32_param(param: Tensor) -> Tensor:
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """This rank's part of the value: of the master where there is one, else of the parameter."""
+    if not param.requires_grad:
+        return None
     return local_tensor(_value(param, "safe_get_local_fp32_param")).detach().clone().float()
 
 
@@ -101,8 +110,10 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     engine.set_local_grad(name, value.detach())
 
 
-def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor:
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """This rank's part of a state of the optimizer."""
+    if not param.requires_grad:
+        return None
     engine, name = owned(param, "safe_get_local_optimizer_state")
     return local_tensor(_state(engine, name, optim_state_key)).detach().clone().float()
 

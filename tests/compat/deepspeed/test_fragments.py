@@ -62,11 +62,13 @@ def _written(rank_cases: list[tuple[int, str, int]]) -> list[str]:
         u.safe_set_full_fp32_param(params[2], torch.full(params[2].shape, 0.25))
         same("param", u.safe_get_full_fp32_param(params[2]), torch.full(params[2].shape, 0.25))
         part = u.safe_get_local_fp32_param(params[3])
+        assert part is not None
         u.safe_set_local_fp32_param(params[3], torch.full_like(part, -0.5))
         same("param by parts", u.safe_get_full_fp32_param(params[3]), torch.tensor([-0.5]))
         before = [u.safe_get_full_fp32_param(param) for param in params]
         u.safe_set_full_optimizer_state(params[0], torch.full((7, 5), 2.0), "momentum_buffer")
         state = u.safe_get_local_optimizer_state(params[2], "momentum_buffer")
+        assert state is not None
         u.safe_set_local_optimizer_state(params[2], torch.ones_like(state), "momentum_buffer")
         engine.step()
         trained = {0: 1.0 + 0.9 * 2.0, 1: 3.0, 2: 3.0 + 0.9, 3: 4.0}
@@ -93,6 +95,30 @@ CASES += [(3, "bf16", 1), (1, "bf16", 2)]
 
 def test_what_is_written_is_read_and_trained_with() -> None:
     assert run_ranks(2, _written, CASES, timeout=200) == [[], []]
+
+
+def test_of_a_frozen_parameter_there_is_nothing() -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    for get in (u.safe_get_full_fp32_param, u.safe_get_local_fp32_param, u.safe_get_full_grad):
+        assert get(model.bias) is None
+    for state_of in (u.safe_get_full_optimizer_state, u.safe_get_local_optimizer_state):
+        assert state_of(model.bias, "exp_avg") is None
+        assert state_of(model.weight, "exp_avg") is not None
+
+
+def test_gradients_are_updated_by_a_function() -> None:
+    engine = deepspeed.initialize(
+        model=nn.Linear(2, 1), config={"train_batch_size": 1}, dist_init_required=False
+    )[0]
+    params = list(engine.module.parameters())
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    u.safe_update_full_grad_vectorized(params, lambda grad, param: grad + param.ndim)
+    assert [float(u.safe_get_full_grad(p).mean()) for p in params] == [3.0, 2.0]  # pyright: ignore
 
 
 def test_a_parameter_of_nobody_is_refused() -> None:
