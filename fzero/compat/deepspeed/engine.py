@@ -71,6 +71,7 @@ class DeepSpeedEngine(nn.Module):
         self.collate_fn = given.collate_fn
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.loaded_checkpoint_tag: str | None = None
+        self.sparse_tensor_module_names: set[str] = set()  # gradients are dense
         self._boundary: bool | None = None
         self._applied = False
         self._norm: Tensor | None = None

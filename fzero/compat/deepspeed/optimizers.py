@@ -354,6 +354,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     loss_scale = cur_scale
 
+    def needs_scaler(self) -> bool:
+        """Whether a backward of your own needs `engine.scale(loss)`."""
+        return self._engine.settings.config.scaling is not None
+
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """`engine.step()`."""
         self._engine.step()

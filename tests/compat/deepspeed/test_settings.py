@@ -64,3 +64,8 @@ def test_what_a_section_asks_for_in_vain_is_refused(section: str, key: str, valu
 def test_what_asks_for_nothing_is_taken() -> None:
     nothing = {"partition_activations": False, "profile": True, "number_checkpoints": 4}
     settings({"activation_checkpointing": nothing, "checkpoint": {"tag_validation": "Warn"}}, 1)
+
+
+def test_names_of_stage_3_may_lack_their_prefix() -> None:
+    zero = {"stage": 3, "param_persistence_threshold": 0, "max_live_parameters": 1}
+    assert settings({"zero_optimization": zero}, 1).config.stage == 3
