@@ -52,6 +52,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("config", "eager", "state", "step"),
     ),
     "integrations": ("errors", "optim", "config", "checkpoint", "engine"),
+    "compat": ("errors", "tree", "distributed.dtensor", "optim", "config", "checkpoint", "engine"),
 }
 
 PACKAGE = Path(fzero.__file__).parent

@@ -144,6 +144,21 @@ LAWS = {
     "engine/parts": "engine/test_options.py: mean_or_sum_and_where_the_division_is",
     "engine/reducer": "engine/test_options.py: a_mesh_of_replicas_of_shards",
     "engine/stepper": "engine/test_state.py: five_steps_in_each_are_ten_in_either",
+    # other libraries' interfaces
+    "compat/deepspeed/checkpointing": "compat/deepspeed/test_engine.py: "
+    "a_deepspeed_script_trains_as_plain_torch",
+    "compat/deepspeed/comm": "compat/deepspeed/test_engine.py: "
+    "a_deepspeed_script_trains_as_plain_torch",
+    "compat/deepspeed/devices": "compat/deepspeed/test_engine.py: "
+    "a_deepspeed_script_trains_as_plain_torch",
+    "compat/deepspeed/launch": "compat/deepspeed/test_engine.py: "
+    "a_deepspeed_script_trains_as_plain_torch",
+    "compat/deepspeed/loaders": "compat/deepspeed/test_engine.py: "
+    "a_deepspeed_script_trains_as_plain_torch",
+    "compat/deepspeed/owners": "compat/deepspeed/test_fragments.py: "
+    "what_is_written_is_read_and_trained_with",
+    "compat/deepspeed/utils/zero_to_fp32": "compat/deepspeed/test_saving.py: "
+    "weights_are_read_without_ranks",
 }
 
 

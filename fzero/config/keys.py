@@ -33,6 +33,12 @@ IGNORED = frozenset(
         "zero_optimization.cpu_offload_use_pin_memory",
         "zero_optimization.elastic_checkpoint",
         "zero_optimization.enable_sanity_checks",
+        # DeepSpeed takes these names of stage 3 without their prefix, too
+        "zero_optimization.gather_16bit_weights_on_model_save",
+        "zero_optimization.max_live_parameters",
+        "zero_optimization.max_reuse_distance",
+        "zero_optimization.model_persistence_threshold",
+        "zero_optimization.param_persistence_threshold",
         "zero_optimization.legacy_stage1",
         "zero_optimization.load_from_fp32_weights",
         "zero_optimization.log_trace_cache_warnings",

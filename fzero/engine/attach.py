@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fzero.config import Config
+from fzero.distributed.agree import agree
+from fzero.distributed.journal import Journal
+from fzero.distributed.mesh import is_simulated, resolve_mesh
+from fzero.distributed.transport import Transport
 from fzero.eager.lazy import LazyParameter
 from fzero.eager.owned import (
     Holder,
@@ -144,6 +148,24 @@ def frozen_too(cfg: Config, params: dict[str, nn.Parameter]) -> Config:
     frozen = [n for n, p in params.items() if not p.requires_grad or cfg.is_frozen(n)]
     # the config takes globs, and a name may hold what a glob takes for a pattern
     return cfg.replace(frozen=tuple(glob.escape(name) for name in frozen))
+
+
+@torch.no_grad()
+def take_the_first_ranks(model: nn.Module, cfg: Config) -> None:
+    """Overwrite parameters and buffers by those of the mesh's first rank.
+
+    Raises:
+        RankMismatchError: ranks have tensors of other names, shapes or dtypes.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    mesh = resolve_mesh(cfg.mesh, tensors[0][1].device.type)
+    if mesh.world_size == 1 or is_simulated(mesh):
+        return
+    items = [(name, f"{x.dtype} {tuple(x.shape)}") for name, x in tensors]
+    agree("the module", items, mesh, cfg.timeout, "Build the same module on every rank.")
+    transport = Transport(mesh, mesh.axes, Journal(mesh, active=False, limit=cfg.timeout))
+    for _, x in tensors:
+        x.copy_(transport.chosen(x, mine=mesh.rank == 0))
 
 
 def gather_around(module: nn.Module, units: Units, grouping: Grouping) -> list[RemovableHandle]:

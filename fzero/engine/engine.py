@@ -1,15 +1,21 @@
 """`Engine`: ZeRO for people who call `loss.backward()`."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fzero.config import Config
-from fzero.engine import blocks, events, module_state, outputs, phases
-from fzero.engine.attach import WITHOUT, frozen_too, parameters_of
+from fzero.engine import blocks, events, in_hand, module_state, outputs, phases
+from fzero.engine.attach import (
+    WITHOUT,
+    frozen_too,
+    parameters_of,
+    take_the_first_ranks,
+)
+from fzero.engine.building import build
 from fzero.engine.driver import Driver
 from fzero.engine.face import EngineOptimizer
 from fzero.engine.forward import no_loss
@@ -20,6 +26,7 @@ from fzero.engine.release import Former, Released, release
 from fzero.errors import BackwardError, ConfigError, FzeroError, ShardError
 from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
+from fzero.state.builder import Recording
 from fzero.state.opt_state import OptState
 from fzero.tree import PyTree
 
@@ -39,12 +46,16 @@ class Engine:
 
     Args:
         model: any module, on the device it trains on, the same on every rank. What has
-            `requires_grad=False` is frozen, as what `cfg.frozen` names.
+            `requires_grad=False` is frozen, as what `cfg.frozen` names. Or a function without
+            arguments that builds it, from the same seed on every rank: then no rank ever holds the
+            whole model at stage 3. Its values are those of a call, bit for bit.
         opt: one of `fzero.optim`, or any object with optax's `init` and `update`. Without it
             gradients can be computed, and `step()` says what is missing.
         cfg: see `Config`; what only a staged-out step needs (`executor`, `donate`, `has_aux`,
             `opaque`, `seed`) has no effect.
         gradient_reduction: "mean" of the ranks' gradients, or their "sum".
+        broadcast: whether ranks whose values differ take the first one's, parameters and buffers;
+            otherwise they are refused.
         gradient_predivide: factor by which gradients are divided before they are added up, so that
             16-bit sums don't overflow; the rest of the division comes after. None: for 16-bit
             reductions the largest doubling that keeps both divisions near the root of the world
@@ -70,12 +81,13 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         opt: Any = None,
         cfg: Config | None = None,
         *,
         gradient_reduction: Literal["mean", "sum"] = "mean",
         gradient_predivide: float | None = None,
+        broadcast: bool = False,
     ) -> None:
         if cfg is not None and cfg.memory_limit is not None:
             raise ConfigError(
@@ -83,12 +95,22 @@ class Engine:
                 "and has no Program that could be planned. Use make_train_step, or fzero.remat in "
                 "the module and memory_limit=None."
             )
+        built: Recording | None = None
+        if callable(model) and not isinstance(model, nn.Module):
+            if broadcast:
+                raise ConfigError(
+                    "Engine(build, broadcast=True): a function is recorded on every rank, and no "
+                    "rank has values to send. Seed all ranks alike before, or in the function."
+                )
+            model, built = build(model)
         slots, params = parameters_of(model)
         self.module = model
         self._slots = slots
         self._face: EngineOptimizer | None = None
         self._former = {name: Former(p, p.requires_grad, p.dtype) for name, p in params.items()}
         self.cfg = frozen_too(cfg or Config(), params)
+        if broadcast:
+            take_the_first_ranks(model, self.cfg)
         self._has_opt = opt is not None
         self._parts = build_parts(
             model,
@@ -97,6 +119,7 @@ class Engine:
             self.cfg,
             gradient_reduction,
             gradient_predivide,
+            built,
         )
         self._names = Names(self._parts.reducer.leaves, slots.other_names())
         self._driver = Driver(model, slots, params, self._parts, self.cfg)
@@ -266,8 +289,12 @@ class Engine:
 
     # --- the step ---
 
-    def step(self) -> None:
+    def step(self, boundary: bool | None = None) -> None:
         """Update the parameters, if enough micro-batches are there; see `Engine`.
+
+        Args:
+            boundary: whether to update now, however many micro-batches there are; the same on every
+                rank. Gradients are still divided by `cfg.accum_steps`. None: go by their number.
 
         Raises:
             BackwardError: without an optimizer, inside `no_sync()`, or with no backward since the
@@ -280,7 +307,7 @@ class Engine:
                 "engine.step() needs an optimizer, and this engine was made without one. Pass it: "
                 "fzero.Engine(model, fzero.optim.adamw(3e-4), cfg)."
             )
-        self._driver.on(events.StepCalled())
+        self._driver.on(events.StepCalled(boundary))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last update; accumulation starts again.
@@ -429,7 +456,8 @@ class Engine:
         """The learning rate of the next update; on every rank the same is to be set.
 
         Setting wants an optimizer whose rate is in its state:
-        `fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4)`.
+        `fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4)`. Of several such in a
+        `multi_transform` set those that change by label: `engine.lr = {"matrix": 1e-3}`.
 
         Raises:
             FzeroError: the optimizer tells none, as those from elsewhere do, or several; it is set,
@@ -438,7 +466,7 @@ class Engine:
         return self._parts.stepper.rate()
 
     @lr.setter
-    def lr(self, lr: float) -> None:
+    def lr(self, lr: float | Mapping[str, float]) -> None:
         self._parts.stepper.set_rate(lr)
 
     @property
@@ -472,6 +500,23 @@ class Engine:
         self._driver.recover()
         return self._parts.full_params()
 
+    def full_param(self, name: str) -> Tensor:
+        """A copy of one full parameter, with all digits of its master if there is one.
+
+        At stage 3 every rank must call it, and from stage 1 on where there are masters.
+
+        Raises:
+            ShardError: there is no parameter of that name.
+
+        Examples:
+            >>> import fzero
+            >>> engine = Engine(nn.Linear(3, 1), fzero.optim.sgd(0.1))
+            >>> engine.full_param("weight").shape
+            torch.Size([1, 3])
+        """
+        self._driver.recover()
+        return self._parts.full_value(self._names.index("full_param", name))
+
     def full_grad(self, name: str) -> Tensor | None:
         """The gradient of one parameter so far: the mean over ranks, unscaled.
 
@@ -488,6 +533,57 @@ class Engine:
         """
         self._driver.recover()
         return self._parts.full_grad(self._names.index("full_grad", name))
+
+    def local_grad(self, name: str) -> Tensor | None:
+        """This rank's part of `full_grad(name)`: rows of it from stage 1 on, else all of it.
+
+        At world > 1 every rank must call it.
+
+        Raises:
+            ShardError: there is no parameter of that name.
+        """
+        self._driver.recover()
+        return self._parts.local_grad(self._names.index("local_grad", name))
+
+    def set_full_grad(self, name: str, value: Tensor) -> None:
+        """Let `value` be what `full_grad(name)` gives, and what the next `step()` takes.
+
+        Clipping and what else the step does to gradients comes after. Backwards that come before
+        the step add to it. Every rank must call it, with the same value.
+
+        Args:
+            name: of a trained parameter.
+            value: a full tensor; unscaled.
+
+        Raises:
+            ShardError: there is no such parameter, it is frozen, or has another shape.
+            RankMismatchError: ranks give different values.
+            BackwardError: inside a forward or a backward, or before any backward.
+
+        Examples:
+            >>> import fzero
+            >>> engine = Engine(nn.Linear(3, 1), fzero.optim.sgd(0.5))
+            >>> engine(torch.ones(2, 3)).mean().backward()
+            >>> before = engine.full_param("bias")
+            >>> engine.set_full_grad("bias", torch.tensor([4.0]))
+            >>> engine.step()
+            >>> engine.full_param("bias") - before
+            tensor([-2.])
+        """
+        in_hand.set_full_grad(
+            self._driver, self._parts, self._names.index("set_full_grad", name), value
+        )
+
+    def set_local_grad(self, name: str, value: Tensor) -> None:
+        """The same for this rank's part alone, `local_grad(name)`; every rank must call it.
+
+        Raises:
+            ShardError: as `set_full_grad`.
+            BackwardError: as `set_full_grad`.
+        """
+        in_hand.set_local_grad(
+            self._driver, self._parts, self._names.index("set_local_grad", name), value
+        )
 
 
 _NO_COPY = (

@@ -94,7 +94,9 @@ class BlockLeft(NamedTuple):
 
 
 class StepCalled(NamedTuple):
-    pass
+    """`boundary` says whether to update; None: go by the number of micro-batches."""
+
+    boundary: bool | None = None
 
 
 class GradientsZeroed(NamedTuple):

@@ -1,6 +1,6 @@
 """What an engine is made of, planned and built before anything is done to its module."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from fzero.engine.stepper import Stepper
 from fzero.errors import ConfigError
 from fzero.functional.functionalize import parameters
 from fzero.optim.base import Optimizer
+from fzero.state.builder import Recording
 from fzero.state.init import start
 
 
@@ -57,23 +58,32 @@ class Parts(NamedTuple):
             full[leaf.name] = value.clone()
         return full
 
+    def full_value(self, index: int) -> Tensor:
+        """A copy of one leaf, full: of its master where there is one; else as `full_values`."""
+        return self._whole(index, self._masters("full_param"))
+
     def full_values(self) -> dict[int, Tensor]:
         """Copies of what is trained, full, by index: masters where there are such.
 
         A collective where parameters or masters are sharded.
         """
+        masters = self._masters("state_dict")
+        return {index: self._whole(index, masters) for index in self.registered}
+
+    def _masters(self, what: str) -> dict[int, Tensor]:
+        """This rank's masters; told to the other ranks if what follows is a collective."""
         plan, masters = self.stepper.plan, self.stepper.masters()
-        sharded = plan.cfg.stage == 3
-        if sharded or (masters and plan.splits_state):
-            self.journal.enter("state_dict")
-        full: dict[int, Tensor] = {}
-        for index in self.registered:
-            value = masters.get(index, self.stepper.locals[index]).detach()
-            if plan.splits_state if index in masters else sharded:
-                device = self.reducer.device  # masters may live on the host
-                value = self.transport.whole(value.to(device), self.reducer.leaves[index])
-            full[index] = value.clone()
-        return full
+        if plan.cfg.stage == 3 or (masters and plan.splits_state):
+            self.journal.enter(what)
+        return masters
+
+    def _whole(self, index: int, masters: Mapping[int, Tensor]) -> Tensor:
+        plan = self.stepper.plan
+        value = masters.get(index, self.stepper.locals[index]).detach()
+        if plan.splits_state if index in masters else plan.cfg.stage == 3:
+            device = self.reducer.device  # masters may live on the host
+            value = self.transport.whole(value.to(device), self.reducer.leaves[index])
+        return value.clone()
 
     def full_grad(self, index: int) -> Tensor | None:
         """The unscaled gradient of a leaf so far, or None; a collective that changes nothing."""
@@ -81,6 +91,13 @@ class Parts(NamedTuple):
         total = self.reducer.full(index, reduces=self.rules.reduces)
         scale = self.stepper.opt_state.loss_scale
         return total if total is None or scale is None else total / scale.scale.to(total.dtype)
+
+    def local_grad(self, index: int) -> Tensor | None:
+        """This rank's part of it."""
+        full, leaf = self.full_grad(index), self.reducer.leaves[index]
+        if full is None or not self.reducer.scatter:
+            return full
+        return leaf.split(full, self.stepper.plan.mesh.shard_rank).clone()
 
 
 def build_parts(
@@ -90,6 +107,7 @@ def build_parts(
     cfg: Config,
     reduction: str,
     predivide: float | None,
+    built: Recording | None = None,
 ) -> Parts:
     """The parts of an engine; every rank must call it.
 
@@ -100,12 +118,13 @@ def build_parts(
         cfg: with all that is frozen.
         reduction: "mean" or "sum" over ranks.
         predivide: factor by which gradients are divided before they are added up, or None.
+        built: what makes the values, where `params` have none.
 
     Raises:
         ConfigError: a combination that there isn't.
         RankMismatchError: ranks differ.
     """
-    plan, tree_of, opt_state = start(cfg, optimizer, parameters(model))
+    plan, tree_of, opt_state = start(cfg, optimizer, built or parameters(model))
     leaves, axes = plan.sharding.layout.leaves, plan.axes
     indices = {leaf.name: index for index, leaf in enumerate(leaves)}
     registered = [indices[name] for name in params]

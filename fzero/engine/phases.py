@@ -321,7 +321,7 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
             "engine.step() was called, and no backward has brought a gradient since the last "
             "step(). Call loss.backward() first, on a loss that depends on the engine's parameters."
         )
-    if rules.accum_steps > 1 and not state.counted:
+    if event.boundary is None and rules.accum_steps > 1 and not state.counted:
         raise BackwardError(
             "engine.step() was called, and no backward since the last step() has reached an output "
             f"of this engine: with accum_steps={rules.accum_steps} there is no micro-batch to "
@@ -330,7 +330,8 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
         )
     # before the update: a second call without a backward is an error also below accum_steps
     state = state._replace(moved=False, fresh=True, counted=False)
-    if rules.accum_steps > 1 and len(state.reached) < rules.accum_steps:
+    few = rules.accum_steps > 1 and len(state.reached) < rules.accum_steps
+    if few if event.boundary is None else not event.boundary:
         return state, ()
     # where leaves are counted another rank may have kept something: all ask
     flush = (Flush(),) if rules.reduces and (state.kept or rules.counts) else ()

@@ -11,6 +11,7 @@ from fzero import tree
 from fzero.engine.buffers import Buffers
 from fzero.errors import ConfigError, FzeroError, ShardError
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
+from fzero.optim.compose import MultiState
 from fzero.optim.inject import InjectState
 from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState, OptState
@@ -117,13 +118,16 @@ class Stepper:
             )
         return rates[0]
 
-    def set_rate(self, lr: float | Tensor) -> None:
-        """Write the learning rate of the next updates.
+    def set_rate(self, lr: float | Tensor | Mapping[str, float | Tensor]) -> None:
+        """Write the learning rate of the next updates; of several, by label of `multi_transform`.
 
         Raises:
             FzeroError: the optimizer has none in its state, or a schedule gives it.
             ConfigError: it is no number >= 0.
         """
+        if isinstance(lr, Mapping):
+            self._set_rates(lr)
+            return
         value = float(lr)
         if not 0 <= value < math.inf:
             raise ConfigError(f"engine.lr = {lr!r}; it must be a finite number >= 0.")
@@ -141,6 +145,24 @@ class Stepper:
             + ". Make it with fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4): then it "
             "is a tensor of the state, and is read in each update."
         )
+
+    def _set_rates(self, rates: Mapping[str, float | Tensor]) -> None:
+        state = self.opt_state.inner
+        parts = state.inner if isinstance(state, MultiState) else {}
+        found = {label: list(_injected(part)) for label, part in parts.items()}
+        for label, lr in rates.items():
+            if not 0 <= float(lr) < math.inf:
+                raise ConfigError(f"engine.lr[{label!r}] = {lr!r}; it must be a number >= 0.")
+            if not found.get(label):
+                known = ", ".join(repr(label) for label, tensors in found.items() if tensors)
+                raise FzeroError(
+                    f"engine.lr was assigned for {label!r}, and the optimizer keeps rates for "
+                    f"{known or 'no label'}. They are the labels of fzero.optim.multi_transform, "
+                    "whose transforms are made by fzero.optim.inject_hyperparams."
+                )
+        for label, lr in rates.items():
+            for x in found[label]:
+                x.fill_(float(lr))
 
     def masters(self) -> dict[int, Tensor]:
         """This rank's masters, as the next update will find them, by index; or none."""

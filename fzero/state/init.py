@@ -26,13 +26,17 @@ from fzero.tree import PyTree
 
 
 def start(
-    cfg: Config, opt: Optimizer, params: PyTree | Callable[[], PyTree], model_state: PyTree = None
+    cfg: Config,
+    opt: Optimizer,
+    params: PyTree | Callable[[], PyTree] | Recording,
+    model_state: PyTree = None,
 ) -> tuple[Plan, PyTree, OptState]:
     """The plan of a step, sharded parameters, and the state before the first call.
 
     Args:
         cfg, opt: the step's.
-        params: full, the same on every rank, and copied; or a function that builds them.
+        params: full, the same on every rank, and copied; or a function that builds them, or what
+            was recorded of it.
         model_state: what the model carries from call to call, or None; copied.
 
     Raises:
@@ -41,7 +45,8 @@ def start(
         RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
         TraceError: the function that builds the parameters can't be recorded.
     """
-    recording = record(params) if callable(params) else None
+    recorded = record(params) if callable(params) else params
+    recording = recorded if isinstance(recorded, Recording) else None
     shapes = recording.tree() if recording else params
     leaves = tree.leaves(shapes)
     check_tensors("params", leaves, tree.paths(shapes))

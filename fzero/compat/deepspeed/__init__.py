@@ -1,0 +1,42 @@
+"""DeepSpeed's interface over `fzero.Engine`: `import fzero.compat.deepspeed as deepspeed`.
+
+What has no counterpart raises an error that names it, and what to do instead.
+"""
+
+from fzero.compat.deepspeed import (
+    accelerator,
+    checkpointing,
+    comm,
+    ops,
+    runtime,
+    utils,
+    zero,
+)
+from fzero.compat.deepspeed.comm import init_distributed
+from fzero.compat.deepspeed.devices import get_accelerator
+from fzero.compat.deepspeed.engine import DeepSpeedEngine
+from fzero.compat.deepspeed.launch import add_config_arguments, initialize
+from fzero.compat.deepspeed.optimizers import DeepSpeedOptimizer
+from fzero.compat.deepspeed.refused import NAMES, missing
+from fzero.compat.deepspeed.utils import log_dist, logger
+from fzero.errors import ConfigError as DeepSpeedConfigError
+
+__all__ = [
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
+]
+__getattr__ = missing("", NAMES)

@@ -1,0 +1,456 @@
+"""`DeepSpeedEngine`: DeepSpeed's methods over `fzero.Engine`."""
+
+import contextlib
+import glob
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fzero import checkpoint
+from fzero.compat.deepspeed import comm, saving
+from fzero.compat.deepspeed.leaf_modules import leaf_names
+from fzero.compat.deepspeed.loaders import loader_of
+from fzero.compat.deepspeed.lr_schedules import scheduler_of
+from fzero.compat.deepspeed.optimizers import (
+    ClientGroups,
+    DeepSpeedOptimizer,
+    as_groups,
+    client_of,
+)
+from fzero.compat.deepspeed.owners import Owner, note
+from fzero.compat.deepspeed.refused import ENGINE, refuse
+from fzero.compat.deepspeed.settings import Settings
+from fzero.engine import Engine
+from fzero.errors import ConfigError
+
+
+class Given(NamedTuple):
+    """What `initialize` was given beside the model and the configuration."""
+
+    optimizer: Any = None
+    model_parameters: Any = None
+    training_data: Any = None
+    lr_scheduler: Any = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+
+class DeepSpeedEngine(nn.Module):
+    """A model that `initialize` has taken.
+
+    Args:
+        model: any module; it is moved to the device, cast, and takes the first rank's values, as
+            DeepSpeed does it.
+        settings: the configuration.
+        given: to `initialize`.
+
+    Attributes:
+        inner: the `fzero.Engine`.
+        module: the model.
+        optimizer: the client's groups with the engine's step, or None.
+        lr_scheduler: what is stepped after each update, or None.
+        training_dataloader: of this rank's micro-batches, or None.
+        micro_steps: calls of `step()`.
+        global_steps: updates, skipped ones included.
+        skipped_steps: updates that overflowed.
+        global_samples: rows that they were made of.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, given: Given) -> None:
+        super().__init__()
+        self.settings, self.config = settings, settings.raw
+        self.device = torch.device(comm.device_type())
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", comm.get_local_rank())
+        self.global_rank, self.world_size = comm.get_rank(), comm.get_world_size()
+        self.local_rank, self.dp_world_size = comm.get_local_rank(), self.world_size
+        self.collate_fn = given.collate_fn
+        self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
+        self.loaded_checkpoint_tag: str | None = None
+        self.sparse_tensor_module_names: set[str] = set()  # gradients are dense
+        self._boundary: bool | None = None
+        self._applied = False
+        self._norm: Tensor | None = None
+        # DeepSpeed's masters start from the rounded values, so these do
+        model.to(self.device, settings.config.dtypes.param)
+        params = dict(model.named_parameters())
+        groups, opt = self._groups(model, given, params)
+        self.inner = Engine(model, opt, self._config(model, groups), broadcast=True)
+        self.module = model
+        me: weakref.ref[Any] = weakref.ref(self)
+        for name, param in [*params.items(), *model.named_parameters()]:
+            note(param, Owner(me, name))
+        self.groups = groups
+        self.optimizer: Any = None
+        if groups is not None:
+            self.optimizer = DeepSpeedOptimizer(groups, weakref.proxy(self))
+        elif opt is not None:
+            self.optimizer = self.inner.optimizer
+        self.lr_scheduler = self._scheduler(given)
+        self.training_dataloader: Any = None
+        if given.training_data is not None:
+            self.training_dataloader = self.deepspeed_io(given.training_data)
+
+    # --- what it is made of ---
+
+    def _groups(
+        self, model: nn.Module, given: Given, params: dict[str, nn.Parameter]
+    ) -> tuple[ClientGroups | None, Any]:
+        """The param groups, and the optimizer for the Engine; None and None without any."""
+        opt: Any = given.optimizer
+        section = self.settings.optimizer
+        if opt is not None and hasattr(opt, "init") and hasattr(opt, "update"):
+            return None, opt  # of fzero.optim, or another of its protocol
+        trained = as_groups(model, given.model_parameters)
+        if opt is not None and not isinstance(opt, torch.optim.Optimizer):
+            if not callable(opt):
+                raise ConfigError(
+                    f"initialize(optimizer={type(opt).__name__}): must be an optimizer of "
+                    "torch.optim, one of fzero.optim, or a function from parameters to one."
+                )
+            opt = opt(trained)
+        if opt is None and section is not None:
+            opt = client_of(section, trained)
+        if opt is None:
+            return None, None
+        groups = ClientGroups(opt, {id(param): name for name, param in params.items()})
+        return groups, groups.transform
+
+    def _config(self, model: nn.Module, groups: ClientGroups | None) -> Any:
+        """The Engine's: with what is in no group frozen, and leaf modules gathered as one."""
+        config = self.settings.config
+        together = (*config.gather_together, *leaf_names(model))
+        frozen = ()
+        if groups is not None:
+            names = dict(model.named_parameters())
+            frozen = tuple(glob.escape(name) for name in names if name not in groups.owners)
+        return config.replace(gather_together=together, frozen=frozen)
+
+    def _scheduler(self, given: Given) -> Any:
+        scheduler, section = given.lr_scheduler, self.settings.scheduler
+        groups = self.groups.client if self.groups is not None else self.optimizer
+        if scheduler is None and section is not None and groups is not None:
+            scheduler = scheduler_of(section, groups)
+        elif callable(scheduler) and not hasattr(scheduler, "step"):
+            scheduler = scheduler(groups)
+        return scheduler
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader of this rank's share of a data set."""
+        return loader_of(
+            dataset,
+            batch_size or self.settings.micro_batch,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            collate_fn=collate_fn or self.collate_fn,
+            sampler=data_sampler,
+            shuffle=route == "train",
+            drop_last=self.settings.drop_last,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type == "cuda",
+        )
+
+    # --- forward, backward, step ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output; see `fzero.Engine`."""
+        return self.inner(*args, **kwargs)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for a backward of your own."""
+        return self.inner.scale(loss)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """`loss.backward()`, with the loss scale, divided by the accumulation steps."""
+        return self.inner.backward(loss, retain_graph, scale_wrt_gas)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside keep their gradients on this rank; at every stage."""
+        return self.inner.no_sync()
+
+    coalesce_grad_reduction = no_sync
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether this micro-batch is the last one before an update."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on it is, or is not, whatever the number of micro-batches; None: by it again."""
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At a boundary, update, and step the scheduler unless gradients overflowed."""
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary and self.groups is not None and (rates := self.groups.rates()):
+            self.inner.lr = rates
+        self.inner.step(boundary)
+        self.micro_steps += 1
+        self._applied = False
+        if not boundary:
+            return
+        self._norm = self.inner.metrics["grad_norm"]
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size() or 0
+        self._applied = not self._skipped()
+        if not self._applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            if self.groups is not None:  # what torch's schedulers ask an optimizer for
+                self.groups.client._opt_called = True  # pyright: ignore
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def _skipped(self) -> bool:
+        config = self.settings.config
+        if config.scaling is None and config.nonfinite_policy != "skip":
+            return False  # without asking the device
+        return bool(self.inner.metrics["skipped"])
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` has updated."""
+        return self._applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients."""
+        self.inner.zero_grad(set_to_none)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing: backward has reduced them."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: what was gathered is freed when a pass ends."""
+
+    def destroy(self) -> None:
+        """Give the module back as plain PyTorch; the engine is over."""
+        self.inner.release()
+
+    # --- checkpoints ---
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint, in fzero's format; every rank must call it.
+
+        Args:
+            save_dir: of all tags.
+            tag: names this one; None: "global_step" and their number.
+            client_state: of this rank: tensors and plain values.
+            save_latest: whether `load_checkpoint` without a tag takes this one.
+            exclude_frozen_parameters: refused: a checkpoint is whole.
+        """
+        if exclude_frozen_parameters:
+            refuse(
+                "save_checkpoint(exclude_frozen_parameters=True)",
+                "a checkpoint has all parameters; take names out of engine.inner.state_dict()",
+            )
+        if not save_dir:
+            raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): must name a folder.")
+        kept = {
+            "client_state": client_state or {},
+            "lr_scheduler": _state_of(self.lr_scheduler),
+            "rates": self.get_lr() if self.groups is not None else [],
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "global_samples": self.global_samples,
+        }
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        saving.save(Path(save_dir), tag, self.inner, self.global_steps, kept, latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint, of any world size and stage; every rank must call it.
+
+        Returns:
+            Its folder, and what the client kept; None and None if no tag is given and none saved.
+        """
+        if custom_load_fn is not None:
+            refuse(
+                "load_checkpoint(custom_load_fn=...)", "call engine.inner.load_state_dict yourself"
+            )
+        tag = saving.latest_tag(Path(load_dir)) if tag is None else str(tag)
+        if tag is None:
+            warnings.warn(f"{load_dir} has no file 'latest': nothing was loaded.", stacklevel=2)
+            return None, None
+        found = saving.find(Path(load_dir), tag)
+        kept = saving.kept_of(found)
+        whole = load_optimizer_states and not load_module_only and self.groups is not None
+        if whole:
+            self.inner.state = checkpoint.load(found, *self.inner.state, strict=load_module_strict)
+        else:
+            self.inner.load_state_dict(saving.module_of(found), strict=load_module_strict)
+        self.inner.zero_grad()
+        if whole and self.groups is not None:
+            for group, lr in zip(self.optimizer.param_groups, kept["rates"], strict=True):
+                group["lr"] = lr
+            self.groups.forget()
+        if not load_module_only:
+            self.global_steps, self.skipped_steps = kept["global_steps"], kept["skipped_steps"]
+            self.global_samples = kept["global_samples"]
+            if load_lr_scheduler_states and self.lr_scheduler is not None and kept["lr_scheduler"]:
+                self.lr_scheduler.load_state_dict(kept["lr_scheduler"])
+        self.loaded_checkpoint_tag = tag
+        return str(found), kept["client_state"]
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the module's full state dict in its compute dtype; every rank must call it."""
+        low = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        if self.global_rank == 0:
+            saving.write_tensors(Path(save_dir) / save_filename, low)
+        comm.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's full state dict in its compute dtype; every rank must call it."""
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        skip = frozen if exclude_frozen_parameters else set()
+        param = self.settings.config.dtypes.param
+        return {
+            prefix + name: x.to(param) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for name, x in self.inner.state_dict().items()
+            if name not in skip
+        }
+
+    def load_module_state_dict(
+        self, state_dict: dict[str, Any], strict: bool = True, **_: Any
+    ) -> None:
+        """Load full tensors under the module's names, the same on every rank."""
+        self.inner.load_state_dict(state_dict.get("module", state_dict), strict)
+
+    # --- what it is asked ---
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or betas, of each group."""
+        groups = self.optimizer.param_groups
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of all gradients before clipping, at the last update; None before one."""
+        return None if self._norm is None else float(self._norm)
+
+    def loss_scale(self) -> float:
+        """The loss scale of now; 1 without one."""
+        state = self.inner.state[1].loss_scale
+        return 1.0 if state is None else float(state.scale)
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether it changes."""
+        scaling = self.settings.config.scaling
+        return scaling is not None and scaling.dynamic
+
+    def train_micro_batch_size_per_gpu(self) -> Any:
+        """Rows of a rank's micro-batch; None if the configuration does not say."""
+        return self.settings.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self.settings.config.accum_steps
+
+    def train_batch_size(self) -> Any:
+        """Rows per update, over all ranks."""
+        micro = self.settings.micro_batch
+        return micro and micro * self.gradient_accumulation_steps() * self.world_size
+
+    def get_batch_info(self) -> tuple[Any, Any, int]:
+        """Rows per update, per micro-batch, and micro-batches per update."""
+        micro = self.settings.micro_batch
+        return self.train_batch_size(), micro, self.gradient_accumulation_steps()
+
+    def gradient_clipping(self) -> float:
+        """The bound on the norm of gradients; 0: none."""
+        return self.settings.config.clip_norm or 0.0
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self.settings.config.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether something is sharded."""
+        return self.settings.config.stage > 0
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in float16."""
+        return self.settings.config.dtypes.param == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bfloat16."""
+        return self.settings.config.dtypes.param == torch.bfloat16
+
+    def optimizer_name(self) -> str | None:
+        """Of the configuration's optimizer."""
+        return self.settings.optimizer and self.settings.optimizer.type
+
+    def scheduler_name(self) -> str | None:
+        """Of the configuration's scheduler."""
+        return self.settings.scheduler and self.settings.scheduler.type
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """There is one."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ENGINE:
+            refuse(f"DeepSpeedEngine.{name}", ENGINE[name])
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise AttributeError(
+                    f"DeepSpeedEngine has no {name!r}, and neither has its module."
+                ) from None
+            return getattr(module, name)  # as DeepSpeed's does
+
+
+def _state_of(scheduler: Any) -> Any:
+    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else None

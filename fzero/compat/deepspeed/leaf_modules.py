@@ -1,0 +1,88 @@
+"""Modules that are gathered as one: for experts that only some ranks run.
+
+They are marked before `initialize`, which names them to `Config(gather_together=...)`.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from fzero.errors import ConfigError
+
+_MARK = "fzero_gathered_as_one"
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark all modules of these classes, given as classes or by name.
+
+    Raises:
+        ConfigError: there is none.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> set_z3_leaf_modules(model, [nn.Linear])
+        [Linear(in_features=2, out_features=2, bias=True)]
+        >>> leaf_names(model)
+        ['0']
+    """
+    classes = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
+    names = {name for name in leaf_module_classes if isinstance(name, str)}
+
+    def is_one(module: nn.Module) -> bool:
+        kind = type(module)
+        full = f"{kind.__module__}.{kind.__qualname__}"
+        return isinstance(module, classes) or bool(names & {kind.__name__, full})
+
+    found = [module for module in model.modules() if is_one(module)]
+    return _mark(found, True, raise_if_not_found, leaf_module_classes)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, leaf_module_names: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of these names."""
+    wanted = set(leaf_module_names)
+    found = [module for name, module in model.named_modules() if name in wanted]
+    return _mark(found, True, raise_if_not_found, leaf_module_names)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the marks of these classes away."""
+    classes = tuple(leaf_module_classes)
+    found = [module for module in model.modules() if isinstance(module, classes)]
+    return _mark(found, False, raise_if_not_found, leaf_module_classes)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, or take its mark away."""
+    setattr(model, _MARK, flag)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether a module is marked."""
+    return getattr(model, _MARK, False)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """All that are marked."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def leaf_names(model: nn.Module) -> list[str]:
+    """The names of all that are marked."""
+    return [name for name, module in model.named_modules() if z3_leaf_module(module)]
+
+
+def _mark(found: list[nn.Module], flag: bool, must: bool, asked: Iterable[Any]) -> list[nn.Module]:
+    if must and not found:
+        raise ConfigError(
+            f"no module of the model is one of {list(asked)}; see model.named_modules()."
+        )
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found

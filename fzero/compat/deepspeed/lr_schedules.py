@@ -1,0 +1,236 @@
+"""DeepSpeed's learning-rate schedulers, over the schedules of `fzero.optim`."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import optim
+from fzero.compat.deepspeed.settings import Section
+from fzero.errors import ConfigError
+
+Rates = float | Sequence[float] | None
+
+
+class Scheduler:
+    """Writes the rate of each param group; `step()` after each update.
+
+    Args:
+        optimizer: with `param_groups`.
+        schedules: one for each group, from the number of steps so far to the rate.
+        last_batch_iteration: of the run that goes on; -1: none.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        schedules: Sequence[Callable[[Tensor], Tensor]],
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.optimizer, self.schedules = optimizer, schedules
+        self.last_batch_iteration = last_batch_iteration
+        self._write()
+
+    def get_lr(self) -> list[float]:
+        """The rate of each group."""
+        step = torch.tensor(float(self.last_batch_iteration + 1), dtype=torch.float64)
+        return [float(schedule(step)) for schedule in self.schedules]
+
+    def get_last_lr(self) -> list[float]:
+        """What was written last."""
+        return list(self._last_lr)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go on by one, or to an iteration, and write the rates."""
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = (
+            following if last_batch_iteration is None else last_batch_iteration
+        )
+        self._write()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        """Go on from there; the rates are written by the next step, or the optimizer's own."""
+        self.last_batch_iteration = sd["last_batch_iteration"]
+
+    def _write(self) -> None:
+        self._last_lr = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
+
+
+class WarmupLR(Scheduler):
+    """DeepSpeed's; see `fzero.optim.warmup_lr`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        pairs = _pairs(optimizer, warmup_min_lr, warmup_max_lr)
+        schedules = [optim.warmup_lr(a, b, warmup_num_steps, warmup_type) for a, b in pairs]
+        super().__init__(optimizer, schedules, last_batch_iteration)
+
+
+class WarmupDecayLR(Scheduler):
+    """DeepSpeed's; see `fzero.optim.warmup_decay_lr`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        pairs = _pairs(optimizer, warmup_min_lr, warmup_max_lr)
+        schedules = [
+            optim.warmup_decay_lr(total_num_steps, a, b, warmup_num_steps, warmup_type)
+            for a, b in pairs
+        ]
+        super().__init__(optimizer, schedules, last_batch_iteration)
+
+
+class WarmupCosineLR(Scheduler):
+    """DeepSpeed's; see `fzero.optim.warmup_cosine_lr`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        schedules = [
+            optim.warmup_cosine_lr(
+                group["lr"],
+                total_num_steps,
+                warmup_min_ratio,
+                warmup_num_steps,
+                cos_min_ratio,
+                warmup_type,
+            )
+            for group in optimizer.param_groups
+        ]
+        super().__init__(optimizer, schedules, last_batch_iteration)
+
+
+class OneCycle(Scheduler):
+    """DeepSpeed's, without momentum and stairs; see `fzero.optim.one_cycle`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: Rates,
+        cycle_max_lr: Rates,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        if cycle_momentum and any("betas" in group for group in optimizer.param_groups):
+            raise ConfigError(
+                "OneCycle(cycle_momentum=True) would change betas at each step, which are settled "
+                "when the engine is made. Say cycle_momentum=False: the rate alone cycles."
+            )
+        if cycle_first_stair_count or cycle_second_stair_count:
+            raise ConfigError("OneCycle: stairs (cycle_*_stair_count) have no counterpart.")
+        schedules = [
+            optim.one_cycle(
+                low, high, cycle_first_step_size, cycle_second_step_size, decay_step_size,
+                decay_lr_rate,
+            )
+            for low, high in _pairs(optimizer, cycle_min_lr, cycle_max_lr)
+        ]  # fmt: skip
+        super().__init__(optimizer, schedules, last_batch_iteration)
+
+
+class LRRangeTest(Scheduler):
+    """DeepSpeed's: from a least rate up by a share of it every so many steps."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: Rates = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        def of(low: float) -> Callable[[Tensor], Tensor]:
+            def schedule(step: Tensor) -> Tensor:
+                passed = step / lr_range_test_step_size
+                stairs = passed.floor() if lr_range_test_staircase else passed
+                return low * (1 + lr_range_test_step_rate * stairs)
+
+            return schedule
+
+        lows = _each(optimizer, lr_range_test_min_lr)
+        super().__init__(optimizer, [of(low) for low in lows], last_batch_iteration)
+
+
+BY_NAME: dict[str, type[Scheduler]] = {
+    "LRRangeTest": LRRangeTest,
+    "OneCycle": OneCycle,
+    "WarmupCosineLR": WarmupCosineLR,
+    "WarmupDecayLR": WarmupDecayLR,
+    "WarmupLR": WarmupLR,
+}
+
+
+def scheduler_of(section: Section, optimizer: Any) -> Any:
+    """The scheduler of a configuration's section: one of the above, or of torch.
+
+    Raises:
+        ConfigError: there is none of that name, or it does not take these arguments.
+    """
+    kind: Any = BY_NAME.get(section.type)
+    kind = kind or getattr(torch.optim.lr_scheduler, section.type, None)
+    if kind is None:
+        raise ConfigError(
+            f"scheduler.type = {section.type!r}: must be one of {', '.join(BY_NAME)}, or of "
+            "torch.optim.lr_scheduler."
+        )
+    try:
+        return kind(optimizer, **section.params)
+    except TypeError as error:
+        raise ConfigError(f"scheduler.params of {section.type}: {error}.") from error
+
+
+def _each(optimizer: Any, given: Rates) -> list[float]:
+    groups = optimizer.param_groups
+    if given is None:
+        return [float(group["lr"]) for group in groups]
+    if not isinstance(given, Sequence):
+        return [float(given)] * len(groups)
+    if len(given) != len(groups):
+        raise ConfigError(f"a scheduler has {len(given)} rates for {len(groups)} param groups.")
+    return [float(x) for x in given]
+
+
+def _pairs(optimizer: Any, low: Rates, high: Rates) -> list[tuple[float, float]]:
+    pairs = list(zip(_each(optimizer, low), _each(optimizer, high), strict=True))
+    if not all(map(math.isfinite, [x for pair in pairs for x in pair])):
+        raise ConfigError(f"a scheduler's rates must be finite, and are {pairs}.")
+    return pairs

@@ -1,0 +1,5 @@
+"""`deepspeed.ops.lion`."""
+
+from fzero.compat.deepspeed.optimizers import DeepSpeedCPULion, FusedLion
+
+__all__ = ["DeepSpeedCPULion", "FusedLion"]

@@ -1,0 +1,401 @@
+"""Client optimizers: param groups that torch's schedulers write to, and ours that they become.
+
+A client optimizer is `torch.optim`'s or DeepSpeed's own. It holds param groups and takes no step:
+its numbers make one of `fzero.optim`, and its learning rates are copied into that one's state
+before each update. Those are the numbers that a scheduler changes; a change of another number is
+refused, as it would be lost.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fzero import optim
+from fzero.compat.deepspeed.refused import OPTIMIZERS, refuse
+from fzero.compat.deepspeed.settings import Section
+from fzero.errors import ConfigError, FzeroError
+
+
+class _Groups(torch.optim.Optimizer):
+    """Param groups alone; the engine steps."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Refused: call `engine.step()`."""
+        raise FzeroError(
+            f"{type(self).__name__}.step() was called. Pass the optimizer to "
+            "deepspeed.initialize, and call engine.step()."
+        )
+
+
+class FusedAdam(_Groups):
+    """DeepSpeed's: AdamW unless `adam_w_mode=False`; without decay unless asked."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if not bias_correction:
+            raise ConfigError(
+                f"{type(self).__name__}(bias_correction=False): moments are corrected. Pass an "
+                "optimizer of your own: chain(fzero.optim...)."
+            )
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "amsgrad": amsgrad, "adam_w_mode": adam_w_mode})
+
+
+class DeepSpeedCPUAdam(FusedAdam):
+    """DeepSpeed's; where the state lives is the configuration's `offload_optimizer`."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
+        )
+
+
+class FusedLion(_Groups):
+    """DeepSpeed's Lion."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+
+class DeepSpeedCPULion(FusedLion):
+    """DeepSpeed's Lion."""
+
+
+class FusedLamb(_Groups):
+    """DeepSpeed's LAMB, whose trust ratios lie in [min_coeff, max_coeff]; ours are not bounded."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if max_coeff != math.inf or min_coeff or eps_inside_sqrt or not bias_correction:
+            raise ConfigError(
+                f"FusedLamb(max_coeff={max_coeff}, min_coeff={min_coeff}): fzero.optim.lamb has "
+                "the paper's trust ratio, without bounds. Say max_coeff=float('inf'), "
+                "min_coeff=0.0 if that is what you want, or pass AdamW."
+            )
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, numbers)
+
+
+class Rule(NamedTuple):
+    """How a param group becomes one of `fzero.optim`.
+
+    Args:
+        keys: of the group, those that decide beside `lr`.
+        make: from the learning rate and the group.
+    """
+
+    keys: tuple[str, ...]
+    make: Callable[[Any, Mapping[str, Any]], optim.Optimizer]
+
+
+def _adam(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    # torch's Adam has decoupled_weight_decay, DeepSpeed's adam_w_mode
+    decoupled = group.get("adam_w_mode", group.get("decoupled_weight_decay", False))
+    return (_adamw if decoupled else _l2)(lr, group)
+
+
+def _adamw(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    b1, b2 = map(float, group["betas"])
+    decay, amsgrad = group["weight_decay"], group["amsgrad"]
+    return optim.adamw(lr, b1, b2, group["eps"], weight_decay=decay, amsgrad=amsgrad)
+
+
+def _l2(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    b1, b2 = map(float, group["betas"])
+    decay, amsgrad = group["weight_decay"], group["amsgrad"]
+    return optim.adam(lr, b1, b2, group["eps"], weight_decay=decay, amsgrad=amsgrad)
+
+
+def _sgd(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    return optim.sgd(
+        lr, group["momentum"], group["nesterov"], group["weight_decay"], group["dampening"]
+    )
+
+
+def _lion(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    b1, b2 = group["betas"]
+    return optim.lion(lr, b1, b2, group["weight_decay"])
+
+
+def _lamb(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    b1, b2 = group["betas"]
+    return optim.lamb(lr, b1, b2, group["eps"], group["weight_decay"])
+
+
+_ADAM = ("betas", "eps", "weight_decay", "amsgrad")
+_RULES: dict[type, Rule] = {
+    torch.optim.AdamW: Rule(_ADAM, _adamw),
+    torch.optim.Adam: Rule((*_ADAM, "decoupled_weight_decay"), _adam),
+    torch.optim.SGD: Rule(("momentum", "nesterov", "weight_decay", "dampening"), _sgd),
+    FusedAdam: Rule((*_ADAM, "adam_w_mode"), _adam),
+    DeepSpeedCPUAdam: Rule((*_ADAM, "adam_w_mode"), _adam),
+    FusedLion: Rule(("betas", "weight_decay"), _lion),
+    DeepSpeedCPULion: Rule(("betas", "weight_decay"), _lion),
+    FusedLamb: Rule(("betas", "eps", "weight_decay"), _lamb),
+}
+
+
+def rule_of(client: torch.optim.Optimizer) -> Rule:
+    """How the groups of `client` become ours.
+
+    Raises:
+        ConfigError: it is another optimizer, or asks for what ours has not.
+    """
+    rule = _RULES.get(type(client))  # not a subclass: its step may be another
+    name = type(client).__name__
+    if name in OPTIMIZERS:
+        refuse(f"ops: {name}", OPTIMIZERS[name])
+    if rule is None:
+        raise ConfigError(
+            f"initialize(optimizer={name}): an optimizer's step is not run on shards. Pass one of "
+            f"{', '.join(sorted(known.__name__ for known in _RULES))}; or one of fzero.optim, or "
+            "any object with its init and update."
+        )
+    for group in client.param_groups:
+        for key in ("maximize", "differentiable"):
+            if group.get(key):
+                raise ConfigError(f"initialize(optimizer={name}): {key}=True has no counterpart.")
+    return rule
+
+
+def client_of(section: Section, groups: Sequence[Any]) -> torch.optim.Optimizer:
+    """The optimizer of a configuration's section.
+
+    Args:
+        section: the configuration's.
+        groups: parameters, or dicts with "params".
+
+    Raises:
+        ConfigError: there is no such optimizer, or it does not take these arguments.
+    """
+    params = dict(section.params)
+    name = section.type
+    if "max_grad_norm" in params:
+        raise ConfigError(
+            "optimizer.params.max_grad_norm: DeepSpeed takes it as 'gradient_clipping'. Move it."
+        )
+    params.pop("fp32_optimizer_states", None)
+    kind: Any = _BY_NAME.get(name.lower())
+    if name.lower() in ("adam", "adamw"):
+        decoupled = params.pop("adam_w_mode", True) or name.lower() == "adamw"
+        if params.pop("torch_adam", False):
+            kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        else:
+            kind, params["adam_w_mode"] = FusedAdam, decoupled
+    for known in OPTIMIZERS:
+        if known.lower() == name.lower():
+            refuse(f"optimizer type {name}", OPTIMIZERS[known])
+    kind = kind or getattr(torch.optim, name, None)
+    if kind is None:
+        raise ConfigError(
+            f"optimizer.type = {name!r}: must be Adam, AdamW, Lion, Lamb, or one of torch.optim."
+        )
+    try:
+        return kind(groups, **params)
+    except TypeError as error:
+        raise ConfigError(f"optimizer.params of {name}: {error}.") from error
+
+
+_BY_NAME: dict[str, type] = {"lion": FusedLion, "lamb": FusedLamb, "sgd": torch.optim.SGD}
+
+
+class ClientGroups:
+    """The groups of a client optimizer, and the one of `fzero.optim` that they make.
+
+    Args:
+        client: holds the groups.
+        names: of the parameters, by id, as they were when the groups were made.
+
+    Attributes:
+        transform: for the Engine; the rate of each group is in its state.
+        owners: which parameters are in a group, by name.
+    """
+
+    def __init__(self, client: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        self.client, self.rule = client, rule_of(client)
+        self.fixed = [self._numbers(group) for group in client.param_groups]
+        self.owners: dict[str, str] = {}
+        for label, group in self._labelled():
+            for param in group["params"]:
+                if id(param) not in names:
+                    raise ConfigError(
+                        f"initialize(optimizer=...): a parameter of shape {tuple(param.shape)} in "
+                        "its groups is none of the model's. Make it of model.parameters()."
+                    )
+                self.owners[names[id(param)]] = label
+        self.transform = self._transform()
+        self.set: dict[str, float] = {label: float(g["lr"]) for label, g in self._labelled()}
+
+    def _labelled(self) -> Iterable[tuple[str, dict[str, Any]]]:
+        return ((str(i), group) for i, group in enumerate(self.client.param_groups))
+
+    def _numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: group.get(key) for key in self.rule.keys}
+
+    def _transform(self) -> optim.Optimizer:
+        def factory(group: Mapping[str, Any]) -> optim.Optimizer:
+            numbers = self._numbers(group)  # of now: later changes are told by `rates`
+            make = self.rule.make
+            # the rate alone: a decay that is a tensor costs Adam its fused kernel
+            return optim.inject_hyperparams(lambda lr: make(lr, numbers))(lr=float(group["lr"]))
+
+        owners = self.owners
+        return optim.multi_transform(
+            {label: factory(group) for label, group in self._labelled()},
+            lambda params: {name: owners.get(name, "0") for name in params},
+        )
+
+    def rates(self) -> dict[str, float]:
+        """The rates that have changed since the last call, by label.
+
+        Raises:
+            ConfigError: another number of a group has changed.
+        """
+        changed: dict[str, float] = {}
+        if len(self.client.param_groups) != len(self.fixed):
+            raise ConfigError(
+                "a param group was added after deepspeed.initialize; what is trained is settled "
+                "then. Give all groups to the optimizer before."
+            )
+        for (label, group), fixed in zip(self._labelled(), self.fixed, strict=True):
+            for key, value in fixed.items():
+                if group.get(key) != value:
+                    raise ConfigError(
+                        f"param_groups[{label}][{key!r}] was changed from {value!r} to "
+                        f"{group.get(key)!r} after deepspeed.initialize. Learning rates may "
+                        "change; other numbers are settled when the engine is made."
+                    )
+            lr = float(group["lr"])
+            if lr != self.set[label]:
+                self.set[label] = changed[label] = lr
+        return changed
+
+    def forget(self) -> None:
+        """What was set is no longer there: the next call gives all rates."""
+        self.set = dict.fromkeys(self.set, math.nan)
+
+
+class DeepSpeedOptimizer(torch.optim.Optimizer):
+    """What `initialize` returns as the optimizer: the client's groups, and the engine's step.
+
+    Args:
+        groups: of the client.
+        engine: takes the step; a `DeepSpeedEngine`.
+    """
+
+    def __init__(self, groups: ClientGroups, engine: Any) -> None:
+        # not the base's __init__: groups, and who holds them, are the client's
+        self.groups, self.optimizer = groups, groups.client
+        self._engine = engine
+        self.defaults = groups.client.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore
+        """The client's."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict[Any, Any]:  # pyright: ignore
+        """Empty: the state is sharded; see `deepspeed.utils.safe_get_full_optimizer_state`."""
+        return {}
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped."""
+        return not self._engine.was_step_applied()
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale; 1 without one."""
+        return self._engine.loss_scale()
+
+    loss_scale = cur_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether a backward of your own needs `engine.scale(loss)`."""
+        return self._engine.settings.config.scaling is not None
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        """`engine.step()`."""
+        self._engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`engine.zero_grad()`."""
+        self._engine.zero_grad()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """`engine.backward(loss)`."""
+        self._engine.backward(loss, retain_graph=retain_graph)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups' numbers; the state is in `engine.save_checkpoint`."""
+        numbers = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        return {"state": {}, "param_groups": numbers}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the groups' learning rates."""
+        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            mine["lr"] = theirs["lr"]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused."""
+        raise ConfigError(
+            "optimizer.add_param_group after deepspeed.initialize: what is trained is settled then."
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"DeepSpeedOptimizer({type(self.optimizer).__name__}, {len(self.param_groups)} groups)"
+        )
+
+
+def as_groups(model: nn.Module, given: Any) -> list[Any]:
+    """What `model_parameters` names: parameters or dicts; all that are to be trained if None."""
+    if given is None:
+        return [p for p in model.parameters() if p.requires_grad]
+    if isinstance(given, Tensor):
+        return [given]
+    return list(given)

@@ -1,0 +1,172 @@
+"""Checkpoints of a run, under DeepSpeed's tags, in fzero's format.
+
+    SAVE_DIR/latest                                the tag that was saved last
+    SAVE_DIR/TAG/step-00000004/                    see fzero.checkpoint
+    SAVE_DIR/TAG/rank-00000-step-00000004.pt       what the client and the shim keep, rank by rank
+
+[Note: a tag is whole] The files of the ranks come first, then the checkpoint, which appears at
+once, then `latest`: who follows it finds all three.
+"""
+
+import argparse
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from fzero import checkpoint
+from fzero.compat.deepspeed import comm
+from fzero.engine import Engine
+from fzero.errors import CheckpointError
+
+LATEST = "latest"
+
+
+def save(
+    folder: Path, tag: str, engine: Engine, step: int, kept: dict[str, Any], *, latest: bool
+) -> None:
+    """Write a checkpoint; every rank calls it.
+
+    Args:
+        folder: of all tags.
+        tag: names this one.
+        engine: whose state it is.
+        step: of the run.
+        kept: by this rank, beside the state: tensors and plain values.
+        latest: whether this is the one to go on from.
+
+    Raises:
+        CheckpointError: something is kept that could only be read back by running code; or see
+            `fzero.checkpoint.save`.
+    """
+    _same(folder, tag, step)
+    where = folder / tag
+    data = _packed(kept)
+    where.mkdir(parents=True, exist_ok=True)
+    _write(_file(where, comm.get_rank(), step), data)
+    comm.barrier()
+    checkpoint.save(where, *engine.state, step=step, keep=1, overwrite=True)
+    if comm.get_rank() == 0:
+        for old in where.glob("rank-*-step-*.pt"):
+            if not old.name.endswith(f"step-{step:08d}.pt"):
+                old.unlink()
+        if latest:
+            _write(folder / LATEST, tag.encode())
+    comm.barrier()
+
+
+def latest_tag(folder: Path) -> str | None:
+    """The tag that was saved last, or None."""
+    file = folder / LATEST
+    return file.read_text().strip() if file.is_file() else None
+
+
+def find(folder: Path, tag: str) -> Path:
+    """The checkpoint of a tag.
+
+    Raises:
+        CheckpointError: there is none, or it is DeepSpeed's own.
+    """
+    where = folder / tag
+    found = checkpoint.latest(where) if where.is_dir() else None
+    if found is not None:
+        return found
+    if list(where.glob("*_states.pt")):
+        raise CheckpointError(
+            f"{where} was written by DeepSpeed. Convert it with its ds_to_universal, and read that "
+            "with fzero.checkpoint.import_deepspeed_universal(path, *engine.inner.state)."
+        )
+    tags = sorted(path.name for path in folder.glob("*") if path.is_dir())
+    raise CheckpointError(
+        f"{where} holds no whole checkpoint. Tags there: {', '.join(tags) or 'none'}."
+    )
+
+
+def kept_of(found: Path) -> dict[str, Any]:
+    """What this rank kept; the first one's where another world saved."""
+    step = int(found.name.partition("-")[2])
+    mine = _file(found.parent, comm.get_rank(), step)
+    file = mine if mine.is_file() else _file(found.parent, 0, step)
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}. It is damaged or missing."
+        ) from error
+
+
+def module_of(found: Path) -> dict[str, Tensor]:
+    """All parameters and buffers of a checkpoint, in full, on the host, in their highest precision.
+
+    Args:
+        found: the checkpoint; no process group is needed.
+    """
+    reader = checkpoint.Reader(found)
+    wanted: dict[str, Any] = {}
+    for key, leaf in reader.read_metadata().state_dict_metadata.items():
+        if key.startswith(_PREFIXES) and hasattr(leaf, "properties"):
+            described: Any = leaf
+            wanted[key] = torch.empty(described.size, dtype=described.properties.dtype)
+    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    return {
+        next(key[len(p) :] for p in _PREFIXES if key.startswith(p)): wanted[key] for key in wanted
+    }
+
+
+def _same(folder: Path, tag: str, step: int) -> None:
+    """All ranks save the same: else each would wait for the others in a folder of its own."""
+    if comm.get_world_size() == 1:
+        return
+    said: list[Any] = [None] * comm.get_world_size()
+    comm.all_gather_object(said, f"{folder}, tag {tag!r}, step {step}")
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise CheckpointError(
+                f"save_checkpoint: rank {rank} saves to {other}, and rank 0 to {said[0]}. All "
+                "ranks save to one folder, under one tag. Nothing was written."
+            )
+
+
+_PREFIXES = ("params.", "opt_state.model_state.")
+
+
+def write_tensors(file: Path, tensors: dict[str, Any]) -> None:
+    """`torch.save`, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    _write(file, buffer.getvalue())
+
+
+def _packed(kept: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(kept, buffer)
+        buffer.seek(0)
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            "save_checkpoint(client_state=...) holds what can't be read back without running code: "
+            f"{str(error).strip().splitlines()[0][:200]}. Keep tensors, numbers, texts, lists and "
+            "dicts; nothing was written."
+        ) from error
+    return buffer.getvalue()
+
+
+def _file(where: Path, rank: int, step: int) -> Path:
+    return where / f"rank-{rank:05d}-step-{step:08d}.pt"
+
+
+def _write(file: Path, data: bytes) -> None:
+    part = file.with_name(f".{file.name}.part")
+    with open(part, "wb") as opened:
+        opened.write(data)
+        opened.flush()
+        os.fsync(opened.fileno())
+    part.replace(file)

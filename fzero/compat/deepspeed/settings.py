@@ -1,0 +1,139 @@
+"""A DeepSpeed configuration, whole: what becomes a `Config`, and what the shim itself takes."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fzero.config import Config
+from fzero.errors import ConfigError
+
+# DeepSpeed clips since 0.19 where nothing is said; before, it did not.
+CLIPPING = 1.0
+
+
+class Section(NamedTuple):
+    """The optimizer's or the scheduler's.
+
+    Args:
+        type: its name.
+        params: its arguments, those that are not "auto".
+    """
+
+    type: str
+    params: dict[str, Any]
+
+
+class Settings(NamedTuple):
+    """What a configuration asks for.
+
+    Args:
+        config: of the Engine.
+        raw: the configuration as it was given.
+        micro_batch: rows of a rank's micro-batch; None if the configuration does not say.
+        optimizer, scheduler: sections, or None.
+        drop_last: whether the loader leaves a last short batch out.
+    """
+
+    config: Config
+    raw: dict[str, Any]
+    micro_batch: int | None
+    optimizer: Section | None
+    scheduler: Section | None
+    drop_last: bool
+
+
+def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int) -> Settings:
+    """Read a configuration.
+
+    Args:
+        source: the configuration, or the path of its JSON file.
+        world_size: ranks.
+
+    Raises:
+        ConfigError: what can't be honoured, by key; see `Config.from_deepspeed`.
+
+    Examples:
+        >>> found = settings({"train_batch_size": 16, "gradient_accumulation_steps": 2}, 4)
+        >>> found.micro_batch, found.config.accum_steps, found.config.clip_norm
+        (2, 2, 1.0)
+    """
+    raw = dict(source) if isinstance(source, Mapping) else _load(source)
+    _refuse(raw)
+    rest = {k: v for k, v in raw.items() if k not in _OURS}
+    rest.setdefault("gradient_clipping", CLIPPING)
+    config = Config.from_deepspeed(rest, world_size=world_size)
+    return Settings(
+        config,
+        raw,
+        _micro_batch(raw, config.accum_steps, world_size),
+        _section(raw, "optimizer"),
+        _section(raw, "scheduler"),
+        bool(raw.get("dataloader_drop_last", False)),
+    )
+
+
+_OURS = ("optimizer", "scheduler", "dataloader_drop_last", "activation_checkpointing", "checkpoint")
+
+
+# Keys of sections that are read here: values that ask for nothing, and what to do about others;
+# without advice any value is of no effect.
+_STAY = "what a checkpoint keeps stays on its rank and device"
+_INERT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "activation_checkpointing.partition_activations": ((False,), _STAY),
+    "activation_checkpointing.cpu_checkpointing": ((False,), _STAY),
+    "activation_checkpointing.contiguous_memory_optimization": ((), ""),
+    "activation_checkpointing.number_checkpoints": ((), ""),
+    "activation_checkpointing.profile": ((), ""),
+    "activation_checkpointing.synchronize_checkpoint_boundary": ((), ""),
+    "checkpoint.load_universal": (
+        (False,),
+        "read it with fzero.checkpoint.import_deepspeed_universal",
+    ),
+    "checkpoint.parallel_write": ((), ""),
+    "checkpoint.tag_validation": (
+        ("IGNORE", "WARN", "FAIL", "Ignore", "Warn", "Fail"),
+        "must be Ignore, Warn or Fail; tags are compared in any case",
+    ),
+    "checkpoint.use_node_local_storage": ((False,), "all ranks write to one folder"),
+}
+
+
+def _refuse(raw: Mapping[str, Any]) -> None:
+    for section in ("activation_checkpointing", "checkpoint"):
+        for name, value in (raw.get(section) or {}).items():
+            key = f"{section}.{name}"
+            allowed, advice = _INERT.get(key, ((), "unknown"))
+            if advice and value not in allowed:
+                raise ConfigError(f"{key} = {value!r}: {advice}. Change or remove it.")
+
+
+def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"Cannot read a DeepSpeed configuration from {os.fspath(path)!r}: {error}. Pass a "
+            "dict, or the path of a JSON file, as config=... or --deepspeed_config."
+        ) from error
+
+
+def _micro_batch(raw: Mapping[str, Any], accum_steps: int, world_size: int) -> int | None:
+    micro, total = raw.get("train_micro_batch_size_per_gpu"), raw.get("train_batch_size")
+    if isinstance(micro, int):
+        return micro
+    return total // (accum_steps * world_size) if isinstance(total, int) else None
+
+
+def _section(raw: Mapping[str, Any], name: str) -> Section | None:
+    section = raw.get(name)
+    if not section:
+        return None
+    if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
+        raise ConfigError(
+            f'{name} = {section!r}: must be {{"type": NAME, "params": {{...}}}}, as DeepSpeed has '
+            "it."
+        )
+    params = section.get("params") or {}
+    return Section(section["type"], {k: v for k, v in params.items() if v != "auto"})

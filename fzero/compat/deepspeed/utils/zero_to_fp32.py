@@ -1,0 +1,76 @@
+"""`deepspeed.utils.zero_to_fp32`: full float32 weights of a checkpoint, without ranks."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fzero.compat.deepspeed import saving
+from fzero.errors import CheckpointError
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """All parameters and buffers of a checkpoint of `save_checkpoint`, floating ones in float32.
+
+    Args:
+        checkpoint_dir: what was given to `save_checkpoint`.
+        tag: of the checkpoint; None: the latest.
+        exclude_frozen_parameters: refused: a checkpoint does not say which are frozen.
+        lazy_mode: of no effect.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if exclude_frozen_parameters:
+        raise CheckpointError(
+            "exclude_frozen_parameters=True: a checkpoint does not say which parameters are "
+            "frozen. Take their names out of what is returned."
+        )
+    folder = Path(checkpoint_dir)
+    tag = tag or saving.latest_tag(folder)
+    if tag is None:
+        raise CheckpointError(f"{folder} has no file 'latest'. Pass a tag.")
+    found = saving.module_of(saving.find(folder, tag))
+    return {name: x.float() if x.is_floating_point() else x for name, x in found.items()}
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Load the weights into a plain module on the host; it is returned."""
+    model = model.cpu()
+    model.load_state_dict(
+        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
+    )
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: Any = None,
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights to OUTPUT_DIR/pytorch_model.bin, or as safetensors.
+
+    Args:
+        max_shard_size: of no effect on pytorch_model.bin, which is one file.
+        safe_serialization: write safetensors, as `fzero.checkpoint.export_safetensors` does.
+    """
+    weights = get_fp32_state_dict_from_zero_checkpoint(
+        checkpoint_dir, tag, exclude_frozen_parameters
+    )
+    if safe_serialization:
+        from fzero.checkpoint import export_safetensors
+
+        export_safetensors(output_dir, weights)
+    else:
+        saving.write_tensors(Path(output_dir) / "pytorch_model.bin", weights)

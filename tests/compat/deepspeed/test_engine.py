@@ -1,0 +1,335 @@
+"""A DeepSpeed script, with one import changed."""
+
+import argparse
+import copy
+import importlib.util
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DistributedSampler
+
+import fzero
+import fzero.compat.deepspeed as deepspeed
+from fzero.errors import BackwardError, ConfigError, FzeroError
+from tests.ranks import run_ranks
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = (SCRIPTS / "train.py").read_text()
+OURS = SCRIPT.replace("\nimport deepspeed\n", "\nimport fzero.compat.deepspeed as deepspeed\n")
+MAX_LR, CLIP = 0.01, 0.15
+BF16 = {
+    "bf16": {"enabled": True},
+    # what is so here in any case: DeepSpeed adds up in bfloat16 unless told otherwise
+    "communication_data_type": "fp32",
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
+
+
+def configuration(stage: int, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "reduce_bucket_size": 500_000, "stage3_param_persistence_threshold": 0}
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        zero["memory_efficient_linear"] = False  # it rounds once more than torch's own
+    adamw = {"lr": MAX_LR, "betas": [0.9, 0.95], "eps": 1e-8, "torch_adam": True}
+    warmup = {"warmup_min_lr": 0.001, "warmup_max_lr": MAX_LR, "warmup_num_steps": 3}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_print": 1000,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**warmup, "total_num_steps": 14}},
+        "zero_optimization": zero,
+        **more,
+    }
+
+
+def _script(folder: Path, stages: list[int]) -> None:
+    """On a rank: run the script, as `python train.py` would."""
+    for stage in stages:
+        at = folder / str(stage)
+        given = ["--deepspeed", "--deepspeed_config", str(at / "ds.json"), "--out", str(at)]
+        with mock.patch.object(sys, "argv", ["train.py", *given]):
+            runpy.run_path(str(folder / "train.py"), run_name="__main__")
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "ds.json").write_text(json.dumps(config))
+    return folder
+
+
+def reference(script: dict[str, Any]) -> dict[str, Any]:
+    """The same training in plain PyTorch, on one process and the batches of both ranks."""
+    torch.manual_seed(0)
+    model, data = script["Model"](), script["Words"](1, 64)
+    nn.init.constant_(model.head.bias, 0.01)
+    opt = torch.optim.AdamW(script["groups"](model), lr=MAX_LR, betas=(0.9, 0.95))
+    ranks = [list(DistributedSampler(data, 2, rank)) for rank in range(2)]
+    steps, seen = 0, {"loss": [], "evaluation": [], "norm": []}
+    saved: Any = None
+
+    def rate(step: int) -> float:
+        """DeepSpeed's WarmupDecayLR at an iteration; before the first one, the least."""
+        if step < 0:
+            return 0.001
+        if step < 3:
+            return 0.001 + 0.009 * math.log(step + 1) / math.log(3)
+        return 0.001 + 0.009 * (14 - step) / 11
+
+    for epoch in range(3):
+        if epoch == 2:  # the script goes back to its checkpoint
+            model.load_state_dict(saved[0])
+            opt.load_state_dict(saved[1])
+            steps = saved[2]
+        for i in range(0, 32, 4):
+            for rank in ranks:
+                loss = model(data.tokens[rank[i : i + 4]])
+                (loss / 4).backward()
+                if rank is ranks[0]:
+                    seen["loss"].append(loss.item())
+            if i % 8:
+                for group in opt.param_groups:
+                    group["lr"] = rate(steps - 1)
+                seen["norm"].append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+                opt.step()
+                opt.zero_grad()
+                steps += 1
+        model.eval()
+        with torch.no_grad():
+            tokens = script["Words"](2, 8).tokens
+            halves = [model(tokens[i : i + 4]).item() for i in (0, 4)]
+        model.train()
+        seen["evaluation"].append(sum(halves) / 2)
+        if epoch == 0:
+            copied = {name: x.clone() for name, x in model.state_dict().items()}
+            saved = copied, copy.deepcopy(opt.state_dict()), steps
+    seen["weight"] = model.head.weight.sum().item()
+    return seen
+
+
+def test_a_deepspeed_script_trains_as_plain_torch(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OURS)
+    for stage in range(4):
+        written(tmp_path / str(stage), configuration(stage))
+    run_ranks(2, _script, tmp_path, [0, 1, 2, 3], timeout=200)
+    expected = reference(runpy.run_path(str(tmp_path / "train.py")))
+    for stage in range(4):
+        seen = json.loads((tmp_path / str(stage) / "rank-0.json").read_text())
+        for key in ("loss", "evaluation", "weight"):
+            assert seen[key] == pytest.approx(expected[key], rel=1e-5), (stage, key)
+        assert seen["norm"][1::2] == pytest.approx(expected["norm"], rel=1e-5), stage
+        assert seen["boundary"] == [False, True] * 12
+        assert seen["client"] == [1, "half-way", "step-00000004"]
+        assert seen["steps"] == [4, 0, 16]
+        assert seen["batch"] == [16, 4]
+        exported = torch.load(tmp_path / str(stage) / "pytorch_model.bin", weights_only=True)
+        assert exported["head.weight"].sum().item() == pytest.approx(seen["weight"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install fzero[dev-peers]",
+)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, BF16),
+        (3, BF16),
+    ],
+    ids=["stage1", "stage2", "stage3", "stage2-bf16", "stage3-bf16"],
+)
+def test_losses_are_those_of_deepspeed_itself(
+    tmp_path: Path, stage: int, more: dict[str, Any]
+) -> None:
+    (tmp_path / "train.py").write_text(OURS)
+    seen = []
+    for name, command in (
+        ("real", [str(SCRIPTS / "real.py"), str(SCRIPTS / "train.py")]),
+        ("ours", [str(tmp_path / "train.py")]),
+    ):
+        at = written(tmp_path / name, configuration(stage, **more))
+        launch = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+        given = ["--deepspeed", "--deepspeed_config", str(at / "ds.json"), "--out", str(at)]
+        subprocess.run(
+            [sys.executable, *launch, "--nproc-per-node", "2", *command, *given],
+            check=True,
+            capture_output=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        seen.append([json.loads((at / f"rank-{rank}.json").read_text()) for rank in (0, 1)])
+    for real, ours in zip(*seen, strict=True):
+        for key in ("loss", "evaluation"):
+            assert ours[key] == pytest.approx(real[key], rel=1e-5), key
+        for key in ("lr", "boundary", "steps", "batch", "exported"):
+            assert ours[key] == (pytest.approx(real[key]) if key == "batch" else _close(real[key]))
+        norms = [x for x in real["norm"] if x is not None]
+        assert [x for x in ours["norm"] if x is not None] == pytest.approx(norms, rel=1e-5)
+
+
+def _close(values: Any) -> Any:
+    if isinstance(values, list) and values and isinstance(values[0], list):
+        return [pytest.approx(row, rel=1e-9) for row in values]
+    return values
+
+
+# -------------------------------------------------------------------------------- one process
+def engine_of(**more: Any) -> tuple[deepspeed.DeepSpeedEngine, Any]:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **more,
+    }
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=nn.Linear(3, 1), config=config, dist_init_required=False
+    )
+    return engine, optimizer
+
+
+def backward(engine: deepspeed.DeepSpeedEngine, factor: float = 1.0) -> None:
+    engine.backward(engine(torch.ones(2, 3)).float().square().mean() * factor)
+
+
+def test_the_boundary_is_the_scripts_where_it_sets_one() -> None:
+    engine, _ = engine_of(gradient_accumulation_steps=4)
+    before = engine.inner.full_param("bias")
+    engine.set_gradient_accumulation_boundary(False)
+    for _ in range(5):
+        backward(engine)
+        engine.step()
+    assert torch.equal(engine.inner.full_param("bias"), before)
+    assert engine.global_steps == 0
+    engine.set_gradient_accumulation_boundary(True)
+    backward(engine)
+    engine.step()
+    assert not torch.equal(engine.inner.full_param("bias"), before)
+    assert (engine.global_steps, engine.micro_steps) == (1, 6)
+
+
+def test_a_step_that_overflows_is_counted_and_leaves_the_schedule() -> None:
+    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.5}}
+    engine, optimizer = engine_of(
+        fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}, scheduler=warmup
+    )
+    backward(engine, math.inf)
+    engine.step()
+    assert (engine.global_steps, engine.skipped_steps, engine.was_step_applied()) == (1, 1, False)
+    assert optimizer.overflow
+    assert engine.lr_scheduler.last_batch_iteration == -1
+    assert engine.loss_scale() == optimizer.cur_scale == 8.0
+    backward(engine)
+    engine.step()
+    assert (engine.global_steps, engine.skipped_steps, engine.was_step_applied()) == (2, 1, True)
+    assert engine.lr_scheduler.last_batch_iteration == 0
+
+
+def test_torchs_schedulers_and_writes_to_groups_set_the_rate() -> None:
+    model = nn.Linear(3, 1)
+    opt = torch.optim.SGD([{"params": [model.weight], "lr": 1.0}, {"params": [model.bias]}], lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step))
+    engine, face, _, scheduler = deepspeed.initialize(
+        model=model,
+        optimizer=opt,
+        lr_scheduler=schedule,
+        config={"train_batch_size": 2, "gradient_clipping": 0.0},
+        dist_init_required=False,
+    )
+    assert scheduler is schedule
+    for step in range(3):
+        if step == 2:
+            face.param_groups[1]["lr"] = 0.125
+        rates = engine.get_lr()
+        assert rates == [1.0 / (1 + step), 0.125 if step == 2 else 0.5 / (1 + step)]
+        backward(engine)
+        grads = [engine.inner.full_grad(name) for name in ("weight", "bias")]
+        before = [engine.inner.full_param(name) for name in ("weight", "bias")]
+        engine.step()
+        for name, rate, grad, old in zip(("weight", "bias"), rates, grads, before, strict=True):
+            assert grad is not None
+            torch.testing.assert_close(engine.inner.full_param(name), old - rate * grad)
+
+
+def test_what_is_in_no_group_stays() -> None:
+    model = nn.Linear(3, 1)
+    bias = model.bias.detach().clone()
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "train_batch_size": 2}
+    engine = deepspeed.initialize(
+        model=model, model_parameters=[model.weight], config=config, dist_init_required=False
+    )[0]
+    backward(engine)
+    engine.step()
+    assert torch.equal(engine.inner.full_param("bias"), bias)
+
+
+def test_an_optimizer_of_fzero_is_taken_as_it_is() -> None:
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=nn.Linear(3, 1),
+        optimizer=fzero.optim.muon(0.1),
+        config={"train_batch_size": 2},
+        dist_init_required=False,
+    )
+    backward(engine)
+    engine.step()
+    assert engine.get_lr() == [0.1] == [group["lr"] for group in optimizer.param_groups]
+
+
+def test_without_an_optimizer_there_are_gradients_and_no_step() -> None:
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=nn.Linear(3, 1), config={"train_batch_size": 2}, dist_init_required=False
+    )
+    assert (optimizer, loader, scheduler) == (None, None, None)
+    backward(engine)
+    with pytest.raises(BackwardError, match="optimizer"):
+        engine.step()
+
+
+def test_the_engine_is_a_module_and_shows_its_own() -> None:
+    engine, _ = engine_of()
+    assert isinstance(engine, nn.Module)
+    assert [name for name, _ in engine.named_parameters()] == ["module.weight", "module.bias"]
+    assert engine.in_features == 3  # of the model
+    assert engine.eval().module.training is False
+    assert engine.train().module.training is True
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": None}, "model=NoneType"),
+        ({"mpu": object()}, "mpu"),
+        ({"config": None}, "needs a configuration"),
+        ({"args": argparse.Namespace(deepspeed_config="a.json")}, "two configurations"),
+        ({"config": "/nowhere/ds.json"}, "/nowhere/ds.json"),
+        ({"optimizer": 3}, "optimizer=int"),
+        ({"config": {"zero_optimization": {"offload_param": {"device": "cpu"}}}}, "offload_param"),
+        ({"config": {"pipeline": {"stages": 2}}}, "pipeline"),
+    ],
+)
+def test_what_can_not_be_honoured_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    full = {"model": nn.Linear(3, 1), "config": {"train_batch_size": 2}, **given}
+    with pytest.raises(ConfigError, match=message):
+        deepspeed.initialize(**full, dist_init_required=False)
+
+
+def test_methods_without_a_counterpart_say_so() -> None:
+    engine, _ = engine_of()
+    with pytest.raises(FzeroError, match="train_batch"):
+        engine.train_batch()
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = engine.no_such_name

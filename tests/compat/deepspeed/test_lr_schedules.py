@@ -1,0 +1,126 @@
+"""DeepSpeed's schedulers."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fzero.compat.deepspeed import lr_schedules
+from fzero.compat.deepspeed.lr_schedules import scheduler_of
+from fzero.compat.deepspeed.settings import Section
+from fzero.errors import ConfigError
+
+
+def optimizer(lr: float = 0.5) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr": 2 * lr}]
+    return torch.optim.SGD(groups, lr)
+
+
+def warmup(k: int) -> float:
+    """Of 4 steps to 1; `k` steps have been taken, and the iteration is `k - 1`."""
+    return 0.0 if k < 1 else min(1.0, math.log(k) / math.log(4))
+
+
+# the share of each rate after k steps, as DeepSpeed's own formulas have it
+SHARES: list[tuple[str, dict[str, Any], Callable[[int], float]]] = [
+    ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4}, warmup),
+    (
+        "WarmupDecayLR",
+        {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "total_num_steps": 8},
+        lambda k: warmup(k) if k < 5 else max(0.0, (8 - (k - 1)) / 4),
+    ),
+    (
+        "LRRangeTest",
+        {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2},
+        lambda k: 1.0 + k / 2,
+    ),
+    (
+        "LRRangeTest",
+        {
+            "lr_range_test_min_lr": 1.0,
+            "lr_range_test_step_size": 2,
+            "lr_range_test_staircase": True,
+        },
+        lambda k: 1.0 + k // 2,
+    ),
+    (
+        "OneCycle",
+        {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4},
+        lambda k: k / 4 if k <= 4 else max(0.0, (8 - k) / 4),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "share"), SHARES)
+def test_rates_are_deepspeeds(
+    name: str, params: dict[str, Any], share: Callable[[int], float]
+) -> None:
+    opt = optimizer()
+    scheduler = scheduler_of(Section(name, params), opt)
+    for k in range(10):
+        assert scheduler.get_last_lr() == pytest.approx([share(k)] * 2), k
+        assert [group["lr"] for group in opt.param_groups] == scheduler.get_last_lr()
+        scheduler.step()
+
+
+def test_the_cosine_goes_down_from_the_optimizers_rates() -> None:
+    opt = optimizer()
+    params = {"total_num_steps": 6, "warmup_num_steps": 2, "cos_min_ratio": 0.0}
+    scheduler = scheduler_of(Section("WarmupCosineLR", params), opt)
+    for _ in range(3):
+        scheduler.step()
+    down = (1 + math.cos(math.pi / 4)) / 2
+    assert scheduler.get_lr() == pytest.approx([0.5 * down, 1.0 * down])
+
+
+@pytest.mark.parametrize(("name", "params", "share"), SHARES)
+def test_a_scheduler_goes_on_from_its_state(
+    name: str, params: dict[str, Any], share: Callable[[int], float]
+) -> None:
+    one, other = (scheduler_of(Section(name, params), optimizer()) for _ in range(2))
+    for _ in range(3):
+        one.step()
+    other.load_state_dict(one.state_dict())
+    one.step()
+    other.step()
+    assert other.get_last_lr() == one.get_last_lr() == pytest.approx([share(4)] * 2)
+
+
+def test_each_group_may_have_rates_of_its_own() -> None:
+    scheduler = lr_schedules.WarmupLR(optimizer(), [0.0, 0.1], [1.0, 2.0], 4, "linear")
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.get_lr() == pytest.approx([0.5, 0.1 + 1.9 / 2])
+
+
+def test_torchs_schedulers_are_found_by_name() -> None:
+    found = scheduler_of(Section("StepLR", {"step_size": 2}), optimizer())
+    assert isinstance(found, torch.optim.lr_scheduler.StepLR)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("NoSuch", {}, "NoSuch"),
+        ("WarmupLR", {"peak": 1}, "peak"),
+        ("WarmupLR", {"warmup_max_lr": [1.0]}, "1 rates for 2"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_stair_count": 3},
+            "st",
+        ),
+    ],
+)
+def test_what_can_not_be_honoured_is_refused(
+    name: str, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scheduler_of(Section(name, params), optimizer())
+
+
+def test_a_momentum_that_would_cycle_is_refused() -> None:
+    opt = torch.optim.AdamW([torch.zeros(1)])
+    with pytest.raises(ConfigError, match="cycle_momentum"):
+        lr_schedules.OneCycle(opt, 0.0, 1.0)

@@ -1,0 +1,134 @@
+"""Client optimizers and the ones of fzero.optim that they become."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero.compat.deepspeed as deepspeed
+from fzero.compat.deepspeed.optimizers import (
+    ClientGroups,
+    DeepSpeedCPUAdam,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+    client_of,
+)
+from fzero.compat.deepspeed.settings import Section
+from fzero.errors import ConfigError, FzeroError
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def grads_of(model: nn.Linear, step: int) -> dict[str, Tensor]:
+    torch.manual_seed(step)
+    return {name: torch.randn_like(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("client", "torchs"),
+    [
+        (lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.2), None),
+        (lambda p: torch.optim.AdamW(p, 0.1, amsgrad=True), None),
+        (lambda p: torch.optim.Adam(p, 0.1, betas=(0.8, 0.9), weight_decay=0.2), None),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.1, weight_decay=0.2), None),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True), None),
+        (
+            lambda p: FusedAdam(p, 0.1, weight_decay=0.2),
+            lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.2),
+        ),
+        (
+            lambda p: DeepSpeedCPUAdam(p, 0.1, weight_decay=0.2, adamw_mode=False),
+            lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.2),
+        ),
+        (
+            lambda p: client_of(Section("Adam", {"lr": 0.1}), list(p)),
+            lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.0),
+        ),
+        (
+            lambda p: client_of(Section("Adam", {"lr": 0.1, "torch_adam": True}), list(p)),
+            lambda p: torch.optim.AdamW(p, 0.1),
+        ),
+    ],
+)
+def test_the_numbers_are_those_of_torch(client: Make, torchs: Make | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    groups = ClientGroups(
+        client(model.parameters()), {id(p): n for n, p in model.named_parameters()}
+    )
+    real = (torchs or client)(model.parameters())
+    state = groups.transform.init(params)
+    for step in range(4):
+        grads = grads_of(model, step)
+        for name, p in model.named_parameters():
+            p.grad = grads[name].clone()
+        real.step()
+        updates, state = groups.transform.update(grads, state, params)
+        params = {name: p + updates[name] for name, p in params.items()}
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(params[name], p.detach(), rtol=1e-9, atol=1e-12)
+
+
+class Mine(torch.optim.AdamW):
+    """Its step may be anything."""
+
+
+@pytest.mark.parametrize(
+    ("client", "message"),
+    [
+        (lambda p: torch.optim.RMSprop(p), "RMSprop"),
+        (Mine, "Mine"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), "maximize"),
+        (lambda p: torch.optim.AdamW([torch.zeros(2, requires_grad=True)]), "none of the model's"),
+    ],
+)
+def test_an_optimizer_that_can_not_be_honoured_is_refused(client: Make, message: str) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match=message):
+        ClientGroups(client(model.parameters()), {id(p): n for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (Section("AdamW", {"max_grad_norm": 1.0}), "gradient_clipping"),
+        (Section("AdamW", {"learning_rate": 1.0}), "learning_rate"),
+        (Section("NoSuch", {}), "NoSuch"),
+        (Section("OneBitAdam", {}), "OneBitAdam"),
+        (Section("Lamb", {}), "trust ratio"),
+    ],
+)
+def test_a_section_that_can_not_be_honoured_is_refused(section: Section, message: str) -> None:
+    with pytest.raises(FzeroError, match=message):
+        client_of(section, list(nn.Linear(2, 2).parameters()))
+
+
+def test_other_numbers_than_rates_are_settled() -> None:
+    model = nn.Linear(3, 1)
+    opt = torch.optim.AdamW(model.parameters(), 0.1)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, optimizer=opt, config={"train_batch_size": 2}, dist_init_required=False
+    )
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    before = engine.inner.full_params()
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    with pytest.raises(ConfigError, match=r"param_groups\[0\]\['weight_decay'\]"):
+        engine.step()
+    assert all(torch.equal(x, before[name]) for name, x in engine.inner.full_params().items())
+    optimizer.param_groups[0]["weight_decay"] = 0.01
+    engine.step()
+    with pytest.raises(ConfigError, match="add_param_group"):
+        optimizer.add_param_group({"params": []})
+
+
+def test_a_holder_of_groups_does_not_step() -> None:
+    holder = FusedLion([torch.zeros(2, requires_grad=True)])
+    with pytest.raises(FzeroError, match=r"engine\.step"):
+        holder.step()
+    assert (
+        FusedLamb([torch.zeros(2)], max_coeff=float("inf"), min_coeff=0.0).defaults["eps"] == 1e-8
+    )

@@ -1,0 +1,146 @@
+"""Checkpoints under DeepSpeed's tags."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fzero.compat.deepspeed as deepspeed
+from fzero.compat.deepspeed import saving
+from fzero.compat.deepspeed.utils import zero_to_fp32
+from fzero.errors import CheckpointError, ConfigError, FzeroError
+from tests.ranks import run_ranks
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+
+
+def engine_of(seed: int = 0, stage: int = 3, **more: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        **more,
+    }
+    return deepspeed.initialize(model=model_of(seed), config=config)[0]
+
+
+def steps(engine: Any, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        torch.manual_seed(step)
+        x = torch.randn(4, 3)
+        loss = (engine(x).float() - x.sum(1, keepdim=True)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _saves(folder: Path, stage: int) -> tuple[list[float], list[float]]:
+    engine = engine_of(0, stage)
+    steps(engine, 0, 3)
+    rank = deepspeed.comm.get_rank()
+    assert engine.save_checkpoint(folder, client_state={"rank": rank, "rng": torch.arange(3)})
+    losses, rates = steps(engine, 3, 3), engine.get_lr()
+    engine.destroy()
+    return losses, rates
+
+
+def _resumes(folder: Path, stage: int) -> tuple[list[float], list[float], Any]:
+    engine = engine_of(1, stage)
+    steps(engine, 9, 1)  # whatever it was before
+    path, client = engine.load_checkpoint(folder)
+    assert path is not None
+    assert engine.global_steps == 3
+    out = steps(engine, 3, 3), engine.get_lr(), client["rank"]
+    engine.destroy()
+    return out
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(3, 3), (3, 1), (0, 2)])
+def test_a_run_goes_on_where_it_was(tmp_path: Path, saved: int, resumed: int) -> None:
+    before = run_ranks(2, _saves, tmp_path, saved, timeout=120)
+    after = run_ranks(2, _resumes, tmp_path, resumed, timeout=120)
+    for rank in range(2):
+        assert after[rank][0] == pytest.approx(before[rank][0], rel=1e-5)
+        assert after[rank][1] == before[rank][1]
+        assert after[rank][2] == rank
+
+
+def _tags_differ(folder: Path) -> str:
+    engine = engine_of(0, 1)
+    try:
+        engine.save_checkpoint(folder, tag=f"tag{deepspeed.comm.get_rank()}")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_name_other_tags_are_told(tmp_path: Path) -> None:
+    found = run_ranks(2, _tags_differ, tmp_path)
+    assert all("'tag1'" in message and "'tag0'" in message for message in found)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="save_dir"):
+        engine_of(stage=0).save_checkpoint("")
+
+
+def test_weights_are_read_without_ranks(tmp_path: Path) -> None:
+    run_ranks(2, _saves, tmp_path, 3, timeout=120)
+    weights = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    plain = model_of(5)
+    assert weights.keys() == plain.state_dict().keys()
+    assert int(weights["1.num_batches_tracked"]) == 3
+    zero_to_fp32.load_state_dict_from_zero_checkpoint(plain, tmp_path, "global_step3")
+    engine = engine_of(1, 0)  # of one rank
+    engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert engine.global_steps == 0
+    for name, x in engine.module.state_dict().items():
+        assert torch.equal(x.float(), weights[name].float()), name
+        assert torch.equal(plain.state_dict()[name].float(), weights[name].float())
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out")
+    again = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(x, weights[name]) for name, x in again.items())
+
+
+def test_the_latest_tag_is_the_last_that_asked_to_be(tmp_path: Path) -> None:
+    engine = engine_of(stage=0)
+    with pytest.warns(UserWarning, match="latest"):
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+    engine.save_checkpoint(tmp_path, tag="a")
+    steps(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="b", save_latest=False)
+    assert saving.latest_tag(tmp_path) == "a"
+    engine.save_checkpoint(tmp_path, tag="a")  # again, at another step
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "a" / "step-00000001")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir() if path.suffix == ".pt") == [
+        "rank-00000-step-00000001.pt"
+    ]
+
+
+def test_what_would_run_code_when_read_is_not_written(tmp_path: Path) -> None:
+    engine = engine_of(stage=0)
+    with pytest.raises(CheckpointError, match="client_state"):
+        engine.save_checkpoint(tmp_path, tag="a", client_state={"fn": model_of})
+    assert not (tmp_path / "a").exists()
+    engine.save_checkpoint(tmp_path, client_state={"args": argparse.Namespace(lr=0.1)})
+    assert engine.load_checkpoint(tmp_path)[1]["args"].lr == 0.1
+
+
+def test_a_folder_that_is_none_of_ours_is_told(tmp_path: Path) -> None:
+    engine = engine_of(stage=0)
+    engine.save_checkpoint(tmp_path, tag="a")
+    with pytest.raises(CheckpointError, match="Tags there: a"):
+        engine.load_checkpoint(tmp_path, tag="b")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="ds_to_universal"):
+        engine.load_checkpoint(tmp_path, tag="real")
+    with pytest.raises(FzeroError, match="custom_load_fn"):
+        engine.load_checkpoint(tmp_path, custom_load_fn=print)
