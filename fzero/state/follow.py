@@ -182,16 +182,16 @@ def _pieces(i: int, is_complex: bool, master: Tensor, part: Tensor, limit: int) 
 
 def _groups(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Pieces of the same dtypes and devices, of no more than a block together; small ones apart."""
-    held: dict[object, list[Piece]] = {}
+    filling: dict[object, list[Piece]] = {}
     sizes: dict[object, int] = {}
     for piece in pieces:
         size = piece.shape.numel()
         key = piece.dtypes, piece.devices, size <= _SMALL
-        if key in held and sizes[key] + size > _BLOCK:
-            yield held.pop(key)
-        sizes[key] = size + (sizes[key] if key in held else 0)
-        held.setdefault(key, []).append(piece)
-    yield from held.values()
+        if key in filling and sizes[key] + size > _BLOCK:
+            yield filling.pop(key)
+        sizes[key] = size + (sizes[key] if key in filling else 0)
+        filling.setdefault(key, []).append(piece)
+    yield from filling.values()
 
 
 def _rooms(groups: Sequence[Group]) -> list[_Room]:
