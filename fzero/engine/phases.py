@@ -118,6 +118,7 @@ def _forward_ended(rules: Rules, state: BackwardState, event: ForwardEnded) -> R
 
 def _forward_raised(rules: Rules, state: BackwardState, event: ForwardRaised) -> Result:
     running = _up_to(state.running, event.forward)
+    # with those inside of it that have not told of it themselves
     broken = state.running[len(running) :]
     state = state._replace(running=running)
     actions: list[Action] = []
