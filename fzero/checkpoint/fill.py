@@ -74,8 +74,10 @@ def fill(
     refuse(report, source.where, strict=strict, cast=cast)
     if (report.missing or report.extra or report.misshapen) and ranks.leads:
         warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=3)
+    # what is let pass stays as it was in the trees that were given
     skip = {*report.missing, *report.misshapen, *unsaved}
     on_every_rank(ranks, "whether they have read it", lambda: _read(flat, source, skip), UNREAD)
+    # only what was read whole is gone back to
     shown.close()
     _remember(Path(found), state=opt_state_like is not None)
     return flat.rebuild({k: v for k, v in source.scalars.items() if k not in skip})

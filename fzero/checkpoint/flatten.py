@@ -62,6 +62,7 @@ def flatten(params: PyTree, opt_state: PyTree) -> Flat:
         high = opt_state.master
         pairs = zip(keys("params", high), tree.leaves(high), strict=True)
         masters = dict(zip(tree.paths(high), pairs, strict=True))
+        # a master goes by its parameter's key: a checkpoint has one value for both
         rest = opt_state._replace(master=None, metrics={})
     param_keys, state_keys = keys("params", params), keys("opt_state", rest)
     param_leaves, param_spec = tree.flatten(params)
@@ -69,6 +70,7 @@ def flatten(params: PyTree, opt_state: PyTree) -> Flat:
     rounded: dict[str, Tensor] = {}
     for key, path, leaf in zip(param_keys, tree.paths(params), param_leaves, strict=True):
         _, master = masters.pop(path, (key, None))
+        # the master has all the digits, and the parameter is its cast
         leaves[key] = leaf if master is None else master
         if master is not None:
             rounded[key] = leaf
@@ -84,6 +86,7 @@ def flatten(params: PyTree, opt_state: PyTree) -> Flat:
 
         state = of(state_keys, state_leaves, state_spec)
         if isinstance(opt_state, OptState):
+            # they were filled in place, under the keys of the parameters
             state = state._replace(master=opt_state.master, metrics={})
         return of(param_keys, param_leaves, param_spec), state
 
@@ -98,6 +101,7 @@ def keys(prefix: str, of: PyTree) -> list[str]:
     """
     names = [f"{prefix}.{name}" if name else prefix for name in tree.labels(of)]
     many = {name for name, count in collections.Counter(names).items() if count > 1}
+    # a path tells a key with a dot in it from two keys; names alone don't
     paths = tree.paths(of)
     found = [
         prefix + path if name in many else name for name, path in zip(names, paths, strict=True)

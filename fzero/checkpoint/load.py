@@ -70,6 +70,7 @@ def load(
 
 
 def _choose(path: Path) -> str:
+    # one checkpoint itself, before a folder of them: whoever names a step means that step
     if (path / manifest.NAME).exists() or (path / dcp.NAME).exists() or is_safetensors(path):
         return str(path.absolute())
     newest = folders.latest(path)
@@ -78,6 +79,7 @@ def _choose(path: Path) -> str:
             f"{path} is no checkpoint and holds none that is whole. Pass the folder that save was "
             "given, or one checkpoint in it; python -m fzero.checkpoint verify says what is there."
         )
+    # absolute, for other ranks open it, wherever they were started
     return str(newest.absolute())
 
 
@@ -86,6 +88,7 @@ def _open(where: str, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
     if (path / manifest.NAME).exists():
         reader = Reader(path, on_bytes)
         found = reader.manifest
+        # the manifest has a checksum of each block: who reads the same one reads the same bytes
         identity = found.dumps()
         return Source(where, reader, found.metadata(), found.scalars, identity=identity)
     if is_safetensors(path):

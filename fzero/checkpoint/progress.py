@@ -44,6 +44,7 @@ class Progress:
 
     def __call__(self, nbytes: int) -> None:
         """So many bytes more are done."""
+        # several threads read or write the files of one save
         with self._lock:
             self._done += nbytes
             if self.to is None:
@@ -51,6 +52,7 @@ class Progress:
             now = self.clock()
             rewritten = self.to.isatty()
             said = self._last > self._start
+            # a terminal's line is rewritten; in a log each one stays, so they come rarely
             pause = FIRST_SECONDS if not said else 1.0 if rewritten else 30.0
             if now - self._last < pause:
                 return
@@ -66,6 +68,7 @@ class Progress:
 
     def close(self) -> None:
         """End the line, if there is one."""
+        # else whatever is printed next would go on in the middle of the rewritten line
         if self._open and self.to is not None:
             self.to.write("\n")
 

@@ -71,6 +71,7 @@ def sample_order(
 
 def _shuffled(number: Tensor, epoch: Tensor, samples: int, seed: int) -> Tensor:
     """Where a permutation of 0 to `samples - 1`, one for each epoch, sends each number."""
+    # bits of each half: a Feistel network permutes an even number of bits
     half = max((samples - 1).bit_length() + 1, 2) // 2
     found = number.clone()
     todo = torch.ones_like(number, dtype=torch.bool)
@@ -92,6 +93,7 @@ def _feistel(x: Tensor, epoch: Tensor, half: int, seed: int) -> Tensor:
 def _mixed(x: Tensor, key: int) -> Tensor:
     """A hash of each number; int64 wraps around, as it should."""
     x = x + (key * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**63
+    # the steps of SplitMix64; the factors without the top bit, which is int64's sign
     for shift, factor in ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB)):
         x = (x ^ (x >> shift)) * factor
     return x ^ (x >> 31)

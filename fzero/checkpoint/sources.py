@@ -102,6 +102,7 @@ class LazyReader(StorageReader):
         for item in plan.items:
             leaf = self.leaves[item.storage_index.fqn]
             target = planner.resolve_tensor(item).detach()
+            # piece by piece: another dtype or device needs a copy, which stays small so
             for piece in pieces(tuple(target.shape), leaf.dtype.itemsize):
                 starts, sizes = list(item.storage_offsets), list(target.shape)
                 for dim, start, length in piece.cuts:
@@ -150,6 +151,7 @@ def moment_of(key: str, names: Sequence[str]) -> tuple[str, str] | None:
     """
     for ours, theirs in TORCH_NAMES.items():
         found = re.search(rf"\.{ours}\.", key)
+        # an optimizer's field may have any name; only a parameter's behind it makes it a moment
         if key.startswith("opt_state.") and found and key[found.end() :] in names:
             return key[found.end() :], theirs
     return None

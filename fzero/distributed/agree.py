@@ -49,7 +49,7 @@ def agree(
     >>> from fzero.distributed.mesh import resolve_mesh
     >>> agree("params", [("['w']", "float32 (3, 4)")], resolve_mesh(None, "cpu"))
     """
-    circle = circle_of(mesh.device_mesh)
+    circle = circle_of(mesh)
     if circle.alone:
         return
     text = json.dumps(list(items)).encode()
@@ -84,7 +84,7 @@ def smallest(
     >>> smallest("bucket sizes", [3, 5], resolve_mesh(None, "cpu"))
     [3, 5]
     """
-    circle = circle_of(mesh.device_mesh)
+    circle = circle_of(mesh)
     if circle.alone:
         return list(values)
     sent = b"".join(value.to_bytes(8, "big") for value in values)

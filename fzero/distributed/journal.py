@@ -65,7 +65,7 @@ class Journal:
         self, mesh: Mesh, owner: Owner = ENGINE, *, active: bool, limit: float | None = None
     ) -> None:
         self.mesh, self.owner, self.limit = mesh, owner, limit
-        self.circle = circle_of(mesh.device_mesh)
+        self.circle = circle_of(mesh)
         alone = self.circle.alone
         self.alone, self.active = alone, active and not alone
         self.broke_off = False

@@ -60,7 +60,7 @@ class Mesh:
             Axis(self.replicate_group, self.replicate_size, self.replicate_rank),
         )
 
-    @property
+    @functools.cached_property  # torch computes its tensor of ranks anew each time
     def ranks(self) -> tuple[int, ...]:
         """The global ranks, in the mesh's order."""
         return tuple(self.device_mesh.mesh.flatten().tolist())

@@ -33,7 +33,7 @@ def rendezvous(
     >>> from fzero.distributed.mesh import resolve_mesh
     >>> rendezvous("step 7", "all_gather 12 B", resolve_mesh(None, "cpu"))
     """
-    circle = circle_of(mesh.device_mesh)
+    circle = circle_of(mesh)
     if circle.alone:
         return
     circle.limit = timeout
@@ -62,7 +62,7 @@ def first_says(key: str, text: str, mesh: Mesh, timeout: float | None = None) ->
     >>> first_says("order", "1 2", resolve_mesh(None, "cpu"))
     '1 2'
     """
-    circle = circle_of(mesh.device_mesh)
+    circle = circle_of(mesh)
     if circle.alone:
         return text
     with circle.at(key, timeout):

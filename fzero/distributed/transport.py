@@ -82,7 +82,7 @@ class Transport:
         self, mesh: Mesh, axes: Axes, journal: Journal, *, limit: int | None = None
     ) -> None:
         self.axes, self.journal, self.limit = axes, journal, limit
-        self.circle = circle_of(mesh.device_mesh)
+        self.circle = circle_of(mesh)
 
     def gather(self, shards: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> Handle:
         """Full leaves in their compute dtypes, from every rank's shards.

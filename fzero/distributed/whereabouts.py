@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.distributed.keepalive import keep_alive
+from fzero.distributed.mesh import Mesh
 from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collective
 from fzero.distributed.stations import ADVICE, Station, Stations, differ, ranks_text
 from fzero.distributed.store import StoreSilent, group_limit
@@ -373,14 +374,17 @@ _CIRCLES: "weakref.WeakKeyDictionary[ProcessGroup, dict[Any, Circle]]" = (
 _BY_GROUP: "weakref.WeakKeyDictionary[ProcessGroup, Circle]" = weakref.WeakKeyDictionary()
 
 
-def circle_of(mesh: DeviceMesh) -> Circle:
+def circle_of(mesh: Mesh | DeviceMesh) -> Circle:
     """The circle of a mesh's ranks, the same one for all who ask.
 
     >>> from fzero.distributed.mesh import resolve_mesh
-    >>> circle_of(resolve_mesh(None, "cpu").device_mesh).alone
+    >>> circle_of(resolve_mesh(None, "cpu")).alone
     True
     """
-    ranks = tuple(mesh.mesh.flatten().tolist())
+    if isinstance(mesh, Mesh):
+        ranks, mesh = mesh.ranks, mesh.device_mesh
+    else:
+        ranks = tuple(mesh.mesh.flatten().tolist())
     if len(ranks) == 1 or not dist.is_initialized():
         return Circle(ranks[:1], ranks[0])
     groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]

@@ -80,11 +80,13 @@ def stage(fn: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fn, updated=())  # a module's attributes are not the wrapper's
     def staged(*args: P.args, **kwargs: P.kwargs) -> R:
         leaves, spec = tree.flatten((args, kwargs))
+        # a recording sees full leaves, and its Program gathers by itself
         lazy = next((x for x in leaves if isinstance(x, LazyLeaf)), None)
         if lazy is None:
             return fn(*args, **kwargs)
         assert isinstance(lazy.source, Gathered)  # the eager executor makes no other
         call = _Call(fn, leaves, spec, lazy.source, _surroundings(leaves))
+        # shards in place of full leaves, so that autograd saves and differentiates what stays
         tensors = [_tracked(x) for x in leaves if isinstance(x, Tensor)]
         return call.result(_Stage.apply(call, *tensors))
 
@@ -129,6 +131,7 @@ class _Call:
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The function on full tensors; the tensors of its result."""
+        # the second run, in backward, must start from the same arguments
         versions = [x._version for x in tensors]
         given = iter(tensors)
         args, kwargs = tree.unflatten(
@@ -197,6 +200,7 @@ def _once(
     cotangents: Sequence[Tensor | None],
 ) -> Sequence[Tensor]:
     """Gradients of the wanted tensors, shards in place of full ones, without a graph."""
+    # detached: the second run has a graph of its own, that ends at the arguments
     fresh: dict[int, Tensor] = {i: x.detach() for i, x in enumerate(tensors)}
     fresh.update(call.gather())
     for i in wanted:
@@ -205,6 +209,7 @@ def _once(
         results = call.run([fresh[i] for i in range(len(tensors))])
     inputs = [fresh[i] for i in wanted]
     _refuse_captured(call, results, inputs)
+    # what the graph does not need is free before backward takes memory
     del fresh
     grads = _pull_back(results, inputs, cotangents)
     # full parameters go before the buckets of their gradients take memory
@@ -298,6 +303,7 @@ def _surroundings(
     leaves: Sequence[Any],
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Random numbers and autocasting as they are now, for a second run."""
+    # the CPU always: indices and masks are often drawn there for models of another device
     devices = {x.device for x in leaves if isinstance(x, Tensor)} | {torch.device("cpu")}
     generators = [generator_of(device) for device in sorted(devices, key=str)]
     states = [generator.get_state() for generator in generators]

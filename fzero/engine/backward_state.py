@@ -39,7 +39,7 @@ class Task(NamedTuple):
         sent: mask of their leaves.
         extra: mask of leaves that got one more gradient after they were sent.
         reached: the forwards whose outputs got a gradient.
-        adopted: what was set aside for them, which is again if the task raises.
+        adopted: their early gradients, which are early again if the task raises.
         inside: whether some gradients came from backwards inside this one or inside a forward.
         brought: whether it came to a leaf; if not, it is `torch.autograd.grad`.
     """
@@ -64,10 +64,10 @@ class BackwardState(NamedTuple):
     Args:
         task: the running one, or None.
         running: forwards that have started and not ended, innermost last.
-        aside: what forwards got from backwards inside them.
+        early: what forwards got from backwards inside them.
         last: the arrivals of the last synced task.
         reached: forwards that a backward has reached since the last update.
-        kept: whether there are gradients that are not reduced.
+        unreduced: whether there are gradients that are not reduced.
         moved: whether a backward has brought gradients since the last call of step.
         fresh: whether a forward or a step came after the last backward.
         paused: how many `no_sync` blocks are open.
@@ -78,10 +78,10 @@ class BackwardState(NamedTuple):
 
     task: Task | None = None
     running: tuple[int, ...] = ()
-    aside: tuple[tuple[int, Counts], ...] = ()
+    early: tuple[tuple[int, Counts], ...] = ()
     last: Counts = ()
     reached: frozenset[int] = frozenset()
-    kept: bool = False
+    unreduced: bool = False
     moved: bool = False
     fresh: bool = True
     paused: int = 0

@@ -237,7 +237,7 @@ class Driver:
     def _tell_gone(self) -> None:
         while self._gone:
             forward = self._gone.popleft()
-            if self.reducer.aside:  # else there is nothing to forget, and most forwards end here
+            if self.reducer.early:  # else there is nothing to forget, and most forwards end here
                 self.on(events.ForwardGone(forward))
 
     def scale_applied(self, factor: Tensor) -> None:
@@ -319,7 +319,7 @@ class Driver:
                 reducer.discard()
             case events.Flush():
                 # where leaves are counted, a rank may be alone with what it kept, or without
-                if not self.rules.counts or reducer.anywhere(bool(reducer.kept))[0]:
+                if not self.rules.counts or reducer.anywhere(bool(reducer.unreduced))[0]:
                     self.journal.enter("flush")
                     reducer.flush()
             case events.Clear():
@@ -366,8 +366,8 @@ class Driver:
                     if self._correction.factor is not None:
                         grad.mul_(self._correction.factor)
                     self.reducer.take(index, grad)
-                elif kind is events.SetAside:
-                    self.reducer.set_aside(index, action.forward, grad)  # pyright: ignore
+                elif kind is events.TakeEarly:
+                    self.reducer.take_early(index, action.forward, grad)  # pyright: ignore
                 else:
                     self._do(action)
             task = self.state.task

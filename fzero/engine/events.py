@@ -112,21 +112,21 @@ class Watch(NamedTuple):
     task: int
 
 
-class SetAside(NamedTuple):
-    """Keep the gradient that has just arrived for the task that will reach this forward."""
+class TakeEarly(NamedTuple):
+    """The gradient that has just arrived waits for the task that will reach this forward."""
 
     leaf: int
     forward: int
 
 
 class Adopt(NamedTuple):
-    """What was set aside for this forward is the task's."""
+    """The early gradients of this forward are the task's."""
 
     forward: int
 
 
 class Forget(NamedTuple):
-    """Drop what was set aside for this forward."""
+    """Drop the early gradients of this forward."""
 
     forward: int
 
@@ -142,7 +142,7 @@ class TakeAll(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Reduce a bucket: what was kept and what the task has of it, zeros for the rest."""
+    """Reduce a bucket: what is unreduced and what the task has of it, zeros for the rest."""
 
     bucket: int
 
@@ -152,11 +152,11 @@ class Commit(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Drop what the task brought; what it took of those kept and set aside is so again."""
+    """Drop what the task brought; what it took of those early and unreduced is so again."""
 
 
 class Flush(NamedTuple):
-    """Reduce all that was kept, if any rank has kept something."""
+    """Reduce what is unreduced, if any rank has something."""
 
 
 class Update(NamedTuple):
@@ -193,7 +193,7 @@ Event = (
 )
 Action = (
     Watch
-    | SetAside
+    | TakeEarly
     | Adopt
     | Forget
     | Take

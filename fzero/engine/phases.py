@@ -3,7 +3,7 @@
 [Note: graph tasks] Each call into autograd that runs a backward pass is a *graph task* with a
 number of its own. The user's call is the outermost one. Re-entrant checkpoints, and functions that
 run backward inside backward, start nested ones: gradients that arrive there count for the outermost
-task. A backward inside a *forward*, with no task around it, makes gradients that are set aside
+task. A backward inside a *forward*, with no task around it, makes early gradients: they wait
 until the user's own backward reaches that forward's output.
 
 A task is a transaction: what it brought becomes part of the step's gradients at its end, or, if it
@@ -49,12 +49,12 @@ from fzero.engine.events import (
     OutputReached,
     Reshard,
     ScaleApplied,
-    SetAside,
     StepCalled,
     SyncPaused,
     SyncResumed,
     Take,
     TakeAll,
+    TakeEarly,
     TaskEnded,
     TaskMet,
     TaskRaised,
@@ -118,6 +118,7 @@ def _forward_ended(rules: Rules, state: BackwardState, event: ForwardEnded) -> R
 
 def _forward_raised(rules: Rules, state: BackwardState, event: ForwardRaised) -> Result:
     running = _up_to(state.running, event.forward)
+    # with those inside of it that have not told of it themselves
     broken = state.running[len(running) :]
     state = state._replace(running=running)
     actions: list[Action] = []
@@ -129,9 +130,9 @@ def _forward_raised(rules: Rules, state: BackwardState, event: ForwardRaised) ->
 
 
 def _forward_gone(rules: Rules, state: BackwardState, event: ForwardGone) -> Result:
-    task, aside = state.task, _without(state.aside, event.forward)
-    if len(aside) < len(state.aside):
-        return state._replace(aside=aside), (Forget(event.forward),)
+    task, early = state.task, _without(state.early, event.forward)
+    if len(early) < len(state.early):
+        return state._replace(early=early), (Forget(event.forward),)
     if task is not None and len(adopted := _without(task.adopted, event.forward)) < len(
         task.adopted
     ):
@@ -165,20 +166,20 @@ def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) ->
     if event.forward in task.reached:  # by another output, or another path to this one
         return state, ()
     task = task._replace(reached=task.reached | {event.forward})
-    mine = dict(state.aside).get(event.forward)
+    mine = dict(state.early).get(event.forward)
     if mine is None:
         return state._replace(task=task), opened
-    aside = _without(state.aside, event.forward)
+    early = _without(state.early, event.forward)
     seen = add(task.seen, mine)
     task = task._replace(
         seen=seen,
         complete=task.complete | (as_often(seen, state.last) if rules.counts else 0),
-        # what was aside may belong to buckets that have left before backward came to the output
+        # what was early may belong to buckets that have left before backward came to the output
         extra=task.extra | mine[0] & task.sent,
         adopted=(*task.adopted, (event.forward, mine)),
         inside=True,
     )
-    return state._replace(task=task, aside=aside), (*opened, Adopt(event.forward))
+    return state._replace(task=task, early=early), (*opened, Adopt(event.forward))
 
 
 def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) -> Result:
@@ -186,9 +187,9 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
     if task is None:
         if state.running:  # it carries no loss scale, nor needs it: adopting it puts it on
             forward = state.running[-1]
-            counts = dict(state.aside)
+            counts = dict(state.early)
             counts[forward] = count(counts.get(forward, ()), bit)
-            return state._replace(aside=tuple(counts.items())), (SetAside(event.leaf, forward),)
+            return state._replace(early=tuple(counts.items())), (TakeEarly(event.leaf, forward),)
         task, actions = _task_of(rules, state, event.task)
     if state.blocks and state.is_local:
         raise BackwardError(
@@ -265,18 +266,18 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
         reached=state.reached | mine, latest=(), moved=True, fresh=False, counted=counted
     )
     if not task.synced:
-        return state._replace(kept=state.kept or bool(task.seen)), (Commit(), Reshard())
+        return state._replace(unreduced=state.unreduced or bool(task.seen)), (Commit(), Reshard())
     # other ranks may have got gradients of leaves that stayed without one here
     rest = tuple(Launch(i) for i in range(task.launched, len(rules.buckets)))
-    return state._replace(last=task.seen, kept=bool(task.extra)), (*rest, Commit(), Reshard())
+    return state._replace(last=task.seen, unreduced=bool(task.extra)), (*rest, Commit(), Reshard())
 
 
 def _task_raised(rules: Rules, state: BackwardState, event: TaskRaised) -> Result:
     if state.task is None or state.task.number != event.task:
         return state, ()
     # the same backward may be run again, and adopts it again
-    aside = (*state.aside, *state.task.adopted)
-    return state._replace(task=None, aside=aside), (Discard(), Reshard())
+    early = (*state.early, *state.task.adopted)
+    return state._replace(task=None, early=early), (Discard(), Reshard())
 
 
 def _task_of(rules: Rules, state: BackwardState, number: int) -> tuple[Task, tuple[Action, ...]]:
@@ -334,14 +335,14 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
     if few if event.boundary is None else not event.boundary:
         return state, ()
     # where leaves are counted another rank may have kept something: all ask
-    flush = (Flush(),) if rules.reduces and (state.kept or rules.counts) else ()
-    state = state._replace(reached=frozenset(), kept=False, latest=())
+    flush = (Flush(),) if rules.reduces and (state.unreduced or rules.counts) else ()
+    state = state._replace(reached=frozenset(), unreduced=False, latest=())
     return state, (*flush, Update(), Reshard())
 
 
 def _gradients_zeroed(rules: Rules, state: BackwardState, event: GradientsZeroed) -> Result:
     refuse_inside(state, "zero_grad()")
-    state = state._replace(reached=frozenset(), kept=False, moved=False, fresh=True, latest=())
+    state = state._replace(reached=frozenset(), unreduced=False, moved=False, fresh=True, latest=())
     return state._replace(counted=False), (Clear(),)
 
 

@@ -3,18 +3,20 @@
 [Note: where a gradient is] One word a state. The state machine knows for which leaves there is one
 (fields of `Task`, and of `BackwardState` with a star); the reducer has the tensors.
 
-| term     | Task     | Reducer           | what it is                                             |
-|----------|----------|-------------------|--------------------------------------------------------|
-| deferred | synced   | (in `param.grad`) | of a task that is not synced, read at the task's end   |
-| aside    | aside*   | aside             | of a backward inside a forward, for the task that will |
-|          |          |                   | reach the forward's output                             |
-| adopted  | adopted  | adopted, borrowed | was aside, is the running task's; a raise undoes it    |
-| pending  | seen     | pending           | of the running task: arrived, not sent                 |
-| sent     | sent     | handles, landed   | of the running task: its bucket left, or is back       |
-| extra    | extra    | pending           | came after its bucket left; kept when the task ends    |
-| kept     | kept*    | kept              | of tasks before: full, this rank's own, not reduced    |
-| used     | sent     | used              | was kept, sent by the running task; a raise undoes it  |
-| reduced  |          | reduced           | summed over ranks; shards from stage 1 on              |
+| term      | Task       | Reducer           | what it is                                       |
+|-----------|------------|-------------------|--------------------------------------------------|
+| deferred  | synced     | (`param.grad`)    | of a task that is not synced, read at its end    |
+| early     | early*     | early             | of a backward inside a forward, for the task     |
+|           |            |                   | that will reach the forward's output             |
+| adopted   | adopted    | adopted, borrowed | was early, is the running task's; or again early |
+| pending   | seen       | pending           | of the running task: arrived, not sent           |
+| sent      | sent       | handles, landed   | of the running task: its bucket left, or is back |
+| extra     | extra      | pending           | came after its bucket left; unreduced in the end |
+| unreduced | unreduced* | unreduced         | of tasks before: full, and this rank's own       |
+| used      | sent       | used              | was unreduced, sent by the running task          |
+| reduced   |            | reduced           | summed over ranks; shards from stage 1 on        |
+
+A raise makes what was adopted early, and what was used unreduced, again.
 """
 
 import contextlib
@@ -69,11 +71,11 @@ class Reducer:
         self.sums = [_summed_in(dtype) if accumulates else dtype for dtype in self.travels]
         self.wider = [i for i, dtype in enumerate(come) if self.sums[i] != dtype]
         self.pending: dict[int, Tensor] = {}  # see [Note: where a gradient is] for these
-        self.aside: dict[int, dict[int, Tensor]] = {}
+        self.early: dict[int, dict[int, Tensor]] = {}
         self.adopted: set[int] = set()  # forwards, by the running task
         self.borrowed: dict[int, list[tuple[Tensor, Tensor | float]]] = {}  # with their factors
-        self.kept: dict[int, Tensor] = {}
-        self.used: set[int] = set()  # of the kept ones, by the running task
+        self.unreduced: dict[int, Tensor] = {}
+        self.used: set[int] = set()  # of the unreduced ones, by the running task
         self.handles: list[tuple[Sequence[int], Handle]] = []
         self.landed: dict[int, Tensor] = {}
         self.reduced: dict[int, Tensor] = {}
@@ -91,24 +93,24 @@ class Reducer:
         self.arrived.update(dict.fromkeys(grads))
         _add(self.pending, grads, in_place=True)
 
-    def set_aside(self, index: int, forward: int, grad: Tensor) -> None:
+    def take_early(self, index: int, forward: int, grad: Tensor) -> None:
         """A gradient for the task that will reach this forward."""
-        mine = self.aside.setdefault(forward, {})
+        mine = self.early.setdefault(forward, {})
         mine[index] = mine[index].add_(grad) if index in mine else grad
 
     def adopt(self, forward: int, factor: Tensor | float) -> None:
-        """The running task has reached a forward: what was set aside for it is the task's."""
+        """The running task has reached a forward: its early gradients are the task's."""
         self.adopted.add(forward)
-        for index, grad in self.aside[forward].items():
+        for index, grad in self.early[forward].items():
             self.arrived[index] = None
             self.borrowed.setdefault(index, []).append((grad, factor))
 
     def forget(self, forward: int) -> None:
-        """Drop what was set aside for a forward, once the running task is over."""
-        self.aside.pop(forward, None)
+        """Drop the early gradients of a forward, once the running task is over."""
+        self.early.pop(forward, None)
 
     def launch(self, bucket: int) -> None:
-        """Reduce a bucket of what is kept and what the task has; zeros where there is nothing."""
+        """Reduce a bucket: what is unreduced and what the task has; zeros where nothing is."""
         indices = self.buckets[bucket]
         self._land(_UNDER_WAY - 1)  # before the next takes memory
         self.handles.append((indices, self._send(indices, [self._local(i) for i in indices])))
@@ -120,7 +122,7 @@ class Reducer:
         self.present |= self.arrived.keys()
         self.arrived.clear()
         for index in self.used:
-            del self.kept[index]
+            del self.unreduced[index]
         self.used.clear()
         for index, grad in self.landed.items():
             if grad.dtype != self.sums[index]:
@@ -130,13 +132,13 @@ class Reducer:
         for index in [*self.borrowed]:
             self.pending[index] = self._brought(index)
         for forward in self.adopted:
-            self.aside.pop(forward, None)
+            self.early.pop(forward, None)
         self.adopted.clear()
         for index in self.wider:
             if index in self.pending:
                 self.pending[index] = self.pending[index].to(self.sums[index])
         # where none were expected, these may be in memory that others hold, too
-        _add(self.kept, self.pending, in_place=self.accumulates)
+        _add(self.unreduced, self.pending, in_place=self.accumulates)
 
     def discard(self) -> None:
         """The running task has raised: everything is as before it."""
@@ -152,21 +154,28 @@ class Reducer:
         self.arrived.clear()
 
     def flush(self) -> None:
-        """Reduce all that was kept."""
+        """Reduce all that is unreduced."""
         for bucket in range(len(self.buckets)):
             self.launch(bucket)
         self.commit()
 
     def clear(self) -> None:
         """No gradients."""
-        self.kept.clear()
+        self.unreduced.clear()
         self.reduced.clear()
         self.present.clear()
 
     def has(self, index: int) -> bool:
         """Whether a leaf has a gradient anywhere; see [Note: where a gradient is]."""
-        states = (self.pending, self.borrowed, self.kept, self.landed, self.reduced, self.present)
-        return any(index in there for there in (*states, *self.aside.values()))
+        states = (
+            self.pending,
+            self.borrowed,
+            self.unreduced,
+            self.landed,
+            self.reduced,
+            self.present,
+        )
+        return any(index in there for there in (*states, *self.early.values()))
 
     def anywhere(self, *here: bool) -> list[bool]:
         """Whether any rank says so; all of them must ask."""
@@ -175,7 +184,7 @@ class Reducer:
 
     def drop(self, index: int) -> None:
         """No gradient of this leaf."""
-        self.kept.pop(index, None)
+        self.unreduced.pop(index, None)
         self.reduced.pop(index, None)
         self.present.discard(index)
 
@@ -192,7 +201,7 @@ class Reducer:
             reduces: whether backwards reduced; else it is the update that will.
             in_place: whether what is held may be changed.
         """
-        source = self.reduced if reduces else self.kept
+        source = self.reduced if reduces else self.unreduced
         full = not (reduces and self.scatter)
         trained = [i for i, leaf in enumerate(self.leaves) if leaf.trainable]
         grads = [source[i] if i in source else self.zeros(i, full=full) for i in trained]
@@ -213,50 +222,51 @@ class Reducer:
         Returns:
             None if no rank has anything.
         """
-        present, kept = self.anywhere(index in self.present, index in self.kept)
+        present, unreduced = self.anywhere(index in self.present, index in self.unreduced)
         if not present:
             return None
         if not reduces:
             return self.transport.sum(self.local(index)) * self.share
-        total, leaf = self.one(index, kept=kept), self.leaves[index]
+        total, leaf = self.one(index, unreduced=unreduced), self.leaves[index]
         sharded = self.scatter and leaf.dim is not None
         return self.transport.whole(total, leaf) if sharded else total
 
-    def one(self, index: int, *, kept: bool) -> Tensor:
+    def one(self, index: int, *, unreduced: bool) -> Tensor:
         """The sum of everything a leaf has, reduced, as `reduced` holds it; changes nothing.
 
         Args:
             index: of the leaf.
-            kept: whether some rank has kept a gradient of it.
+            unreduced: whether some rank has an unreduced gradient of it.
         """
         total = self.reduced.get(index)
         if total is None:
             total = self.zeros(index, full=not self.scatter)
-        return total + self._send([index], [self.local(index)]).wait()[0] if kept else total
+        return total + self._send([index], [self.local(index)]).wait()[0] if unreduced else total
 
     def local(self, index: int) -> Tensor:
-        """A copy of what is kept of a leaf: full, and this rank's own."""
-        kept = self.kept.get(index)
-        return self.zeros(index, full=True) if kept is None else kept.clone()
+        """A copy of what is unreduced of a leaf: full, and this rank's own."""
+        unreduced = self.unreduced.get(index)
+        return self.zeros(index, full=True) if unreduced is None else unreduced.clone()
 
     def _local(self, index: int) -> Tensor:
-        grad, kept = self._brought(index), self.kept.get(index)
-        if kept is None:
+        grad, unreduced = self._brought(index), self.unreduced.get(index)
+        if unreduced is None:
             return self.zeros(index, full=True) if grad is None else grad
         self.used.add(index)
-        return kept.clone() if grad is None else kept + grad  # kept stays, should the task raise
+        # what is unreduced stays as it is, should the task raise
+        return unreduced.clone() if grad is None else unreduced + grad
 
     def _brought(self, index: int) -> Any:
         """What the task has of a leaf and no longer holds then, or None."""
         grad = self.pending.pop(index, None)
-        for aside, factor in self.borrowed.pop(index, ()):  # stays, should the task raise
-            grad = aside * factor if grad is None else grad.add_(aside * factor)
+        for early, factor in self.borrowed.pop(index, ()):  # stays, should the task raise
+            grad = early * factor if grad is None else grad.add_(early * factor)
         return grad
 
     def _send(self, indices: Sequence[int], grads: list[Tensor]) -> Handle:
         before, after = self.factors
         leaves = [self.leaves[i] for i in indices]
-        # the same on every rank, whoever has kept or got what
+        # the same on every rank, whoever has got what
         grads = [grad.to(self.travels[i]) for i, grad in zip(indices, grads, strict=True)]
         return self.transport.reduce(
             grads, leaves, scatter=self.scatter, before=before, after=after

@@ -98,8 +98,8 @@ class Island:
                 "operators read. Compute a new tensor instead."
             )
         self._check(found)
-        held = {x.untyped_storage()._cdata for x in tensors}
-        results = [_own(x.detach(), held) for x in found]
+        storages = {x.untyped_storage()._cdata for x in tensors}
+        results = [_own(x.detach(), storages) for x in found]
         return (*results, Tape(found, leaves)) if self.taped else tuple(results)
 
     def _check(self, found: Sequence[Tensor]) -> None:
@@ -140,10 +140,10 @@ class Tape(NamedTuple):
     inputs: list[Tensor]
 
 
-def _own(x: Tensor, held: set[int]) -> Tensor:
+def _own(x: Tensor, storages: set[int]) -> Tensor:
     """`x`, dense, in memory that no input is in."""
     x = x.contiguous()
-    return x.clone() if x.untyped_storage()._cdata in held else x
+    return x.clone() if x.untyped_storage()._cdata in storages else x
 
 
 def _floating(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -221,7 +221,7 @@ class _Call:
         fn: the function.
         spec: structure of the arguments.
         leaves: of them, those that are no tensors; None in the place of a tensor.
-        places: where tensors are.
+        indices: where tensors are.
         tensors: these.
         casts: device and dtype of the autocast that is in force, per device.
         result: structure of the result, once it is known.
@@ -231,7 +231,7 @@ class _Call:
     fn: Callable[..., Any]
     spec: tree.Spec
     leaves: list[Any]
-    places: list[int]
+    indices: list[int]
     tensors: list[Tensor]
     casts: dict[str, torch.dtype]
     result: tree.Spec | None = None
@@ -240,18 +240,18 @@ class _Call:
     def of(cls, name: str, fn: Any, args: Any, kwargs: Any) -> "_Call":
         """Take a call apart."""
         leaves, spec = tree.flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        tensors = [leaves[i] for i in places]
+        indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        tensors = [leaves[i] for i in indices]
         rest = [None if isinstance(x, Tensor) else x for x in leaves]
         devices = {x.device.type for x in tensors}
         casts = {d: torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
-        return cls(name, fn, spec, rest, places, tensors, casts)
+        return cls(name, fn, spec, rest, indices, tensors, casts)
 
     def flat(self, tensors: Sequence[Tensor], fn: Any = None) -> list[Tensor]:
         """The results, of these tensors in place of its own."""
         leaves = list(self.leaves)
-        for place, x in zip(self.places, tensors, strict=True):
-            leaves[place] = x
+        for index, x in zip(self.indices, tensors, strict=True):
+            leaves[index] = x
         args, kwargs = tree.unflatten(self.spec, leaves)
         with contextlib.ExitStack() as stack:
             for device, dtype in self.casts.items():

@@ -250,8 +250,8 @@ def _saves(policy: Policy) -> Saves:
             "the operators whose results are kept, such as [torch.ops.aten.mm], save_only(names), "
             f"or one of {', '.join(map(repr, _NAMED))}."
         )
-    kept = set(policy)
-    return lambda op, args, kwargs, out: op in kept or op.overloadpacket in kept
+    saved = set(policy)
+    return lambda op, args, kwargs, out: op in saved or op.overloadpacket in saved
 
 
 def verdict(answer: Any) -> bool:

@@ -162,8 +162,8 @@ def one_cycle(
     total = first + second
 
     def schedule(step: Tensor) -> Tensor:
-        place = (step.double() + 1) % total  # the last step of the cycle is its end
-        share = torch.where(place <= first, place / first, (total - place) / second)
+        position = (step.double() + 1) % total  # the last step of the cycle is its end
+        share = torch.where(position <= first, position / first, (total - position) / second)
         within = cycle_min_lr + (cycle_max_lr - cycle_min_lr) * share
         after = torch.full_like(within, cycle_min_lr)
         if decay_step_size and decay_lr_rate:

@@ -104,11 +104,11 @@ def frontier(steps: Iterable[Sequence[Part]], hardware: Hardware) -> Frontier:
         hardware: that times are estimated for.
     """
     unlimited, *points = [_point(parts, hardware) for parts in steps]
-    kept: list[Point] = []
+    best: list[Point] = []
     for point in sorted({*points}, key=lambda p: (p.bytes, p.recomputed, p.seconds)):
-        if not kept or (point.recomputed, point.seconds) < (kept[-1].recomputed, kept[-1].seconds):
-            kept.append(point)
-    return Frontier(tuple(reversed(kept)), unlimited)
+        if not best or (point.recomputed, point.seconds) < (best[-1].recomputed, best[-1].seconds):
+            best.append(point)
+    return Frontier(tuple(reversed(best)), unlimited)
 
 
 def _point(parts: Sequence[Part], hardware: Hardware) -> Point:

@@ -18,6 +18,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     output = new.graph_copy(graph, mapping)
+    # graph_copy leaves the output to the caller, and with it what is noted there
     new.output(output).meta = dict(output_node(graph).meta)
     return new
 
@@ -124,15 +125,18 @@ def is_wanted(node: fx.Node) -> bool:
 
 def written_operands(node: fx.Node) -> list[fx.Node]:
     """The operands whose values an operator changes; a change of sizes or strides alone is none."""
+    # a plain function of ours has no schema that says so
     target = node.target
     if target is unpack_into:
         return list(node.args[2])  # pyright: ignore
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.inplace_view in target.tags:
         return []
     schema = target._schema
+    # their schemas hide it: in training they write the running statistics
     if schema.name in ("aten::native_batch_norm", "aten::cudnn_batch_norm"):
         statistics: list[Any] = [a for a in node.args[3:5] if isinstance(a, fx.Node)]
         return statistics if any(node.args[5:6]) else []
+    # by name, since an argument that is written may come by position or by keyword
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
     found: list[fx.Node] = []
     for argument in schema.arguments:
@@ -144,6 +148,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
 def inputs_written_in_place(graph: fx.Graph) -> set[fx.Node]:
     """The placeholders that a graph may write into, directly or through views."""
     operands = {x for node in graph.nodes if is_mutable(node) for x in node.all_input_nodes}
+    # by storage, for a view of an input is written as often as the input
     storages = {x.untyped_storage()._cdata for node in operands for x in tensors_of(node)}
     return {
         node

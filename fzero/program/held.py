@@ -209,12 +209,12 @@ def _moments(part: Part) -> Iterator[Moment]:
         for key, nbytes in born.get(node, {}).items():
             category = known[key].category
             now[category] = now.get(category, 0) + nbytes
-        held = summed((nbytes, category) for category, nbytes in now.items() if nbytes)
+        categories = summed((nbytes, category) for category, nbytes in now.items() if nbytes)
         if node.op == "call_function":
             origin = origin_of(node)
             yield Moment(
-                sum(held.values()),
-                held,
+                sum(categories.values()),
+                categories,
                 part.name,
                 phase[node],
                 node.name,

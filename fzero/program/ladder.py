@@ -152,12 +152,12 @@ class Ladder:
             price = sum(model.prices.get(x, 0.0) for x in again)
             # what the copies read has to live until then
             for x in {y for node in again for y in model.operands[node]}:
-                kept = model.of[x]
-                if kept is None or kept < 0 or kept == value or kept not in state.saved:
+                source = model.of[x]
+                if source is None or source < 0 or source == value or source not in state.saved:
                     continue
-                until, now = alive.first[value], alive.last.get(kept, model.forward_end(kept))
+                until, now = alive.first[value], alive.last.get(source, model.forward_end(source))
                 if until > now:
-                    gain -= int(over[until] - over[now]) * model.values[kept].nbytes
+                    gain -= int(over[until] - over[now]) * model.values[source].nbytes
             if gain > 0:
                 ranked.append(((price + 1.0) / gain, value))
         return itertools.islice((value for _, value in sorted(ranked)), _TRIED)
@@ -213,9 +213,9 @@ class Ladder:
             if key in seen:
                 continue
             seen.add(key)
-            kept = {v for v, start, end in crosses if any(start < p <= end for p in key)}
+            saved = {v for v, start, end in crosses if any(start < p <= end for p in key)}
             leaves = self.start.saved & model.leaves
-            yield frozenset(kept | leaves)
+            yield frozenset(saved | leaves)
 
     def _as_plan(self, state: _State) -> Plan:
         model = self.model

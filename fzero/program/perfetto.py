@@ -28,7 +28,7 @@ def save_trace(parts: Iterable[Part], path: str | Path, hardware: Hardware) -> N
 def _events(parts: list[Part], hardware: Hardware) -> Iterator[dict[str, Any]]:
     lanes: dict[str, int] = {}
     start = 0.0
-    held = {(moment.program, moment.node): moment for moment in memory(parts)}
+    moments = {(moment.program, moment.node): moment for moment in memory(parts)}
     for part in parts:
         end = start
         for span in spans(part, hardware):
@@ -55,7 +55,7 @@ def _events(parts: list[Part], hardware: Hardware) -> Iterator[dict[str, Any]]:
                     "micro-batches": part.times,
                 },
             }
-            moment = held[part.name, span.node.name]
+            moment = moments[part.name, span.node.name]
             if span.lane == COMPUTE:
                 yield {
                     "ph": "C",

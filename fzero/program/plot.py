@@ -69,7 +69,7 @@ class _Line(NamedTuple):
 
 
 def _line(parts: Sequence[Part], hardware: Hardware) -> _Line:
-    held = {(moment.program, moment.node): moment for moment in memory(parts)}
+    moments = {(moment.program, moment.node): moment for moment in memory(parts)}
     line = _Line([], [], [], 0.0)
     start = 0.0
     for part in parts:
@@ -80,7 +80,7 @@ def _line(parts: Sequence[Part], hardware: Hardware) -> _Line:
             end = max(end, span.end)
             # a launch makes its buffer while the one before it ends
             at = line.starts[-1] if span.lane != COMPUTE and line.starts else span.start
-            line.moments.append(held[part.name, span.node.name])
+            line.moments.append(moments[part.name, span.node.name])
             line.starts.append(at)
         start = end
     return line._replace(end=start)

@@ -8,7 +8,7 @@ for. Nothing counts writes, so none goes unseen; and a master that alone was wri
 parameter is what a model computes with, and so what counts.
 
 On the host a comparison of bits decides whether there is anything to do: a cast, a difference and
-one look at all bits, block by block in a core's cache. A device is not asked, for the answer would
+its largest byte, block by block in a core's cache. A device is not asked, for the answer would
 have to be waited for: it selects element by element.
 """
 
@@ -73,24 +73,26 @@ class Follower:
         self, masters: Sequence[Tensor], parts: Sequence[Tensor], *, compares: bool | None = None
     ) -> None:
         compared: list[Piece] = []
-        self._selected: list[Piece] = []
+        selected: list[Piece] = []
         for i, (master, part) in enumerate(zip(masters, parts, strict=True)):
-            if master.is_complex():
+            is_complex = master.is_complex()
+            if is_complex:
                 master, part = torch.view_as_real(master), torch.view_as_real(part)
             asks = master.device.type == "cpu" if compares is None else compares
             limit = _BLOCK if asks else temporary_bytes(master.device) // master.itemsize
-            (compared if asks else self._selected).extend(_pieces(i, master, part, limit))
-        self._groups = list(_groups(compared))
+            (compared if asks else selected).extend(_pieces(i, is_complex, master, part, limit))
+        self._groups = [Group.of_pieces(pieces) for pieces in _groups(compared)]
+        self._selected = Group.of_pieces(selected)
         self._free: list[list[_Room]] = []
 
     def __call__(self, masters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Overwrite `masters` where `parts` are not their casts."""
         with torch.no_grad():
-            for pieces, differs in zip(self._groups, self.differ(masters, parts), strict=True):
+            for group, differs in zip(self._groups, self.differ(masters, parts), strict=True):
                 if differs:
-                    _select_(*_taken(pieces, masters, parts))
-            if self._selected:
-                mine, theirs = _taken(self._selected, masters, parts)
+                    _select_(*group.of(masters, parts))
+            if self._selected.pieces:
+                mine, theirs = self._selected.of(masters, parts)
                 by_group(_select_, mine, theirs, max_bytes=temporary_bytes)
 
     def differ(self, masters: Sequence[Tensor], parts: Sequence[Tensor]) -> Iterator[bool]:
@@ -101,8 +103,8 @@ class Follower:
             rooms = self._free.pop()
         except IndexError:
             rooms = _rooms(self._groups)
-        for pieces, room in zip(self._groups, rooms, strict=True):
-            yield _differs(*_taken(pieces, masters, parts), room)
+        for group, room in zip(self._groups, rooms, strict=True):
+            yield _differs(*group.of(masters, parts), room)
         self._free.append(rooms)
 
 
@@ -111,13 +113,48 @@ class Piece(NamedTuple):
 
     leaf: int
     rows: tuple[int, int] | None
+    complex: bool
     shape: torch.Size
     dtypes: tuple[torch.dtype, torch.dtype]
     devices: tuple[torch.device, torch.device]
 
+    def of(self, leaf: Tensor) -> Tensor:
+        """These rows, in real numbers."""
+        leaf = torch.view_as_real(leaf) if self.complex else leaf
+        return leaf if self.rows is None else leaf.narrow(0, *self.rows)
+
+
+class Group(NamedTuple):
+    """Pieces that go through the kernels together.
+
+    Args:
+        pieces: all of them.
+        leaves: their leaves' numbers.
+        cut: which of the pieces are not a leaf as it is, but rows of one, or of complex numbers.
+    """
+
+    pieces: list[Piece]
+    leaves: list[int]
+    cut: list[int]
+
+    @classmethod
+    def of_pieces(cls, pieces: list[Piece]) -> "Group":
+        cut = [i for i, piece in enumerate(pieces) if piece.rows or piece.complex]
+        return cls(pieces, [piece.leaf for piece in pieces], cut)
+
+    def of(
+        self, masters: Sequence[Tensor], parts: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The pieces of masters and parts, where the masters are."""
+        mine, theirs = ([tensors[leaf] for leaf in self.leaves] for tensors in (masters, parts))
+        for i in self.cut:
+            mine[i], theirs[i] = self.pieces[i].of(mine[i]), self.pieces[i].of(theirs[i])
+        there, here = self.pieces[0].devices
+        return mine, [x.to(there) for x in theirs] if there != here else theirs
+
 
 class _Room(NamedTuple):
-    """Where the casts of a group's masters go: as they are compared, their bits, and all bits."""
+    """Where the casts of a group's masters go: as they are compared, their bits, and all bytes."""
 
     casts: list[Tensor]
     bits: list[Tensor]
@@ -129,73 +166,64 @@ class _Room(NamedTuple):
 _BLOCK, _SMALL = 2**18, 2**12
 
 
-def _pieces(i: int, master: Tensor, part: Tensor, limit: int) -> Iterator[Piece]:
+def _pieces(i: int, is_complex: bool, master: Tensor, part: Tensor, limit: int) -> Iterator[Piece]:
     """A leaf in pieces of no more than `limit` elements, or of one row; nothing of an empty one."""
     rest = (master.dtype, part.dtype), (master.device, part.device)
     count = master.numel()
     if count and (count <= limit or master.shape[0] == 1):
-        yield Piece(i, None, master.shape, *rest)
+        yield Piece(i, None, is_complex, master.shape, *rest)
     elif count:
         rows = max(1, limit * master.shape[0] // count)
         for start in range(0, master.shape[0], rows):
             length = min(rows, master.shape[0] - start)
-            yield Piece(i, (start, length), torch.Size([length, *master.shape[1:]]), *rest)
+            shape = torch.Size([length, *master.shape[1:]])
+            yield Piece(i, (start, length), is_complex, shape, *rest)
 
 
 def _groups(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Pieces of the same dtypes and devices, of no more than a block together; small ones apart."""
-    held: dict[object, list[Piece]] = {}
+    filling: dict[object, list[Piece]] = {}
     sizes: dict[object, int] = {}
     for piece in pieces:
         size = piece.shape.numel()
         key = piece.dtypes, piece.devices, size <= _SMALL
-        if key in held and sizes[key] + size > _BLOCK:
-            yield held.pop(key)
-        sizes[key] = size + (sizes[key] if key in held else 0)
-        held.setdefault(key, []).append(piece)
-    yield from held.values()
+        if key in filling and sizes[key] + size > _BLOCK:
+            yield filling.pop(key)
+        sizes[key] = size + (sizes[key] if key in filling else 0)
+        filling.setdefault(key, []).append(piece)
+    yield from filling.values()
 
 
-def _rooms(groups: Sequence[Sequence[Piece]]) -> list[_Room]:
+def _rooms(groups: Sequence[Group]) -> list[_Room]:
     """All in the same memory, for groups are compared one after the other."""
-    sizes = [[piece.shape.numel() for piece in group] for group in groups]
-    low = [group[0].dtypes[1] for group in groups]
+    sizes = [[piece.shape.numel() for piece in group.pieces] for group in groups]
+    low = [group.pieces[0].dtypes[1] for group in groups]
     most = max(sum(counts) * dtype.itemsize for counts, dtype in zip(sizes, low, strict=True))
-    memory = torch.empty(most, dtype=torch.uint8, device=groups[0][0].devices[0])
+    memory = torch.empty(most, dtype=torch.uint8, device=groups[0].pieces[0].devices[0])
     rooms = []
     for group, counts, dtype in zip(groups, sizes, low, strict=True):
-        flat = memory[: sum(counts) * dtype.itemsize].view(dtype)
-        casts = [flat]
+        together = memory[: sum(counts) * dtype.itemsize]
+        casts = [together.view(dtype)]
         if counts[0] > _SMALL:
-            casts = [x.view(p.shape) for x, p in zip(flat.split(counts), group, strict=True)]
-        rooms.append(_Room(casts, [_bits(x) for x in casts], _bits(flat)))
+            flats = casts[0].split(counts)
+            casts = [x.view(p.shape) for x, p in zip(flats, group.pieces, strict=True)]
+        rooms.append(_Room(casts, [_bits(x) for x in casts], together))
     return rooms
-
-
-def _taken(
-    pieces: Sequence[Piece], masters: Sequence[Tensor], parts: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    mine, theirs = ([tensors[p.leaf] for p in pieces] for tensors in (masters, parts))
-    for tensors in (mine, theirs):
-        for place, piece in enumerate(pieces):
-            if tensors[place].is_complex():
-                tensors[place] = torch.view_as_real(tensors[place])
-            if piece.rows is not None:
-                tensors[place] = tensors[place].narrow(0, *piece.rows)
-    there, here = pieces[0].devices
-    if there != here:
-        theirs = [x.to(there) for x in theirs]
-    return mine, theirs
 
 
 def _differs(masters: list[Tensor], parts: list[Tensor], room: _Room) -> bool:
     if masters[0].numel() <= _SMALL:
-        masters, parts = ([torch.cat([x.reshape(-1) for x in xs])] for xs in (masters, parts))
+        masters, parts = [_end_to_end(masters)], [_end_to_end(parts)]
     torch._foreach_copy_(room.casts, masters)
     # zero where the bits are the same, whatever number they are
     torch._foreach_sub_(room.bits, [_bits(x) for x in parts])
-    low, high = torch.aminmax(room.together)
-    return bool(low) or bool(high)
+    # bytes have no sign: the largest alone tells, and is the cheapest thing to ask of them all
+    return bool(torch.amax(room.together))
+
+
+def _end_to_end(xs: Sequence[Tensor]) -> Tensor:
+    # most small leaves are vectors already, and a view of each costs more than its comparison
+    return torch.cat([x if x.dim() == 1 else x.reshape(-1) for x in xs])
 
 
 def _select_(masters: list[Tensor], parts: list[Tensor]) -> None:

@@ -218,8 +218,8 @@ class Eager:
         arrived = dict(zip((x.leaf_index for x in used), arrivals.finish(), strict=True))
         source.close()
         grads: list[Tensor] = []
-        for x, staged in zip(trained, found, strict=True):
-            parts = [arrived.get(x.leaf_index), staged]
+        for x, returned in zip(trained, found, strict=True):
+            parts = [arrived.get(x.leaf_index), returned]
             there = [part.to(x.leaf.dtype) for part in parts if part is not None]
             grads.append(sum(there[1:], there[0]) if there else torch.zeros_like(x.shard))
         return grads, loss, aux

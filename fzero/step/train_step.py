@@ -175,7 +175,7 @@ class TrainStep:
         if not self.cfg.donate:
             trained, local = tuple(map(copied, trained)), local.copied()
         # not `at`: this call's station is the one that the gradients came to
-        with circle_of(plan.mesh.device_mesh).within():
+        with circle_of(plan.mesh).within():
             updated = executor.update(trained, local, grads, loss, state)
         if self.cfg.scaling is not None:
             before = LossScaleState(*local.scale)

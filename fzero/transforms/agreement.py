@@ -55,7 +55,7 @@ class Agreement:
         if self.collectives is None:
             lines = [(f"line {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
             agree(f"the {self.what}'s collectives", lines, mesh, self.timeout)
-            if not circle_of(mesh.device_mesh).alone:
+            if not circle_of(mesh).alone:
                 # ranks make their functions in the same order: the n-th is the same on all
                 key = f"fzero/{self.what}s/{mesh.ranks}/{mesh.rank}"
                 self.number = Asked()(lambda store: store.add(key, 1))
@@ -66,7 +66,7 @@ class Agreement:
     @contextlib.contextmanager
     def running(self, mesh: Mesh) -> Iterator[None]:
         """This call's collectives run inside: other ranks can see which call this one is at."""
-        circle = circle_of(mesh.device_mesh)
+        circle = circle_of(mesh)
         sent = circle.sent
         try:
             with circle.at(self._meeting, self.timeout):

@@ -71,11 +71,15 @@ class _LastUsed(Gathered):
         """The full leaf, gathered unless it is there."""
         full = super().full(index)
         self._full[index] = self._full.pop(index)  # the last one is the newest
-        held = sum(x.nbytes for x in self._full.values())
-        # those that travelled with it are wanted next
-        for old in [i for i in self._full if self.turn.get(i, -1) < self.turn.get(index, 0)]:
-            if held <= self.limit:
-                break
-            held -= self._full[old].nbytes
-            self.drop(old)
+        nbytes = sum(x.nbytes for x in self._full.values())
+        if nbytes > self.limit:
+            turn = self.turn.get(index, 0)
+            others = [i for i in self._full if i != index]
+            # of those that are there, what the order has behind it goes first: what travelled with
+            # this leaf is wanted next; but a function may go back, and then the oldest goes
+            for old in sorted(others, key=lambda i: self.turn.get(i, -1) >= turn):
+                if nbytes <= self.limit:
+                    break
+                nbytes -= self._full[old].nbytes
+                self.drop(old)
         return full

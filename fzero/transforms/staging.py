@@ -182,12 +182,12 @@ class Staged:
 
     def _check_donated(self, flat: Sequence[Tensor]) -> None:
         """Raise if what a result is written over is another argument as well."""
-        places = list(map(Tensor.data_ptr, flat))
-        if len(set(places)) == len(places):
+        addresses = list(map(Tensor.data_ptr, flat))
+        if len(set(addresses)) == len(addresses):
             return
         first: dict[int, int] = {}
-        for i, (place, x) in enumerate(zip(places, flat, strict=True)):
-            other = first.setdefault(place, i) if x.numel() else i
+        for i, (address, x) in enumerate(zip(addresses, flat, strict=True)):
+            other = first.setdefault(address, i) if x.numel() else i
             if other != i and (self.donated[i] or self.donated[other]):
                 names = self.frame.names
                 raise ShardError(

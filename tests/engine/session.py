@@ -59,7 +59,7 @@ class Session:
         self.plain = [Plain(build(Anything), self.cfg.accum_steps) for _ in range(world)]
         # losses that backward can be called on: their forward, the engine's, and plain torch's
         self.live: list[tuple[int, Tensor, list[Tensor]]] = []
-        self.aside: dict[int, list[list[Tensor | None]]] = {}
+        self.early: dict[int, list[list[Tensor | None]]] = {}
         self.reached: set[int] = set()
         self.moved = False
         self.forwards = self.updates = 0
@@ -91,14 +91,14 @@ class Session:
 
         ours = loss_of(self.engine, self.rank)
         theirs = []
-        self.aside[self.forwards] = []
+        self.early[self.forwards] = []
         for rank, net in enumerate(self.plain):
             # an engine keeps what forward makes for the backward that reaches it
             params = list(net.module.parameters())
             before = [p.grad for p in params]
             net.module.zero_grad()
             theirs.append(loss_of(net, rank))
-            self.aside[self.forwards].append([p.grad for p in params])
+            self.early[self.forwards].append([p.grad for p in params])
             for p, grad in zip(params, before, strict=True):
                 p.grad = grad
         self.live.append((self.forwards, ours, theirs))
@@ -257,7 +257,7 @@ class Session:
 
     def _moved(self, forwards: set[int]) -> None:
         for forward in forwards:
-            for net, grads in zip(self.plain, self.aside.pop(forward, []), strict=False):
+            for net, grads in zip(self.plain, self.early.pop(forward, []), strict=False):
                 for p, grad in zip(net.module.parameters(), grads, strict=True):
                     if grad is not None:
                         p.grad = grad if p.grad is None else p.grad + grad

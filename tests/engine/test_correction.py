@@ -32,7 +32,7 @@ def test_whatever_scale_a_gradient_carries_it_ends_up_with_this_engines(
         subject.stepper.opt_state.loss_scale.scale if other is None else torch.tensor(other)  # pyright: ignore
     )
     subject.carries(scale)
-    # as a gradient of 1 leaves backward, and as one that was aside and met no scale
+    # as a gradient of 1 leaves backward, and as one that was early and met no scale
     got = subject.of_aside(scaled=True) if inside else scale * (subject.factor or 1.0)
     share = got / accum_steps  # what the reduction makes of it
     torch.testing.assert_close(share * (1 if not divides else accum_steps), torch.tensor(own))

@@ -47,7 +47,7 @@ def test_a_forward_that_is_collected_in_the_middle_of_an_event_is_told_after_it(
     """The collector may come anywhere: the state that an event leads to must not be lost."""
     engine = fzero.Engine(nn.Linear(3, 2), SGD())
     inner = engine._driver
-    inner.reducer.aside[7] = {}
+    inner.reducer.early[7] = {}
     seen: list[str] = []
 
     def transition(rules: Any, state: Any, event: Any) -> Any:

@@ -121,7 +121,7 @@ def backward_again() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_forward_had_set_aside_is_there_for_another_try_of_backward(world: int) -> None:
+def test_early_gradients_are_there_for_another_try_of_backward(world: int) -> None:
     if world == 1:
         backward_again()
     else:
@@ -145,7 +145,7 @@ def test_gradients_of_a_forward_that_raised_are_gone(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_autograd_grad_leaves_alone_what_forward_had_set_aside(stage: int) -> None:
+def test_autograd_grad_leaves_early_gradients_alone(stage: int) -> None:
     engine = fzero.Engine(build(HeadInForward), SGD(), fzero.Config(stage=stage))
     loss = engine(data(0))
     torch.autograd.grad(loss, [engine.module.body.weight], retain_graph=True)

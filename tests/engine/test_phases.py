@@ -61,7 +61,7 @@ def test_a_task_like_the_last_one_reduces_early_and_has_nothing_extra(
     rules = Rules(masks(buckets), counts=True)
     state, _ = run(rules, BackwardState(), *one_task(10, first), ev.TaskEnded(10))
     state, _ = run(
-        rules, state._replace(kept=False), *one_task(20, data.draw(st.permutations(first)))
+        rules, state._replace(unreduced=False), *one_task(20, data.draw(st.permutations(first)))
     )
     assert state.task is not None
     assert not state.task.extra
@@ -76,7 +76,7 @@ def test_what_comes_after_its_bucket_left_is_kept_for_the_next() -> None:
         rules, BackwardState(), *one_task(10, [(0, 0), (0, 1), (1, 0)]), ev.TaskEnded(10)
     )
     assert [a for a in actions if isinstance(a, ev.Launch)] == [(0,), (1,)]
-    assert state.kept
+    assert state.unreduced
     _, actions = run(rules, state, ev.StepCalled())
     assert [type(a) for a in actions] == [ev.Flush, ev.Update, ev.Reshard]
 

@@ -44,9 +44,9 @@ class Hands:
     arrived: int = -1
     waiting: Piles = field(default_factory=dict)  # arrived, and not told yet
     task: Piles = field(default_factory=dict)
-    aside: dict[int, Piles] = field(default_factory=dict)
+    early: dict[int, Piles] = field(default_factory=dict)
     adopted: dict[int, Piles] = field(default_factory=dict)
-    kept: Piles = field(default_factory=dict)
+    unreduced: Piles = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
     landed: Piles = field(default_factory=dict)
     reduced: Piles = field(default_factory=dict)
@@ -59,43 +59,43 @@ class Hands:
                 self.task.setdefault(leaf, []).append(self.arrived)
             case events.TakeAll():
                 move(self.waiting, self.task)
-            case events.SetAside(leaf, forward):
-                self.aside.setdefault(forward, {}).setdefault(leaf, []).append(self.arrived)
+            case events.TakeEarly(leaf, forward):
+                self.early.setdefault(forward, {}).setdefault(leaf, []).append(self.arrived)
             case events.Adopt(forward):
-                self.adopted[forward] = self.aside.pop(forward)
+                self.adopted[forward] = self.early.pop(forward)
                 move({leaf: [*ids] for leaf, ids in self.adopted[forward].items()}, self.task)
             case events.Forget(forward):
-                del (self.aside if forward in self.aside else self.adopted)[forward]
+                del (self.early if forward in self.early else self.adopted)[forward]
             case events.Launch(bucket):
                 self.launched.append(bucket)
                 for leaf in self.buckets[bucket]:
-                    self.used |= {leaf} & self.kept.keys()
-                    ids = [*self.kept.get(leaf, []), *self.task.pop(leaf, [])]
+                    self.used |= {leaf} & self.unreduced.keys()
+                    ids = [*self.unreduced.get(leaf, []), *self.task.pop(leaf, [])]
                     self.landed.setdefault(leaf, []).extend(ids)
             case events.Commit():
                 for leaf in self.used:
-                    del self.kept[leaf]
+                    del self.unreduced[leaf]
                 self.used.clear()
                 self.adopted.clear()
                 self.launched.clear()
                 move(self.landed, self.reduced)
-                move(self.task, self.kept)
+                move(self.task, self.unreduced)
             case events.Discard():
                 for gone in (self.task, self.waiting, self.landed, self.used, self.launched):
                     gone.clear()
-                self.aside |= self.adopted
+                self.early |= self.adopted
                 self.adopted.clear()
             case events.Flush():
                 assert reduces
-                move(self.kept, self.reduced)
+                move(self.unreduced, self.reduced)
             case events.Update():
-                self.updates.append(ids_in(self.reduced if reduces else self.kept))
-                assert not (self.kept if reduces else self.reduced), "some were not reduced"
+                self.updates.append(ids_in(self.reduced if reduces else self.unreduced))
+                assert not (self.unreduced if reduces else self.reduced), "some were not reduced"
                 self.reduced.clear()
-                self.kept.clear()
+                self.unreduced.clear()
             case events.Clear():
                 self.reduced.clear()
-                self.kept.clear()
+                self.unreduced.clear()
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Walk:
         self.synced = self.scaled = self.taken = self.brought = False
         self.pending: Counter[int] = Counter()  # of the open task
         self.reached: set[int] = set()  # by the open task
-        self.aside: dict[int, Counter[int]] = {}
+        self.early: dict[int, Counter[int]] = {}
         self.adopted: dict[int, Counter[int]] = {}
         self.alive: Counter[int] = Counter()  # what the next update must have
         self.micro: set[int] = set()  # micro-batches
@@ -264,9 +264,9 @@ class Walk:
             frame = self.frames.pop()
             if frame.kind == "forward":
                 actions = self.send(events.ForwardRaised(frame.number))
-                assert (frame.number in self.aside) == (("Forget", frame.number) in actions)
+                assert (frame.number in self.early) == (("Forget", frame.number) in actions)
                 assert (("Reshard",) in actions) == (self.open is None)
-                self.aside.pop(frame.number, None)
+                self.early.pop(frame.number, None)
             elif frame.number == self.open:
                 self.broken()
             if self.tape.pick(2):
@@ -288,9 +288,9 @@ class Walk:
             return
         if self.open is None and running:
             assert self.send(events.GradientReady(leaf, frame.number)) == [
-                ("SetAside", leaf, running[-1])
+                ("TakeEarly", leaf, running[-1])
             ]
-            self.aside.setdefault(running[-1], Counter())[self.gradients] += 1
+            self.early.setdefault(running[-1], Counter())[self.gradients] += 1
             return
         if LOCAL in self.blocks:
             self.refused(events.GradientReady(leaf, frame.number), "local_forward")
@@ -316,10 +316,10 @@ class Walk:
         forward = forward or self.live[self.tape.pick(len(self.live))]
         number = self.frames[-1].number
         actions = self.send(events.OutputReached(forward, number), opens=number)
-        assert (("Adopt", forward) in actions) == (forward in self.aside)
+        assert (("Adopt", forward) in actions) == (forward in self.early)
         self.reached.add(forward)
-        if forward in self.aside:
-            self.adopted[forward] = self.aside.pop(forward)
+        if forward in self.early:
+            self.adopted[forward] = self.early.pop(forward)
             self.pending += self.adopted[forward]
 
     def scale(self) -> None:
@@ -342,7 +342,7 @@ class Walk:
         forward = forward or self.live[self.tape.pick(len(self.live))]
         self.live.remove(forward)
         actions = self.send(events.ForwardGone(forward))
-        held = self.aside if forward in self.aside else self.adopted
+        held = self.early if forward in self.early else self.adopted
         assert actions == ([("Forget", forward)] if forward in held else [])
         held.pop(forward, None)
 
@@ -376,11 +376,11 @@ class Walk:
             return None
         assert actions[-2:] == [("Update",), ("Reshard",)]
         assert self.hands.updates.pop() == self.alive, "the update has other gradients"
-        assert not self.hands.kept
+        assert not self.hands.unreduced
         assert not self.hands.reduced
         self.alive, self.micro, self.latest = Counter(), set(), set()
         state = self.state
-        assert (state.task, state.reached, state.kept, state.moved) == (None, set(), 0, False)
+        assert (state.task, state.reached, state.unreduced, state.moved) == (None, set(), 0, False)
         return None
 
     def zero(self) -> None:
@@ -433,11 +433,11 @@ class Walk:
         event = event or events.TaskRaised(number)
         assert self.send(event) == [("Discard",), ("Reshard",)]
         # of forwards inside it, which live
-        ignored = {"running": (), "fresh": True, "aside": (), "latest": ()}
+        ignored = {"running": (), "fresh": True, "early": (), "latest": ()}
         assert self.state._replace(**ignored) == self.before._replace(**ignored)
         for forward, ids in self.adopted.items():
-            self.aside[forward] = ids
-            assert ids_in(self.hands.aside[forward]) == ids
+            self.early[forward] = ids
+            assert ids_in(self.hands.early[forward]) == ids
         self.close()
 
     def close(self) -> None:
@@ -473,11 +473,11 @@ class Walk:
     def compare(self) -> None:
         """Masks in the state are what the hands hold."""
         state, hands = self.state, self.hands
-        assert state.kept == bool(hands.kept)
-        assert {forward for forward, _ in state.aside} == hands.aside.keys()
-        for forward, counts in state.aside:
+        assert state.unreduced == bool(hands.unreduced)
+        assert {forward for forward, _ in state.early} == hands.early.keys()
+        for forward, counts in state.early:
             for k, mask in enumerate(counts):
-                piles = hands.aside[forward].items()
+                piles = hands.early[forward].items()
                 assert mask == sum(1 << leaf for leaf, ids in piles if len(ids) > k)
         idle = not (hands.task or hands.landed or hands.adopted or hands.waiting)
         assert state.task is not None or idle

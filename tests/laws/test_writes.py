@@ -450,3 +450,16 @@ def test_one_written_element_is_found_wherever_it_is(
         follower(masters, parts)
         for found, wanted in zip(masters, want, strict=True):
             assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_the_first_and_the_last_element_of_every_leaf_count(columns: int) -> None:
+    sizes = [3, 2**12, 2**12 + 1, 5, 2**17, 2**17, 2**18 + 1]
+    masters = [torch.randn(n, columns) for n in sizes]
+    parts = [m.bfloat16() for m in masters]
+    follower = Follower(masters, parts)
+    for master, part in zip(masters, parts, strict=True):
+        for row, column in ((0, 0), (-1, -1)):
+            part[row, column] = 1000.0
+            follower(masters, parts)  # where nothing else was written
+            assert master[row, column] == 1000.0

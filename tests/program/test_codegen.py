@@ -70,6 +70,16 @@ def test_inputs_may_lie_otherwise_than_those_it_was_recorded_with() -> None:
             assert torch.equal(flat, y.flatten())
 
 
+def test_an_input_that_lay_column_by_column_does_so_in_every_run() -> None:
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (y.as_strided((6,), (1,)) + x.sum(),)
+
+    dense = torch.arange(6.0).view(2, 3)
+    run = compile_program(recorded(fn, torch.zeros(2), dense.t().contiguous().t()))
+    for y in (dense, dense.t().contiguous().t(), torch.arange(12.0).view(2, 6)[:, ::2] / 2):
+        assert torch.equal(run(torch.zeros(2), y)[0], y.t().flatten())
+
+
 @pytest.mark.parametrize(
     "strides", [(3, 1), (1, 2), (0, 1), (0, 0), (12, 2)], ids=lambda s: "x".join(map(str, s))
 )

@@ -71,6 +71,7 @@ def open_dcp(path: Path, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
     there = _read(path)
     foreign = {k: v for k, v in there.tensors.items() if isinstance(v, TensorStorageMetadata)}
     names = names_of(flat.tensors)
+    # an optimizer's keys end in the names of parameters, too
     prefix = shared_prefix(names, [k for k in foreign if not k.startswith("optim")])
     ours: dict[str, str] = {}
     for key in foreign:
@@ -107,6 +108,7 @@ class _Reader(FileSystemReader):
         self, path: Path, there: _There, ours: dict[str, str], on_bytes: Callable[[int], None]
     ) -> None:
         super().__init__(path)
+        # indexed once: each key looked up in all of the storage would be quadratic in the leaves
         theirs = {key: [] for key in ours.values()}
         for index, info in there.storage.items():
             if index.fqn in theirs:
@@ -130,6 +132,7 @@ class _Reader(FileSystemReader):
         """Copy what the plan names into the planner's tensors, one chunk at a time."""
         try:
             for item in plan.items:
+                # one item a call: between two calls is when progress can be told
                 super().read_data(LoadPlan([item]), planner)
                 itemsize = self._metadata.state_dict_metadata[item.storage_index.fqn]
                 assert isinstance(itemsize, TensorStorageMetadata)  # we ask for nothing else

@@ -118,6 +118,7 @@ def write_folder(
 
     def write(number: int) -> None:
         name, rows = files[number], [leaves[i] for i in members[number]]
+        # each file has one writer, and the ranks take turns
         if number % len(ranks.members) != ranks.index:
             # a gather needs all ranks, also those that don't write
             for leaf in rows:
@@ -175,6 +176,7 @@ def open_safetensors(path: Path, wanted: Sequence[str], on_bytes: Callable[[int]
         if name.startswith(prefix)
     }
     reader = LazyReader(leaves, on_bytes)
+    # sizes, not contents: to compare those would cost a reading of all files
     identity = json.dumps(sorted((name, file.stat().st_size) for name, file in found.items()))
     return Source(str(path), reader, reader.read_metadata(), identity=identity)
 
@@ -193,6 +195,7 @@ def _whole(name: str, x: Any, dtype: torch.dtype | None) -> Whole:
     to = dtype if dtype is not None and x.is_floating_point() else x.dtype
 
     def make(keep: bool) -> Tensor | None:
+        # on every rank, whoever keeps it: it is a collective
         full = x.full_tensor() if isinstance(x, DTensor) else x
         return full.detach().to(to) if keep else None
 
@@ -209,6 +212,7 @@ def _files_of(sizes: Sequence[int], limit: int) -> list[range]:
     """Consecutive leaves for each file."""
     borders, filled = [0], 0
     for i, size in enumerate(sizes):
+        # a leaf is never cut: one that is larger than a file may be has a file of its own
         if filled and filled + size > limit:
             borders.append(i)
             filled = 0

@@ -87,6 +87,7 @@ def bucket_sizes(program: Program, limit: int) -> list[int]:
     sizes, size = [], float(min(limit, max(total, 1)))
     while size >= 2**16 and len(sizes) < _TRIES:
         sizes.append(int(size))
+        # ten sizes of this ratio reach from 25 MB down to 0.4 MB
         size /= 1.6
     return sizes or [limit]
 
@@ -165,6 +166,7 @@ def _groups(graph: fx.Graph, kind: str, size: int) -> list[_Group]:
             continue
         (full,) = tensors_of(node if KINDS[kind].gathers else node.all_input_nodes[0])
         _, axis = _leaf_and_axis(node)
+        # by segment too: a bucket over its border would keep leaves of forward for backward
         key = (full.dtype, axis.group, number, depth[node])
         group = open_groups.get(key)
         if group is None or group.nbytes + full.nbytes > size:
@@ -182,6 +184,7 @@ def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
     depth: dict[fx.Node, int] = {}
     for node in graph.nodes:
         before = max((depth[x] for x in node.all_input_nodes), default=0)
+        # of the kinds before this one the buckets are made already
         counts = is_gather(node) or is_reduction(node) or "bucket" in node.meta
         depth[node] = before + counts
     return depth
@@ -234,6 +237,7 @@ def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:
     Takes them out of the copies, which are left with what else they have.
     """
     copies = [list(node.users) for node in gathers]
+    # a leaf that something else reads as well has to be a tensor of its own
     if not all(len(users) == 1 and is_op(users[0], "aten::_foreach_copy_") for users in copies):
         return []
     found = []

@@ -39,6 +39,7 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
         if result in free:  # as it came in
             taken[i] = result
             free.remove(result)
+    # only now: a result that is an input must find that input free
     for i, result in enumerate(results):
         found = next((n for n in free if i not in taken and _same(n, result)), None)
         if found is not None:
@@ -61,6 +62,7 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
         # a result is there when the last operator in place has written it
         before = (*reads.get(_storage(target), ()), *writes.get(_storage(results[i]), ()))
         after = max((results[i], *before), key=order.__getitem__)
+        # nothing goes between the placeholders
         if after.op == "placeholder":
             after = inputs[-1]
         with graph.inserting_after(after):
@@ -82,6 +84,7 @@ def _storage(node: fx.Node) -> int:
 
 def _same(a: fx.Node, b: fx.Node) -> bool:
     (x,), (y,) = tensors_of(a), tensors_of(b)
+    # strides too: the result that comes back has those that were recorded
     return (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
 
 

@@ -41,8 +41,11 @@ def regather(program: Program, leaves: Collection[str] | None = None) -> Program
         return _gathered(node) and (leaves is None or leaf_of(node) in leaves)
 
     def copy_of(node: fx.Node, place: fx.Node) -> fx.Node:
+        # one copy a segment, however many nodes of it read the leaf
         key = (node, segment[place])
         if key not in again:
+            # with what lies between: a view of the first gather would keep the first full leaf
+            # alive
             operands = {x: copy_of(x, place) for x in node.all_input_nodes if _gathered(x)}
             with graph.inserting_before(place):
                 new = graph.node_copy(node, lambda x: operands.get(x, x))
@@ -56,6 +59,7 @@ def regather(program: Program, leaves: Collection[str] | None = None) -> Program
                 node.replace_input_with(operand, copy_of(operand, node))
     for new in again.values():
         refresh(new)
+    # a gather whose readers were all in other segments has none left
     graph.eliminate_dead_code(is_impure_node=is_wanted)
     count = sum(is_gather(node) for node in again.values())
     return program.logged(graph, f"regather: {count} leaves gathered again in backward")

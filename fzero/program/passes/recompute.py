@@ -42,6 +42,7 @@ def recompute(program: Program, values: Collection[str]) -> Program:
     """
     graph = copy_graph(program.graph)
     phase = phases(graph)
+    # a result is no reader: it has the value that forward made
     gradients = [n for n in graph.nodes if phase[n] == BACKWARD and n.op != "output"]
     wanted = set(values)
     chosen = {
@@ -73,8 +74,10 @@ def copied_for(
     for reader in list(readers):
         for node in sorted(_missing(reader, inside, again), key=order.__getitem__):
             with graph.inserting_before(reader):
+                # what is no copy yet is kept from forward: nothing but `inside` is computed again
                 new = graph.node_copy(node, lambda x: again.get(x, x))
             new.meta[AGAIN] = True
+            # a value of its own: the original's would share its memory in the walk over lifetimes
             again[node] = infer(new)
             made(node, new)
         for operand in reader.all_input_nodes:
@@ -91,6 +94,7 @@ def _missing(
     """What must be computed before `reader` can run, and has not been yet."""
     missing: set[fx.Node] = set()
     todo = [x for x in reader.all_input_nodes if x in inside]
+    # a loop, not a recursion: a deep model's chain is longer than Python's stack
     while todo:
         node = todo.pop()
         if node not in missing and node not in again:

@@ -20,12 +20,15 @@ def schedule(program: Program, *, prefetch: int | None = None) -> Program:
     graph = copy_graph(program.graph)
     launches = [node for node in graph.nodes if "bucket" in node.meta]
     if prefetch is None:
+        # gloo moves bytes on the cores that compute: a gather launched early gains nothing there,
+        # and its buffer takes memory for longer
         prefetch = 0 if any(is_gloo(node.meta["bucket"].group) for node in launches) else 1
     gathers_of: dict[int, list[fx.Node]] = {}
     for node in launches if prefetch else ():
         if node.meta["bucket"].gathers and node.meta["phase"] != UPDATE:
             gathers_of.setdefault(node.meta["segment"], []).append(node)
     for gathers in gathers_of.values():
+        # the first of a segment has no wait before it to overlap with
         for turn, node in enumerate(gathers[1:], 1):
             # before that wait, not after it: then both are in flight at once
             _move_before(_launch_part(node), _wait_of(gathers[max(turn - prefetch, 0)]))
@@ -35,8 +38,10 @@ def schedule(program: Program, *, prefetch: int | None = None) -> Program:
         # an update works in place: nothing moves across it
         if node.meta["phase"] != UPDATE:
             _delay(node, following, order)
+    # a launch may stand before what makes its shards now
     legalise(graph)
     for turn, node in enumerate(node for node in graph.nodes if "bucket" in node.meta):
+        # verify holds whoever comes later to this order: it is the one that other ranks have
         node.meta[TURN] = turn
     line = f"schedule: gathers launched {prefetch} ahead, one reduction in flight"
     return program.logged(graph, line)
@@ -65,6 +70,7 @@ def _delay(launch: fx.Node, following: fx.Node | None, order: Mapping[fx.Node, i
     """
     wait = _wait_of(launch)
     (unpack,) = wait.users
+    # the parts go along: left behind they would read what is not there yet
     nodes = [wait, unpack, *unpack.users]
     places = [user for part in unpack.users for user in part.users]
     if following is not None:

@@ -1,0 +1,111 @@
+"""Which leaves travel together: every leaf once, in bounds, and in the order of readiness."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fzero.config import Config
+from fzero.distributed.mesh import Axis
+from fzero.engine.grouping import Grouping, plan_grouping, plan_order, plan_units, units_ahead
+from fzero.errors import ConfigError
+from fzero.layout import LeafLayout
+
+NAMES = st.lists(
+    st.from_regex(r"(embed|layers\.[0-4]\.(attn|mlp)|experts\.[01]|head)\.(w|b)", fullmatch=True),
+    min_size=1,
+    max_size=12,
+    unique=True,
+)
+
+
+def leaves_of(names: list[str], frozen: frozenset[str] = frozenset()) -> list[LeafLayout]:
+    return [
+        LeafLayout(name, (1 + i % 3, 4), torch.float32, trainable=name not in frozen)
+        for i, name in enumerate(names)
+    ]
+
+
+def module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def block_of(name: str) -> str:
+    return (
+        ".".join(name.split(".")[:2]) if name.startswith(("layers", "experts")) else module_of(name)
+    )
+
+
+@given(NAMES, st.integers(1, 200), st.booleans())
+def test_units_hold_every_leaf_once_and_no_more_than_the_largest_block(
+    names: list[str], limit: int, apart: bool
+) -> None:
+    leaves = leaves_of(names)
+    experts = {module_of(name) for name in names if name.startswith("experts")}
+    together = ["experts.*"] if apart and experts else []
+    units, special = plan_units(leaves, range(len(leaves)), limit, together)
+    assert sorted(i for unit in units for i in unit) == list(range(len(leaves)))
+    assert set(special) == (experts if together else set())
+    # each module that a glob matches is a unit of its own, and they come last
+    last = units[len(units) - len(special) :]
+    found = [{module_of(names[i]) for i in unit} for unit in last]
+    assert found == [{module} for module in special]
+    blocks: dict[str, int] = {}
+    modules: dict[str, int] = {}
+    for i, leaf in enumerate(leaves):
+        blocks[block_of(names[i])] = blocks.get(block_of(names[i]), 0) + leaf.nbytes
+        modules[module_of(names[i])] = modules.get(module_of(names[i]), 0) + leaf.nbytes
+    for unit in units[: len(units) - len(special)]:
+        nbytes = sum(leaves[i].nbytes for i in unit)
+        assert nbytes <= max(limit, *(modules[module_of(names[i])] for i in unit))
+        assert nbytes <= max(blocks.values())
+
+
+def test_numbered_modules_are_units_until_there_are_more_than_32() -> None:
+    few, many = (
+        [LeafLayout(f"layers.{i}.w", (2, 2), torch.float32) for i in range(n)] for n in (32, 128)
+    )
+    assert len(plan_units(few, range(32), 2**20)[0]) == 32
+    assert len(plan_units(many, range(128), 2**20)[0]) == 32
+
+
+def test_a_glob_that_matches_no_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'expert' matches no module.*'a'"):
+        plan_units(leaves_of(["a.w"]), range(1), 64, ["expert"])
+
+
+@given(NAMES, st.data())
+def test_a_unit_is_reduced_when_the_last_of_its_gradients_has_come(
+    names: list[str], data: st.DataObject
+) -> None:
+    frozen = frozenset(data.draw(st.sets(st.sampled_from(names))))
+    leaves = leaves_of(names, frozen=frozen)
+    arrivals = data.draw(st.permutations(range(len(leaves))))
+    experts = any(name.startswith("experts") for name in names)
+    cfg = Config(stage=3, gather_together=["experts.*"] if experts else ())
+    grouping = plan_grouping(leaves, range(len(leaves)), cfg, lazy=True, alone=False)
+    grouping = plan_order(grouping, leaves, arrivals, cfg)
+    trained = [i for i in range(len(leaves)) if leaves[i].trainable]
+    assert sorted(i for bucket in grouping.buckets for i in bucket) == trained
+    complete = [max(map(arrivals.index, bucket)) for bucket in grouping.buckets]
+    waits = [mask >> len(leaves) for mask in grouping.masks]
+    # what only some ranks run is last, and waits for the end on a bit that no leaf has
+    assert waits == sorted(waits)
+    common = complete[: waits.count(0)]
+    assert common == sorted(common)
+    assert waits.count(1) == sum(names[b[0]].startswith("experts") for b in grouping.buckets)
+    for bucket, mask in zip(grouping.buckets, grouping.masks, strict=True):
+        assert mask & (1 << len(leaves)) - 1 == sum(1 << i for i in bucket)
+
+
+def test_a_lone_rank_has_no_buckets_and_whole_parameters_fill_them_up() -> None:
+    leaves = leaves_of(["a.w", "b.w"])
+    alone = plan_grouping(leaves, range(2), Config(), lazy=False, alone=True)
+    assert alone == Grouping([], [], [], ())
+    found = plan_grouping(leaves, range(2), Config(), lazy=False, alone=False)
+    assert (found.buckets, found.masks) == ([[1, 0]], (0b11,))
+
+
+def test_nothing_is_gathered_ahead_on_one_rank_unless_asked_for() -> None:
+    assert units_ahead(Config(), Axis("", 1, 0)) == 0
+    assert units_ahead(Config(prefetch=3), Axis("", 1, 0)) == 3

@@ -1,0 +1,67 @@
+"""A function of leaves that are gathered on use holds no more of them than one bucket."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero.eager.gathered import Gathered
+from tests.ranks import run_ranks
+
+SIDE = 2**9  # of float32: a leaf has one MiB
+
+
+def _gathers(order: str, bucket_mb: float) -> Any:
+    """On a rank: what is gathered in each of two calls, and the most MiB that are held then."""
+    cfg = fzero.Config(stage=3, executor="eager", bucket_mb=bucket_mb)
+    values = {name: torch.full((SIDE, SIDE), float(ord(name))) for name in "abcd"}
+    params = fzero.shard(values, cfg)
+    alive: list[weakref.ref[Tensor]] = []
+    calls: list[list[str]] = []
+    most = 0
+    original = Gathered.gather
+
+    def watched(self: Gathered, leaves: Any) -> list[Tensor]:
+        nonlocal most
+        most = max(most, sum(x() is not None for x in alive))
+        calls[-1].append("".join(lazy.leaf.name for lazy in leaves))
+        found = original(self, leaves)
+        alive.extend(map(weakref.ref, found))
+        return found
+
+    def reads(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.stack([p[name].mean() * x for name in order])
+
+    evaluate = fzero.sharded(reads, cfg)
+    Gathered.gather = watched
+    try:
+        for _ in range(2):
+            calls.append([])
+            assert evaluate(params, torch.ones(())).tolist() == [ord(name) for name in order]
+            assert not any(x() is not None for x in alive)
+    finally:
+        Gathered.gather = original
+    return calls, most
+
+
+@pytest.mark.parametrize(
+    ("order", "bucket_mb", "second"),
+    [
+        ("abcda", 1, ["a", "b", "c", "d", "a"]),
+        ("abcda", 2, ["ab", "cd", "ab"]),  # in the order that the first call has learned
+        ("abcddcba", 2, ["ab", "cd", "b", "a"]),  # back again: nobody keeps the way there
+        ("abab", 1, ["a", "b", "a", "b"]),
+        ("abab", 2, ["ab"]),
+        ("abcdabcd", 8, ["abcd"]),
+    ],
+)
+def test_what_was_used_last_is_kept_and_no_more_than_a_bucket(
+    order: str, bucket_mb: float, second: list[str]
+) -> None:
+    for (first, then), most in run_ranks(2, _gathers, order, bucket_mb):
+        assert "".join(first)[: len(set(order))] == "".join(sorted(set(order)))
+        assert then == second
+        assert most <= bucket_mb
