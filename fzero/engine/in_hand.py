@@ -65,5 +65,5 @@ def _put(parts: Parts, index: int, mean: Tensor) -> None:
     if not parts.rules.reduces:  # the update sums over ranks and multiplies by the share
         grad.div_(reducer.share * reducer.transport.axes.world)
     reducer.drop(index)
-    (reducer.reduced if parts.rules.reduces else reducer.kept)[index] = grad
+    (reducer.reduced if parts.rules.reduces else reducer.unreduced)[index] = grad
     reducer.present.add(index)
