@@ -95,6 +95,11 @@ class Engine:
                 "and has no Program that could be planned. Use make_train_step, or fzero.remat in "
                 "the module and memory_limit=None."
             )
+        if cfg is not None and cfg.remat:
+            raise ConfigError(
+                f"Config.remat={cfg.remat!r}: an Engine records nothing that could be computed "
+                "again by name. Use make_train_step, or fzero.remat in the module and remat=()."
+            )
         built: Recording | None = None
         if callable(model) and not isinstance(model, nn.Module):
             if broadcast:

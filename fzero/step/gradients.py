@@ -155,7 +155,9 @@ def trace_gradients(
     ]
 
     def record() -> Program:
-        return trace_program("gradients", front_ends, inputs, names, opaque=cfg.opaque)
+        return trace_program(
+            "gradients", front_ends, inputs, names, opaque=cfg.opaque, remat=cfg.remat
+        )
 
     def passes(program: Program) -> Program:
         program = replace(

@@ -152,7 +152,9 @@ class Staged:
             return own_outputs(program, donated)
 
         def record() -> Program:
-            return trace_program(name, front_ends, locals_, names, opaque=cfg.opaque)
+            return trace_program(
+                name, front_ends, locals_, names, opaque=cfg.opaque, remat=cfg.remat
+            )
 
         self.recorded = Recorded(self.notes, record, passes)
         self.program = self.recorded.program
