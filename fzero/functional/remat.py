@@ -166,7 +166,7 @@ def regions_of(node: fx.Node) -> Path:
 _MARK, _NAME, _RULE = "fzero.remat", "fzero.name", "fzero.rule"
 
 
-def RULED(op: OpOverload, args: Any, kwargs: Any, out: Any) -> bool:  # noqa: N802
+def RULED(op: OpOverload, args: Any, kwargs: Any, out: Any) -> bool:
     """The policy of a region that keeps what `ruled` says inside of it."""
     return False
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fzero.config import Config
+from fzero.distributed.made_up_ranks import made_up_ranks
 from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.errors import ConfigError
 from fzero.program import Program
@@ -14,7 +15,6 @@ from fzero.program.hardware import Hardware
 from fzero.simulation.fakes import WithoutMemory, batch_on_cpu, fakes_of, on_cpu
 from fzero.simulation.machines import resolve_hardware
 from fzero.simulation.report import Report, report_on, tokens_in
-from fzero.simulation.world import made_up_ranks
 from fzero.step.gradients import ModelFn
 from fzero.step.train_step import make_train_step
 from fzero.tree import PyTree

@@ -91,9 +91,9 @@ class Executors:
         except NothingFits as error:
             refusal = error
 
-        def peak(plan: Plan, leaves: Any, local: LocalState, batch: Any, rung: int) -> int:
+        def peak(plan: Plan, leaves: Any, local: LocalState, batch: Any) -> int:
             try:
-                made = Traced(self.model_fn, plan, leaves, local, batch, frame, rung=rung)
+                made = Traced(self.model_fn, plan, leaves, local, batch, frame)
             except NothingFits as error:
                 return error.program.peak_bytes()
             return made.program.peak_bytes()

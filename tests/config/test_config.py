@@ -125,7 +125,7 @@ def test_a_config_is_a_value(fields) -> None:
 def test_what_is_of_programs_is_a_value_where_there_is_one(field: str, value: Any) -> None:
     cfg = Config(**{field: value})
     assert pickle.loads(pickle.dumps(cfg)) == cfg == Config().replace(**{field: value})
-    assert cfg.replace() == cfg and {cfg: 1}[cfg] == 1
+    assert {cfg: 1}[cfg.replace()] == 1
     assert (cfg.describe() == Config().describe()) == (not value)
     if value:
         with pytest.raises(ConfigError, match="eager"):
