@@ -29,6 +29,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("functional.islands", "functional.opaque", "functional.patch"),
         *("functional.remat", "functional.remat_modules", "functional.torch_checkpoint"),
     ),
+    "passes": ("layout", "distributed", "program"),
     "state": (
         *("errors", "tree", "layout", "numerics", "distributed", "optim"),
         *("functional.owners", "config"),

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.config import deepspeed
+from fzero.config.names import name_of
 from fzero.errors import ConfigError
 from fzero.functional.remat import Policy, SaveOnly, saves_of
 from fzero.numerics import loss_scale as loss_scales
@@ -85,6 +86,8 @@ class Config:
             "blocks.*": "nothing"}`. A module has the first whose glob matches it or one around it;
             the outermost that has one is computed again as a whole, but for what the policies of
             modules in it keep.
+        passes: functions from a Program to a Program, in the order in which they run on every
+            Program that is staged out; see `fzero.passes`.
         timeout: seconds that a rank may come later than others to what they do together. None: the
             process group's. A rank that is late is waited for; one that went another way, or is
             gone, is told at once.
@@ -126,6 +129,7 @@ class Config:
     timeout: float | None = None
     memory_limit: int | str | None = None
     remat: Mapping[str, Policy] | Sequence[tuple[str, Policy]] = ()
+    passes: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] = ()
 
     def __post_init__(self) -> None:
         self._check_int("stage", 0, 3, "0 (nothing sharded) to 3 (parameters sharded)")
@@ -152,6 +156,7 @@ class Config:
         self._set_globs("gather_together", "globs over module names")
         self._set_globs("opaque", '"auto", or globs over module names')
         self._set_remat()
+        self._set_passes()
         try:
             precisions.resolve(self.precision)
             loss_scales.resolve(self.loss_scale)
@@ -184,6 +189,12 @@ class Config:
             (1610612736, 1000000000)
         """
         return None if self.memory_limit is None else _bytes_of(self.memory_limit)
+
+    @property
+    def named_passes(self) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+        """`passes`, each with the name by which ranks, errors and logs know it."""
+        passes: Any = self.passes
+        return tuple((name_of(fn), fn) for fn in passes)
 
     @property
     def nonfinite_policy(self) -> Literal["report", "skip", "raise"]:
@@ -225,6 +236,7 @@ class Config:
                 getattr(self.frozen, "__qualname__", type(self.frozen).__qualname__)
             )
         text["remat"] = str([(glob, _policy_text(policy)) for glob, policy in self.remat])  # pyright: ignore
+        text["passes"] = str([name for name, _ in self.named_passes])
         if self.mesh is not None:
             names = self.mesh.mesh_dim_names
             text["mesh"] = f"{tuple(self.mesh.shape)} {names or ''}".strip()
@@ -313,6 +325,18 @@ class Config:
             for glob, policy in rules
         ]
         object.__setattr__(self, "remat", tuple(kept))
+
+    def _set_passes(self) -> None:
+        given: Any = (self.passes,) if callable(self.passes) else self.passes
+        if not isinstance(given, list | tuple) or not all(map(callable, given)):
+            self._refuse("passes", "functions from a Program to a Program")
+        if given and self.executor == "eager":
+            self._refuse(
+                "passes",
+                "empty with executor='eager', which stages nothing out: there is no Program that a "
+                "pass could change. Use executor='traced'",
+            )
+        object.__setattr__(self, "passes", tuple(given))
 
     def _check_choice(self, field: str, allowed: tuple[str | None, ...]) -> None:
         value = getattr(self, field)

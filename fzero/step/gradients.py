@@ -178,6 +178,7 @@ def trace_gradients(
             slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
             limit=cfg.limit,
             rung=rung,
+            passes=cfg.named_passes,
         )
         return replace(program, resident=_batch_once(program))
 

@@ -16,6 +16,7 @@ from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim import as_optimizer
 from fzero.optim.base import Optimizer
 from fzero.program import Program
+from fzero.program.program import Pass
 from fzero.state.init import agree_on_start, start
 from fzero.state.masters import copied
 from fzero.state.opt_state import LocalState, OptState
@@ -193,6 +194,20 @@ class TrainStep:
         plan, leaves, local = self._unpack(params, opt_state)
         micro = micro_batches(batch, self.cfg.accum_steps)
         return self._executors.find(plan, leaves, local, micro[0]).program
+
+    def with_pass(self, fn: Pass) -> "TrainStep":
+        """Another step function, whose Programs go through one more pass, after `cfg.passes`.
+
+        This one stays as it is. States of either are states of the other.
+
+        Args:
+            fn: see `fzero.passes`.
+
+        Raises:
+            ConfigError: `fn` can't be called, or the executor has no Program.
+        """
+        passes: Any = self.cfg.passes
+        return TrainStep(self.model_fn, self.opt, self.cfg.replace(passes=(*passes, fn)))
 
     def _use(self, plan: Plan) -> Plan:
         """Go on with `plan`; Programs for other parameters are of no use then."""
