@@ -204,6 +204,9 @@ class Config:
     def __repr__(self) -> str:
         fields = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
         said = [f"{f.name}={value!r}" for f, value in fields if value != f.default]
+        if self.passes:
+            names = ", ".join(name for name, _ in self.named_passes)
+            said = [text for text in said if not text.startswith("passes=")] + [f"passes=({names})"]
         return f"Config({', '.join(said)})"
 
     def is_frozen(self, name: str) -> bool:

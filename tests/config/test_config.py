@@ -38,6 +38,7 @@ LEGAL = {
     "opaque": [(), ("auto",), ("experts.*",)],
     "memory_limit": [None, 10**9, "12GiB", "1.5 MiB"],
     "remat": [(), {"blocks.*": "nothing"}, (("a", "dots"), ("*", save_only("b", "c")))],
+    "passes": [(), (math.floor,), [math.floor, math.ceil]],
     "executor": ["traced", "eager", "inductor"],
     "donate": [True, False],
     "offload": [None, "cpu"],
@@ -85,6 +86,8 @@ ILLEGAL = [
     ("remat", "nothing", "dict from globs"),
     ("remat", {"": "nothing"}, "dict from globs"),
     ("remat", {"a": "some"}, "'everything'"),
+    ("passes", "a", "functions from"),
+    ("passes", (math.floor, 3), "functions from"),
     ("executor", "trace", "Did you mean 'traced'"),
     ("donate", "yes", "True or False"),
     ("offload", "gpu", "None, 'cpu'"),
@@ -94,7 +97,7 @@ ILLEGAL = [
     ("timeout", 0, "> 0"),
 ]
 # these go with the executors that have a Program, and are tried for themselves
-OF_PROGRAMS = ("memory_limit", "remat")
+OF_PROGRAMS = ("memory_limit", "passes", "remat")
 configs = st.fixed_dictionaries(
     {}, optional={k: st.sampled_from(v) for k, v in LEGAL.items() if k not in OF_PROGRAMS}
 )

@@ -86,8 +86,8 @@ def _checked(name: str, fn: Pass, program: Program) -> Program:
     where = f"the pass {name}, on the Program {program.name!r}"
     try:
         made: Any = fn(program)
-    except FzeroError:
-        raise
+    except FzeroError as error:
+        raise TraceError(f"{where}: {error}") from error
     except Exception as error:
         raise TraceError(
             f"{where}: it raised {type(error).__name__}: {str(error)[:500]}"
@@ -208,15 +208,13 @@ def inline(graph: fx.Graph, fn: Callable[..., Any], *args: Any) -> Any:
     given = [values[i] for i in places]
     with torch.no_grad(), fake_mode(given):
         recorded = make_fx(flat)(*given)
-    nodes = {
-        inner: args[i] for inner, i in zip(placeholders(recorded.graph), places, strict=True)
-    }
+    nodes = {inner: args[i] for inner, i in zip(placeholders(recorded.graph), places, strict=True)}
     origin = origin_of(args[places[0]])
     for inner in recorded.graph.nodes:
         if inner.op == "get_attr":
             raise TraceError(
-                f"fzero.passes.inline: {getattr(fn, '__name__', fn)} reads a tensor that it was not "
-                "given. Pass nodes for all tensors; make constants inside of it."
+                f"fzero.passes.inline: {getattr(fn, '__name__', fn)} reads a tensor that it was "
+                "not given. Pass nodes for all tensors; make constants inside of it."
             )
         if inner.op == "call_function":
             nodes[inner] = graph.node_copy(inner, nodes.__getitem__)
