@@ -191,6 +191,12 @@ class Config:
         return None if self.memory_limit is None else _bytes_of(self.memory_limit)
 
     @property
+    def remat_rules(self) -> tuple[tuple[str, Policy], ...]:
+        """`remat` as pairs, as which it is kept."""
+        rules: Any = self.remat
+        return rules
+
+    @property
     def named_passes(self) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
         """`passes`, each with the name by which ranks, errors and logs know it."""
         passes: Any = self.passes
@@ -238,7 +244,7 @@ class Config:
             text["frozen"] = str(
                 getattr(self.frozen, "__qualname__", type(self.frozen).__qualname__)
             )
-        text["remat"] = str([(glob, _policy_text(policy)) for glob, policy in self.remat])  # pyright: ignore
+        text["remat"] = str([(glob, _policy_text(policy)) for glob, policy in self.remat_rules])
         text["passes"] = str([name for name, _ in self.named_passes])
         if self.mesh is not None:
             names = self.mesh.mesh_dim_names

@@ -156,7 +156,7 @@ def trace_gradients(
 
     def record() -> Program:
         return trace_program(
-            "gradients", front_ends, inputs, names, opaque=cfg.opaque, remat=cfg.remat
+            "gradients", front_ends, inputs, names, opaque=cfg.opaque, remat=cfg.remat_rules
         )
 
     def passes(program: Program) -> Program:

@@ -154,7 +154,7 @@ class Staged:
 
         def record() -> Program:
             return trace_program(
-                name, front_ends, locals_, names, opaque=cfg.opaque, remat=cfg.remat
+                name, front_ends, locals_, names, opaque=cfg.opaque, remat=cfg.remat_rules
             )
 
         self.recorded = Recorded(self.notes, record, passes)

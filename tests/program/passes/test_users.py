@@ -319,7 +319,7 @@ def test_a_pass_is_known_by_a_name_that_all_ranks_have() -> None:
     assert name_of(nothing) == f"{__name__}.nothing"
     assert name_of(copied_late) == f"{__name__}.copied"
     assert name_of(Sized(3)) == "Sized(block=3)"
-    assert name_of(functools.partial(nothing, 3, a="b")) == f"{__name__}.nothing(3, a='b')"
+    assert name_of(functools.partial(print, 3, sep="b")) == "builtins.print(3, sep='b')"
     assert name_of(passes.scheduled(Sized(3))) == "Sized(block=3)"
     assert "at 0x" not in str(fzero.Config(passes=(nothing, Sized(), copied_late)).describe())
     cfg = fzero.Config(passes=(Sized(2),))
