@@ -188,8 +188,9 @@ def test_the_world_that_would_fit_is_told_and_fits(stage: int) -> None:
     with fake_ranks(ranks):
         fits = wide_step(fzero.Config(stage=3, memory_limit=limit)).lower().peak_bytes()
     assert max(nbytes, fits) <= limit
-    with fake_ranks(ranks // 2), pytest.raises(ConfigError, match="the least"):
-        wide_step(fzero.Config(stage=3, memory_limit=limit)).lower()
+    if stage == 0:  # once is enough: what is refused tries all ways on
+        with fake_ranks(ranks // 2), pytest.raises(ConfigError, match="the least"):
+            wide_step(fzero.Config(stage=3, memory_limit=limit)).lower()
 
 
 def test_no_world_fits_what_every_rank_has() -> None:
