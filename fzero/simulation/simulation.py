@@ -80,8 +80,13 @@ def lowered(
     batch: PyTree,
     shape: tuple[int, ...],
     model_state: PyTree = None,
+    bucket_bytes: tuple[int, int] | None = None,
 ) -> tuple[Program, Mesh]:
-    """The step's Program on the first of made-up ranks, and their mesh."""
+    """The step's Program on the first of made-up ranks, and their mesh.
+
+    Args:
+        bucket_bytes: as `TrainStep.lower` takes it.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes, state = (x if callable(x) else fakes_of(x, mode) for x in (params, model_state))
     fed = batch_on_cpu(batch)
@@ -91,7 +96,7 @@ def lowered(
         step_fn = make_train_step(on_cpu(model_fn), opt, cfg)
         with WithoutMemory(mode):
             sharded, opt_state = step_fn.init(fakes, state)
-        program = step_fn.lower(sharded, opt_state, fed)
+        program = step_fn.lower(sharded, opt_state, fed, bucket_bytes=bucket_bytes)
         return program, resolve_mesh(device_mesh, "cpu")
 
 

@@ -185,14 +185,30 @@ class TrainStep:
         new = plan.sharding.layout.merge(trained, frozen)
         return self._pack(params, opt_state, new, local, updated, aux, lr)
 
-    def lower(self, params: PyTree, opt_state: OptState, batch: PyTree) -> Program:
+    def lower(
+        self,
+        params: PyTree,
+        opt_state: OptState,
+        batch: PyTree,
+        *,
+        bucket_bytes: tuple[int, int] | None = None,
+    ) -> Program:
         """The step's Program for these arguments, without running it; changes nothing.
 
         Printed it is a listing; `.collectives()` has a row per collective, `.peak_bytes()` the most
         bytes that this rank holds at once.
+
+        Args:
+            params, opt_state, batch: as a call takes them.
+            bucket_bytes: sizes of the buckets of gradients and update, such as another Program has
+                them; None: those that a call would find.
         """
         plan, leaves, local = self._unpack(params, opt_state)
         micro = micro_batches(batch, self.cfg.accum_steps)
+        if bucket_bytes is not None:
+            others = Executors(self.model_fn, self.cfg)
+            others.settle(bucket_bytes)
+            return others.find(plan, leaves, local, micro[0]).program
         return self._executors.find(plan, leaves, local, micro[0]).program
 
     def with_pass(self, fn: Pass) -> "TrainStep":
