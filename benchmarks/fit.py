@@ -29,6 +29,7 @@ import fzero
 from benchmarks.allocations import LocalState, measure
 from benchmarks.memory import one_rank_of
 from benchmarks.models import GPT, Batch, Size, batch_of
+from fzero.program.interop import transformers_is_tracing
 
 GPT_SIZE = Size(vocabulary=1024, width=128, layers=12, heads=4, tokens=64, rows=8)
 
@@ -240,12 +241,19 @@ def _min_cut(model: Model) -> Iterator[tuple[float, int, int]]:
 
         def build() -> Callable[[], None]:
             torch.manual_seed(0)
-            apply, params = fzero.functionalize(model.build())
-            batch = batch_of(GPT_SIZE, GPT_SIZE.rows)
+            # buffers are inputs too: aot_function takes no tensor that it isn't given
+            apply, params, buffers = fzero.functionalize(model.build(), buffers=True)
+            batch = [*buffers.values(), *batch_of(GPT_SIZE, GPT_SIZE.rows)]
             leaves = [x.requires_grad_() for x in params.values()]
 
             def loss(*flat: Tensor) -> Tensor:
-                return apply(dict(zip(params, flat, strict=False)), *flat[len(params) :])
+                own, rest = flat[: len(params)], flat[len(params) :]
+                given = dict(zip(buffers, rest, strict=False))
+                with transformers_is_tracing():  # or its masks read values
+                    out, _ = apply(
+                        dict(zip(params, own, strict=True)), given, *rest[len(buffers) :]
+                    )
+                return out
 
             compiled = aot_function(
                 loss,

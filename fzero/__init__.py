@@ -5,7 +5,7 @@ params, opt_state = step_fn.init(params)
 params, opt_state = step_fn(params, opt_state, batch)
 """
 
-from fzero import checkpoint, optim
+from fzero import checkpoint, optim, passes
 from fzero.config import Config
 from fzero.eager.stage import stage
 from fzero.engine import Engine
@@ -66,6 +66,7 @@ __all__ = [
     "make_train_step",
     "opaque",
     "optim",
+    "passes",
     "remat",
     "save_only",
     "shard",

@@ -18,7 +18,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "distributed": ("errors", "layout"),
     "optim": ("errors", "tree", "layout", "distributed"),
     "functional": ("errors", "tree", "numerics"),
-    "config": ("errors", "numerics"),
+    "config": ("errors", "numerics", "functional.remat"),
     "zero": ("layout", "distributed", "functional.differentiate"),
     "eager": (
         *("errors", "tree", "layout", "numerics", "distributed"),
@@ -27,8 +27,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "program": (
         *("errors", "layout", "numerics.rng", "distributed"),
         *("functional.islands", "functional.opaque", "functional.patch"),
-        *("functional.remat", "functional.torch_checkpoint"),
+        *("functional.remat", "functional.remat_modules", "functional.torch_checkpoint"),
     ),
+    "passes": ("layout", "distributed", "program"),
     "state": (
         *("errors", "tree", "layout", "numerics", "distributed", "optim"),
         *("functional.owners", "config"),

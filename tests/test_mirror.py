@@ -24,6 +24,7 @@ LAWS = {
     "buckets_carry_every_leaf_once_and_in_time",
     "distributed/journal": "engine/test_ranks_differ.py: every_rank_is_told",
     "distributed/works": "distributed/test_whereabouts.py: each_rank_learns_what_became_of_another",
+    "passes": "program/passes/test_users.py: a_value_is_replaced_by_what_a_pass_computes",
     # values, optimizers, user code, what a user sets
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
     "numerics/rng": "program/passes/test_seed.py: mix_depends_on_every_word",
@@ -49,6 +50,7 @@ LAWS = {
     "functional/tasks": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
     "functional/torch_checkpoint": "program/passes/test_remat.py: a_checkpoint_changes_no_number",
     "config/deepspeed": "config/test_config.py: a_usual_zero3_configuration",
+    "config/names": "program/passes/test_users.py: a_pass_is_known_by_a_name_that_all_ranks_have",
     # lazy parameters
     "eager/arrivals": "step/test_eager.py: training_equals_plain_torch",
     "eager/gathered": "step/test_eager.py: training_equals_plain_torch",

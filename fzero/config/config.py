@@ -6,7 +6,7 @@ Every field is checked when the `Config` is made, so that what runs later can re
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -16,7 +16,9 @@ from typing import Any, Literal, NoReturn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.config import deepspeed
+from fzero.config.names import name_of
 from fzero.errors import ConfigError
+from fzero.functional.remat import Policy, SaveOnly, saves_of
 from fzero.numerics import loss_scale as loss_scales
 from fzero.numerics import precision as precisions
 from fzero.numerics.loss_scale import LossScale
@@ -79,6 +81,13 @@ class Config:
             GiB, TiB; KB, MB, GB, TB are powers of 1000). Backward then computes values again, and
             leaves are gathered again or kept, as that takes with the least work; results are the
             same bit for bit. None: no limit.
+        remat: which modules backward computes again: globs over names of submodules (`*` crosses
+            dots), each with a policy of `fzero.remat`, such as `{"blocks.*.attn": "everything",
+            "blocks.*": "nothing"}`. A module has the first whose glob matches it or one around it;
+            the outermost that has one is computed again as a whole, but for what the policies of
+            modules in it keep.
+        passes: functions from a Program to a Program, in the order in which they run on every
+            Program that is staged out; see `fzero.passes`.
         timeout: seconds that a rank may come later than others to what they do together. None: the
             process group's. A rank that is late is waited for; one that went another way, or is
             gone, is told at once.
@@ -119,6 +128,8 @@ class Config:
     norm_type: float = 2.0
     timeout: float | None = None
     memory_limit: int | str | None = None
+    remat: Mapping[str, Policy] | Sequence[tuple[str, Policy]] = ()
+    passes: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] = ()
 
     def __post_init__(self) -> None:
         self._check_int("stage", 0, 3, "0 (nothing sharded) to 3 (parameters sharded)")
@@ -144,6 +155,8 @@ class Config:
             self._set_globs("frozen", "globs over leaf names, or a predicate over them")
         self._set_globs("gather_together", "globs over module names")
         self._set_globs("opaque", '"auto", or globs over module names')
+        self._set_remat()
+        self._set_passes()
         try:
             precisions.resolve(self.precision)
             loss_scales.resolve(self.loss_scale)
@@ -178,6 +191,18 @@ class Config:
         return None if self.memory_limit is None else _bytes_of(self.memory_limit)
 
     @property
+    def remat_rules(self) -> tuple[tuple[str, Policy], ...]:
+        """`remat` as pairs, as which it is kept."""
+        rules: Any = self.remat
+        return rules
+
+    @property
+    def named_passes(self) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+        """`passes`, each with the name by which ranks, errors and logs know it."""
+        passes: Any = self.passes
+        return tuple((name_of(fn), fn) for fn in passes)
+
+    @property
     def nonfinite_policy(self) -> Literal["report", "skip", "raise"]:
         """`on_nonfinite`, or "skip" where a loss scale makes overflows part of the plan."""
         return self.on_nonfinite if self.scaling is None else "skip"
@@ -185,6 +210,9 @@ class Config:
     def __repr__(self) -> str:
         fields = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
         said = [f"{f.name}={value!r}" for f, value in fields if value != f.default]
+        if self.passes:
+            names = ", ".join(name for name, _ in self.named_passes)
+            said = [text for text in said if not text.startswith("passes=")] + [f"passes=({names})"]
         return f"Config({', '.join(said)})"
 
     def is_frozen(self, name: str) -> bool:
@@ -216,6 +244,8 @@ class Config:
             text["frozen"] = str(
                 getattr(self.frozen, "__qualname__", type(self.frozen).__qualname__)
             )
+        text["remat"] = str([(glob, _policy_text(policy)) for glob, policy in self.remat_rules])
+        text["passes"] = str([name for name, _ in self.named_passes])
         if self.mesh is not None:
             names = self.mesh.mesh_dim_names
             text["mesh"] = f"{tuple(self.mesh.shape)} {names or ''}".strip()
@@ -278,6 +308,45 @@ class Config:
                 "plan. Use executor='traced', or fzero.remat",
             )
 
+    def _set_remat(self) -> None:
+        given: Any = self.remat
+        rules = tuple(given.items()) if isinstance(given, Mapping) else given
+        pairs = isinstance(rules, list | tuple) and all(
+            isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str) and rule[0]
+            for rule in rules
+        )
+        if not pairs:
+            self._refuse("remat", "a dict from globs over module names to policies of fzero.remat")
+        if rules and self.executor == "eager":
+            self._refuse(
+                "remat",
+                "empty with executor='eager', which stages nothing out. Use executor='traced', or "
+                "fzero.remat in the model",
+            )
+        for glob, policy in rules:
+            try:
+                saves_of(policy)
+            except ConfigError as error:
+                raise ConfigError(f"Config.remat={given!r}: {glob!r}: {error}") from None
+        # as pairs, whose order counts: a config is a value, and a dict is none
+        kept = [
+            (glob, tuple(policy) if isinstance(policy, list | set | frozenset) else policy)
+            for glob, policy in rules
+        ]
+        object.__setattr__(self, "remat", tuple(kept))
+
+    def _set_passes(self) -> None:
+        given: Any = (self.passes,) if callable(self.passes) else self.passes
+        if not isinstance(given, list | tuple) or not all(map(callable, given)):
+            self._refuse("passes", "functions from a Program to a Program")
+        if given and self.executor == "eager":
+            self._refuse(
+                "passes",
+                "empty with executor='eager', which stages nothing out: there is no Program that a "
+                "pass could change. Use executor='traced'",
+            )
+        object.__setattr__(self, "passes", tuple(given))
+
     def _check_choice(self, field: str, allowed: tuple[str | None, ...]) -> None:
         value = getattr(self, field)
         if not isinstance(value, str | None) or value not in allowed:
@@ -328,6 +397,17 @@ def _check_names(changes: dict[str, Any]) -> None:
             raise ConfigError(
                 f"Config has no field {name!r}.{hint} Its fields: {', '.join(fields)}."
             )
+
+
+def _policy_text(policy: Any) -> str:
+    """A policy of `fzero.remat` as text that is the same in every process."""
+    if isinstance(policy, SaveOnly):
+        return f"save_only{tuple(sorted(policy.names))}"
+    if isinstance(policy, str):
+        return policy
+    if isinstance(policy, tuple):  # operators, of a set as well
+        return str(sorted(map(str, policy)))
+    return str(getattr(policy, "__qualname__", policy))
 
 
 _UNITS = {"": 1, "B": 1} | {

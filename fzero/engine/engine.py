@@ -95,6 +95,16 @@ class Engine:
                 "and has no Program that could be planned. Use make_train_step, or fzero.remat in "
                 "the module and memory_limit=None."
             )
+        if cfg is not None and cfg.remat:
+            raise ConfigError(
+                f"Config.remat={cfg.remat!r}: an Engine records nothing that could be computed "
+                "again by name. Use make_train_step, or fzero.remat in the module and remat=()."
+            )
+        if cfg is not None and cfg.passes:
+            raise ConfigError(
+                f"Config.passes={cfg.passes!r}: an Engine runs operator by operator, and has no "
+                "Program that a pass could change. Use make_train_step, or passes=()."
+            )
         built: Recording | None = None
         if callable(model) and not isinstance(model, nn.Module):
             if broadcast:

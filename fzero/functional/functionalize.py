@@ -13,6 +13,7 @@ from fzero.functional.fit import check_device, check_fit
 from fzero.functional.opaque import wrap_forwards
 from fzero.functional.owners import noted
 from fzero.functional.plain import check_plain, hook_on
+from fzero.functional.remat_modules import wrap_remat
 from fzero.functional.slots import Buffers, Params, SlotTable, kind_of, owners_of_slots, plan_slots
 from fzero.functional.swap import clone, read_buffers, swapped
 from fzero.numerics.casts import Edges, as_input, as_output, edges_in
@@ -92,6 +93,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         args, kwargs = as_input((args, kwargs))
         with _no_mix(params), swapped(plan, params, own, own), edges_in(Edges()):
             wrap_forwards(plan)
+            wrap_remat(plan)  # around what is opaque, too
             out = module(*args, **kwargs)
             new = read_buffers(plan, own)
         for name, version in before.items():
@@ -113,6 +115,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         args, kwargs = as_input((args, kwargs))
         with _no_mix(params), swapped(plan, params, cloned, buffers), edges_in(Edges()):
             wrap_forwards(plan)
+            wrap_remat(plan)  # around what is opaque, too
             out = module(*args, **kwargs)
             new = read_buffers(plan, cloned)
         return as_output(out), new

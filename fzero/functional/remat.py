@@ -79,7 +79,7 @@ def remat(fn: Callable[P, R], policy: Policy | None = None) -> Callable[P, R]:
             f"remat got a {type(fn).__name__}, and takes a function or a module: "
             "remat(block)(x), not remat(block(x))."
         )
-    saves = None if policy is None else _saves(policy)
+    saves = None if policy is None else saves_of(policy)
 
     @functools.wraps(fn, updated=())  # a module's attributes are not the wrapper's
     def rematerialised(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -119,17 +119,42 @@ Path = tuple[Region, ...]
 @contextlib.contextmanager
 def region(saves: Saves | None = None) -> Iterator[None]:
     """Mark what is recorded meanwhile as one region; see [Note: regions]."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    nodes = mode.tracer.graph.nodes
-    before: fx.Node | None = next(iter(reversed(nodes)), None)
+    before = _last_recorded()
     yield
     name = "" if before is None else before.name  # where a region starts is its own
-    node = next(iter(nodes), None) if before is None else before.next
-    while node is not None and node.op != "root":
+    for node in _recorded_since(before):
         saved = saves is not None and _is_saved(node, saves)
         path = (Region(name, saved), *regions_of(node))
         node.meta["custom"] = {**node.meta.get("custom", {}), _MARK: path}
+
+
+@contextlib.contextmanager
+def ruled(saves: Saves) -> Iterator[None]:
+    """Let `saves` say what a region with the policy `RULED` keeps of what is recorded meanwhile.
+
+    Of several around a node the innermost says it.
+    """
+    before = _last_recorded()
+    yield
+    for node in _recorded_since(before):
+        custom = node.meta.get("custom", {})
+        if _RULE not in custom:
+            node.meta["custom"] = {**custom, _RULE: _is_saved(node, saves)}
+
+
+def _last_recorded() -> fx.Node | None:
+    mode = get_proxy_mode()
+    assert mode is not None
+    return next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+def _recorded_since(before: fx.Node | None) -> Iterator[fx.Node]:
+    mode = get_proxy_mode()
+    assert mode is not None
+    nodes = mode.tracer.graph.nodes
+    node = next(iter(nodes), None) if before is None else before.next
+    while node is not None and node.op != "root":
+        yield node
         node = node.next
 
 
@@ -138,10 +163,17 @@ def regions_of(node: fx.Node) -> Path:
     return node.meta.get("custom", {}).get(_MARK, ())
 
 
-_MARK, _NAME = "fzero.remat", "fzero.name"
+_MARK, _NAME, _RULE = "fzero.remat", "fzero.name", "fzero.rule"
+
+
+def RULED(op: OpOverload, args: Any, kwargs: Any, out: Any) -> bool:
+    """The policy of a region that keeps what `ruled` says inside of it."""
+    return False
 
 
 def _is_saved(node: fx.Node, saves: Saves) -> bool:
+    if saves is RULED:
+        return node.meta.get("custom", {}).get(_RULE, False)
     if isinstance(saves, SaveOnly):
         return not saves.names.isdisjoint(node.meta.get("custom", {}).get(_NAME, ()))
     if not isinstance(node.target, OpOverload):  # a part of a result goes with the whole
@@ -235,7 +267,12 @@ _NAMED: Mapping[str, Saves] = MappingProxyType(
 )
 
 
-def _saves(policy: Policy) -> Saves:
+def saves_of(policy: Policy) -> Saves:
+    """A policy as a function of one node's operator, arguments and result.
+
+    Raises:
+        ConfigError: it is none.
+    """
     if isinstance(policy, SaveOnly):
         return policy
     if isinstance(policy, str) and policy in _NAMED:

@@ -109,8 +109,6 @@ def _gathers(program: Program) -> Iterator[bool]:
 RESERVE = 1024
 """Bytes of a limit that are left for what is in no Program: the numbers that a step reports."""
 MAX_RUNG = 2 * RUNGS + 1
-LEAST = 2 * RUNGS
-"""The number of the Program that holds least, as far as it is without launching gathers late."""
 _NEAR, _TRIES = 2, 5
 
 

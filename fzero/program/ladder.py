@@ -4,8 +4,8 @@
 saves all, and from sets that save only where forward is narrow (Chen's segments), values are given
 up one by one: next the one whose bytes, over the steps at which too much is alive, are cheapest to
 make again. `Liveness` judges each. A plan for a peak is then polished: what it can take back under
-that peak it takes back, the dearest first. All of it follows from the graph alone, and no rank asks
-another.
+that peak it takes back, the dearest first; and products of matrices are exchanged for smaller ones.
+All of it follows from the graph alone, and no rank asks another.
 
 References: Chen, Xu, Zhang, Guestrin, arXiv:1604.06174 (segments); Kirisame et al., Dynamic Tensor
 Rematerialization, arXiv:2006.09616 (cost per byte and time); Jain et al., Checkmate,
@@ -22,7 +22,7 @@ from fzero.program.hardware import Hardware
 from fzero.program.liveness import Alive, Liveness
 from fzero.program.program import Program
 
-RUNGS = 128
+RUNGS = 1024
 """How many peaks the range between the most and the least is cut into."""
 
 
@@ -102,7 +102,7 @@ class Ladder:
             (s for s in self.found if s.alive.peak <= target), key=lambda s: (*s.key, len(s.saved))
         )
         polished = [self._polished(state, target) for state in fits[:_POLISHED]]
-        best = min(polished, key=lambda s: (s.alive.flops, *s.key))
+        best = self._exchanged(min(polished, key=_work), target)
         return self._as_plan(best)
 
     # --------------------------------------------------------------------------- searching
@@ -121,12 +121,16 @@ class Ladder:
             state = after
             self.found.append(state)
 
-    def _lowered(self, state: _State, target: int) -> _State | None:
-        """A plan of a lower peak; None if giving up no value leads there."""
+    def _lowered(self, state: _State, target: int, *, products: bool = True) -> _State | None:
+        """A plan of a lower peak; None if giving up no value leads there.
+
+        Args:
+            products: whether values may be given up that take products of matrices to make again.
+        """
         before = state
         while state.alive.peak > target:
             over = _over(state.alive, target)
-            for value in self._ranked(state, target):
+            for value in itertools.islice(self._ranked(state, target, products), _TRIED):
                 after = self._state(state.saved - {value})
                 if _over(after.alive, target) < over:
                     state = after
@@ -135,8 +139,8 @@ class Ladder:
                 return state if state.alive.peak < before.alive.peak else None
         return state
 
-    def _ranked(self, state: _State, target: int) -> Iterator[int]:
-        """Values to give up, the best by price for bytes and steps first; a few."""
+    def _ranked(self, state: _State, target: int, products: bool = True) -> Iterator[int]:
+        """Values to give up, the best by price for bytes and steps first."""
         alive, model = state.alive, self.model
         over = np.concatenate([[0], np.cumsum(alive.bytes > target)])
         ranked = []
@@ -149,6 +153,8 @@ class Ladder:
             if gain <= 0:
                 continue
             again = model.closure(value, state.saved, alive.copied)
+            if not products and any(model.flops.get(x) for x in again):
+                continue
             price = sum(model.prices.get(x, 0.0) for x in again)
             # what the copies read has to live until then
             for x in {y for node in again for y in model.operands[node]}:
@@ -160,21 +166,14 @@ class Ladder:
                     gain -= int(over[until] - over[now]) * model.values[source].nbytes
             if gain > 0:
                 ranked.append(((price + 1.0) / gain, value))
-        return itertools.islice((value for _, value in sorted(ranked)), _TRIED)
+        return (value for _, value in sorted(ranked))
 
     def _polished(self, state: _State, target: int) -> _State:
         """The plan with all taken back that fits under a peak, the dearest for its bytes first."""
-        model = self.model
         refused: set[int] = set()
         while True:
-            again = {v for x in state.alive.copied if (v := model.of[x]) is not None and v >= 0}
-            ranked = []
-            for value in again - state.saved - refused:
-                nodes = (x for x in model.values[value].nodes if x in state.alive.copied)
-                price = sum(model.prices.get(x, 0.0) for x in nodes)
-                ranked.append((-price / max(model.values[value].nbytes, 1), value))
             before = state
-            for _, value in sorted(ranked):
+            for value in [v for v in self._dearest(state) if v not in refused]:
                 after = self._state(state.saved | {value})
                 if after.alive.peak <= target and after.alive.price < state.alive.price:
                     state = after
@@ -182,6 +181,62 @@ class Ladder:
                     refused.add(value)
             if state is before:
                 return state
+
+    def _exchanged(self, state: _State, target: int) -> _State:
+        """The plan after exchanges that pay.
+
+        A product is saved again; given up for it are values that take no product to make, and if
+        need be one smaller product.
+        """
+        while True:
+            before = state
+            for value in self._of_each_size(self._dearest(state)):
+                for after in self._instead(state, value, target):
+                    after = self._polished(after, target)
+                    if _work(after) < _work(state):
+                        state = after
+                        break
+                if state is not before:
+                    break
+            if state is before:
+                return state
+
+    def _instead(self, state: _State, value: int, target: int) -> Iterator[_State]:
+        """Plans under a peak that save a value which this one makes again."""
+        after = self._state(state.saved | {value})
+        after = self._lowered(after, target, products=False) or after
+        if after.alive.peak <= target:
+            yield after
+            return
+        for other in self._of_each_size(self._ranked(after, target)):
+            if self._product(other) < self._product(value):
+                less = self._state(after.saved - {other})
+                less = self._lowered(less, target, products=False) or less
+                if less.alive.peak <= target:
+                    yield less
+
+    def _product(self, value: int) -> int:
+        """FLOPs of the products that make a value."""
+        return sum(self.model.flops.get(x, 0) for x in self.model.values[value].nodes)
+
+    def _of_each_size(self, values: Iterable[int]) -> list[int]:
+        """Of products of one size the first; the largest first."""
+        alike: dict[tuple[int, int], int] = {}
+        for value in values:
+            if flops := self._product(value):
+                alike.setdefault((flops, self.model.values[value].nbytes), value)
+        return [value for _, value in sorted(alike.items(), reverse=True)]
+
+    def _dearest(self, state: _State) -> list[int]:
+        """The values that are made again, those of the most work for their bytes first."""
+        model = self.model
+        again = {v for x in state.alive.copied if (v := model.of[x]) is not None and v >= 0}
+        ranked = []
+        for value in again - state.saved:
+            nodes = (x for x in model.values[value].nodes if x in state.alive.copied)
+            price = sum(model.prices.get(x, 0.0) for x in nodes)
+            ranked.append((-price / max(model.values[value].nbytes, 1), value))
+        return [value for _, value in sorted(ranked)]
 
     def _segments(self) -> Iterator[frozenset[int]]:
         """Sets that save what crosses a few narrow places of forward, evenly spread."""
@@ -227,6 +282,11 @@ class Ladder:
         leaves = {model.values[v].name for v in model.leaves - state.saved}
         alive = state.alive
         return Plan(frozenset(gone), frozenset(leaves), alive.peak, alive.flops, alive.price)
+
+
+def _work(state: _State) -> tuple[float, float, int]:
+    """What of two plans under one peak the better one has less of."""
+    return (state.alive.flops, *state.key)
 
 
 def _over(alive: Alive, target: int) -> int:

@@ -12,6 +12,7 @@ from fzero.program.passes.recompute import recompute
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_gather, is_reduction
 from fzero.program.passes.seed import insert_seeds, number_sites
+from fzero.program.passes.users import Named, run_passes
 from fzero.program.program import Program
 
 
@@ -25,6 +26,7 @@ def optimise(
     exact: bool = False,
     limit: int | None = None,
     rung: int | None = None,
+    passes: Named = (),
 ) -> Program:
     """Make the Program of a gradient function fit to run.
 
@@ -36,9 +38,11 @@ def optimise(
         exact: take `bucket_bytes` as it is instead of looking for a better size below it.
         limit: bytes that the peak has to stay under, with as little done twice as that takes.
         rung: of the plan that all ranks settled for that; None: the first that fits.
+        passes: a user's, by name: see [Note: passes of users].
 
     Raises:
         ConfigError: nothing stays under the limit.
+        TraceError: a user's pass is wrong.
     """
     program = functionalise(program)  # first: the others take values for granted
     program = number_sites(program)  # before nodes are copied: a copy draws the same numbers
@@ -52,7 +56,8 @@ def optimise(
             done = regather(done, plan.regathered)
         elif reshard_after_forward:
             done = regather(done)
-        done = _laid(done)
+        # the last moment at which each collective is one node of one leaf
+        done = run_passes(_laid(done), passes, late=False)
         most, settled = bucket_bytes, exact
         if plan is not None and not within and not exact:  # to see what it can hold at least
             most, settled = bucket_sizes(done, bucket_bytes)[-1], True
@@ -64,7 +69,7 @@ def optimise(
             exact=settled,
             within=within or None,
         )
-        return insert_seeds(done)
+        return run_passes(insert_seeds(done), passes, late=True)
 
     fitting = Fitting(lambda: _laid(program), reshard_after_forward, build)
     if limit is None:

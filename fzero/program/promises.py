@@ -21,6 +21,8 @@ from fzero.program.graph import is_op, operands, placeholders, tensors_of, writt
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
 
 PROMISE = "promise"
+STANDS_FOR = "stands_for"
+"""The source of the value in whose place a user's pass has put a node."""
 TURN = "turn"
 """Where a collective has its place among those of its graph."""
 
@@ -114,6 +116,11 @@ def keep(node: fx.Node, before: list[fx.Node]) -> None:
     )
 
 
+def stand_in(new: fx.Node, old: fx.Node) -> None:
+    """Say that `new` has the place of the value that `old` makes."""
+    new.meta[STANDS_FOR] = source_of(old)
+
+
 def overwritten(given: fx.Node) -> None:
     """Let an input that was given away be written over once more."""
     promise = promise_of(given)
@@ -176,6 +183,9 @@ def source_of(node: fx.Node) -> Source:
     hops: list[tuple[str, str]] = []
     while True:
         target: Any = node.target
+        if STANDS_FOR in node.meta:
+            source: Source = node.meta[STANDS_FOR]
+            return source._replace(hops=(*hops, *source.hops))
         if target is operator.getitem:
             (maker, part) = node.args
             if maker.target not in _UNPACKS:  # pyright: ignore

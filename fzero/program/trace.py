@@ -25,6 +25,7 @@ from torch.fx.graph import CodeGen
 
 from fzero.errors import FzeroError, TraceError, TransformOverError
 from fzero.functional.opaque import opaque_modules
+from fzero.functional.remat_modules import Rules, remat_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.program.devices import devices_kept
 from fzero.program.graph import output_node, placeholders
@@ -44,6 +45,7 @@ def trace_program(
     *,
     guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     opaque: Sequence[str] = (),
+    remat: Rules = (),
 ) -> Program:
     """Record `fn(*inputs)`, a flat tuple of tensors, with the first front end that can.
 
@@ -55,10 +57,24 @@ def trace_program(
         guard: what must be in place while the function runs.
         opaque: globs over names of modules that become one node each; ("auto",): the smallest ones
             that can't be recorded.
+        remat: globs over names of modules, each with a policy of `fzero.remat`.
 
     Raises:
+        ConfigError: a glob of `remat` matches no module.
         TraceError: no front end can record the function, or recording it would be wrong.
     """
+    with remat_modules(remat):
+        return _with_islands(name, front_ends, inputs, names, guard, opaque)
+
+
+def _with_islands(
+    name: str,
+    front_ends: Sequence[FrontEnd],
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    guard: Callable[[], contextlib.AbstractContextManager[None]],
+    opaque: Sequence[str],
+) -> Program:
     if tuple(opaque) != ("auto",):
         with opaque_modules(opaque):
             return _by_front_ends(name, front_ends, inputs, names, guard)

@@ -50,20 +50,30 @@ def simulate_layers(
     """
     shape = check_world(cfg, world_size)
 
-    def sample(depth: int) -> _Sample:
+    def sample(depth: int, like: Program | None = None) -> _Sample:
         model_fn, params, batch = make(depth)
-        program, mesh = lowered(model_fn, opt, cfg, params, batch, shape)
+        sizes = None if like is None else _bucket_bytes(like)
+        program, mesh = lowered(model_fn, opt, cfg, params, batch, shape, bucket_bytes=sizes)
         report = report_on(program, cfg, mesh, hardware, tokens_in(batch))
         return _Sample(depth, report, _sections(program, cfg))
 
-    few: list[_Sample] = []
-    for depth in range(FIRST, LAST + 1):
-        if depth >= layers:
-            break
-        few.append(sample(depth))
-        if len(few) >= 3 and (found := _grown(few[-3:], layers)):
-            return found
-    return sample(layers).report
+    if layers <= FIRST + 2:
+        return sample(layers).report
+    third = sample(FIRST + 2)
+    # the deepest of the first three says how large buckets are, and the others need not look
+    like = third.report.program
+    few = [sample(FIRST, like), sample(FIRST + 1, like), third]
+    while (found := _grown(few[-3:], layers)) is None:
+        depth = few[-1].depth + 1
+        if depth > min(LAST, layers - 1):
+            return sample(layers).report
+        few.append(sample(depth, like))
+    return found
+
+
+def _bucket_bytes(program: Program) -> tuple[int, int]:
+    first, *rest = (part.bucket_bytes for part in program.parts())
+    return first, sum(rest)
 
 
 class _At(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fzero.config import Config
+from fzero.distributed.made_up_ranks import made_up_ranks
 from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.errors import ConfigError
 from fzero.program import Program
@@ -14,7 +15,6 @@ from fzero.program.hardware import Hardware
 from fzero.simulation.fakes import WithoutMemory, batch_on_cpu, fakes_of, on_cpu
 from fzero.simulation.machines import resolve_hardware
 from fzero.simulation.report import Report, report_on, tokens_in
-from fzero.simulation.world import made_up_ranks
 from fzero.step.gradients import ModelFn
 from fzero.step.train_step import make_train_step
 from fzero.tree import PyTree
@@ -80,8 +80,13 @@ def lowered(
     batch: PyTree,
     shape: tuple[int, ...],
     model_state: PyTree = None,
+    bucket_bytes: tuple[int, int] | None = None,
 ) -> tuple[Program, Mesh]:
-    """The step's Program on the first of made-up ranks, and their mesh."""
+    """The step's Program on the first of made-up ranks, and their mesh.
+
+    Args:
+        bucket_bytes: as `TrainStep.lower` takes it.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes, state = (x if callable(x) else fakes_of(x, mode) for x in (params, model_state))
     fed = batch_on_cpu(batch)
@@ -91,7 +96,7 @@ def lowered(
         step_fn = make_train_step(on_cpu(model_fn), opt, cfg)
         with WithoutMemory(mode):
             sharded, opt_state = step_fn.init(fakes, state)
-        program = step_fn.lower(sharded, opt_state, fed)
+        program = step_fn.lower(sharded, opt_state, fed, bucket_bytes=bucket_bytes)
         return program, resolve_mesh(device_mesh, "cpu")
 
 

@@ -1,5 +1,10 @@
-"""What would fit where a step does not: other accumulation, a higher stage; staged out to see."""
+"""What would fit where a step does not: other accumulation, a higher stage, more ranks.
 
+All are staged out to see, the ranks that aren't there as `simulate` does it.
+"""
+
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -9,18 +14,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fzero import tree
 from fzero.config import Config
+from fzero.distributed.made_up_ranks import made_up_ranks
+from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.errors import FzeroError
 from fzero.numerics.casts import widened
 from fzero.optim.whole import whole_leaves
-from fzero.program.fitting import LEAST
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.state.sharding import locals_of, plan_sharding
 from fzero.transforms.frames import Frame
 
 Step = tuple[Plan, Sequence[Tensor], LocalState, Sequence[Tensor]]
-# (plan, leaves, local state, micro-batch, rung) -> bytes that the step holds then
-Peak = Callable[[Plan, Sequence[Tensor], LocalState, Sequence[Tensor], int], int]
+# (plan, leaves, local state, micro-batch) -> bytes that the step holds then: under the limit, or
+# the least that it can
+Peak = Callable[[Plan, Sequence[Tensor], LocalState, Sequence[Tensor]], int]
 
 
 def alternatives(
@@ -42,17 +49,65 @@ def alternatives(
     fits, least = [], []
     for what, args in _others(plan, leaves, local, batch):
         try:
-            nbytes = peak(*args, LEAST)
+            nbytes = peak(*args)
         except FzeroError:  # this way can't be gone at all
             continue
+        (fits if nbytes <= limit else least).append(f"{what} ({nbytes} bytes)")
+    with contextlib.suppress(FzeroError):
+        ranks, nbytes = _more_ranks(peak, plan, leaves, local, batch, limit)
+        what = f"{ranks} ranks" if plan.cfg.stage else f"stage=3 on {ranks} ranks"
         (fits if nbytes <= limit else least).append(f"{what} ({nbytes} bytes)")
     if fits:
         return f"What would fit: {', '.join(fits)}."
     tried = f" (tried: {', '.join(least)})" if least else ""
     return (
-        f"No higher stage and no more accumulation fits either{tried}. Use more ranks, smaller "
-        "rows, a lower precision or an optimizer with less state."
+        f"No higher stage, no more accumulation and no larger world fits either{tried}. Use "
+        "smaller rows, a lower precision or an optimizer with less state."
     )
+
+
+def _more_ranks(
+    peak: Peak,
+    plan: Plan,
+    leaves: Sequence[Tensor],
+    local: LocalState,
+    batch: Sequence[Tensor],
+    limit: int,
+) -> tuple[int, int]:
+    """The fewest ranks that fit, each with a batch like this one, and the bytes that each holds.
+
+    What is sharded shrinks with the ranks, and the rest stays: two worlds tell both, and with them
+    the one to look at. If nothing fits, the most ranks that were looked at.
+    """
+
+    def at(times: int) -> int:
+        with made_up_ranks(*_shape(plan.mesh, times)) as device_mesh:
+            mesh = resolve_mesh(device_mesh, "cpu")
+            cfg = plan.cfg.replace(stage=plan.cfg.stage or 3)
+            return peak(*_on(plan, local, leaves, cfg, mesh), batch)
+
+    once, twice = at(2), at(4)
+    if once <= limit:
+        return 2 * plan.mesh.world_size, once
+    sharded = 4 * max(once - twice, 0)  # on as many ranks as there are now
+    times, nbytes = 4, twice
+    while nbytes > limit and times < _MOST:
+        room = limit - (once - sharded // 2)
+        # a power of two that leaves room for its part; no world does if the rest alone is too much
+        guess = 2 ** math.ceil(math.log2(sharded / room)) if room > 0 and sharded else _MOST
+        times = min(max(guess, 2 * times), _MOST)
+        nbytes = at(times)
+    while nbytes <= limit and times > 4 and (fewer := at(times // 2)) <= limit:
+        times, nbytes = times // 2, fewer
+    return times * plan.mesh.world_size, nbytes
+
+
+_MOST = 1024  # as many times as there are ranks now
+
+
+def _shape(mesh: Mesh, times: int) -> tuple[int, ...]:
+    more = mesh.shard_size * times
+    return (mesh.replicate_size, more) if mesh.is_hybrid else (more,)
 
 
 def _others(
@@ -68,14 +123,14 @@ def _others(
             yield f"accum_steps={steps}", (changed, leaves, local, less)
     if plan.axes.world > 1:
         for stage in range(cfg.stage + 1, 4):
-            other = _at_stage(plan, local, leaves, cfg.replace(stage=stage))
+            other = _on(plan, local, leaves, cfg.replace(stage=stage), plan.mesh)
             yield f"stage={stage}", (*other, batch)
 
 
-def _at_stage(
-    plan: Plan, local: LocalState, leaves: Sequence[Tensor], cfg: Config
+def _on(
+    plan: Plan, local: LocalState, leaves: Sequence[Tensor], cfg: Config, mesh: Mesh
 ) -> tuple[Plan, list[Tensor], LocalState]:
-    """The same step at another stage, on tensors that have no memory."""
+    """The same step at another stage or on other ranks, on tensors that have no memory."""
     layout = plan.sharding.layout
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         full = [
@@ -84,8 +139,8 @@ def _at_stage(
         ]
         meta = [x.to("meta") for x in full]
         low = tree.unflatten(plan.sharding.spec, meta)
-        sharding = plan_sharding(low, cfg, plan.mesh, sharded=cfg.stage == 3)
-        other = Plan(cfg, plan.opt, plan.mesh, sharding)
+        sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)
+        other = Plan(cfg, plan.opt, mesh, sharding)
         shards = [sharding.split_one(i, x) for i, x in enumerate(full)]
         trained, _ = sharding.layout.divide(shards)
         masters = [

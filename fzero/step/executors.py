@@ -50,6 +50,10 @@ class Executors:
         self._traced, self._eager, self._rungs = {}, {}, {}
         self._agreement.clear()
 
+    def settle(self, bucket_bytes: tuple[int, int]) -> None:
+        """Take sizes of buckets that were found elsewhere, of the gradients and of the update."""
+        self._agreement.bucket_bytes = bucket_bytes
+
     def find(self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree) -> Executor:
         """What runs a step of these shapes; staged out the first time. Asks no other rank.
 
@@ -91,9 +95,9 @@ class Executors:
         except NothingFits as error:
             refusal = error
 
-        def peak(plan: Plan, leaves: Any, local: LocalState, batch: Any, rung: int) -> int:
+        def peak(plan: Plan, leaves: Any, local: LocalState, batch: Any) -> int:
             try:
-                made = Traced(self.model_fn, plan, leaves, local, batch, frame, rung=rung)
+                made = Traced(self.model_fn, plan, leaves, local, batch, frame)
             except NothingFits as error:
                 return error.program.peak_bytes()
             return made.program.peak_bytes()

@@ -155,7 +155,9 @@ def trace_gradients(
     ]
 
     def record() -> Program:
-        return trace_program("gradients", front_ends, inputs, names, opaque=cfg.opaque)
+        return trace_program(
+            "gradients", front_ends, inputs, names, opaque=cfg.opaque, remat=cfg.remat_rules
+        )
 
     def passes(program: Program) -> Program:
         program = replace(
@@ -176,6 +178,7 @@ def trace_gradients(
             slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
             limit=cfg.limit,
             rung=rung,
+            passes=cfg.named_passes,
         )
         return replace(program, resident=_batch_once(program))
 

@@ -111,7 +111,7 @@ class Traced:
             raise NothingFits(self.program, cfg.limit)
         sizes = [part.bucket_bytes for part in self.program.parts()]
         self.bucket_bytes = (sizes[0], sum(sizes[1:]))
-        self.collectives = signature_of(self.program, plan.mesh)
+        self.collectives = signature_of(self.program, plan.mesh, cfg.named_passes)
 
     @property
     def notes(self) -> Notes:

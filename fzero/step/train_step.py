@@ -16,6 +16,7 @@ from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim import as_optimizer
 from fzero.optim.base import Optimizer
 from fzero.program import Program
+from fzero.program.program import Pass
 from fzero.state.init import agree_on_start, start
 from fzero.state.masters import copied
 from fzero.state.opt_state import LocalState, OptState
@@ -184,15 +185,45 @@ class TrainStep:
         new = plan.sharding.layout.merge(trained, frozen)
         return self._pack(params, opt_state, new, local, updated, aux, lr)
 
-    def lower(self, params: PyTree, opt_state: OptState, batch: PyTree) -> Program:
+    def lower(
+        self,
+        params: PyTree,
+        opt_state: OptState,
+        batch: PyTree,
+        *,
+        bucket_bytes: tuple[int, int] | None = None,
+    ) -> Program:
         """The step's Program for these arguments, without running it; changes nothing.
 
         Printed it is a listing; `.collectives()` has a row per collective, `.peak_bytes()` the most
         bytes that this rank holds at once.
+
+        Args:
+            params, opt_state, batch: as a call takes them.
+            bucket_bytes: sizes of the buckets of gradients and update, such as another Program has
+                them; None: those that a call would find.
         """
         plan, leaves, local = self._unpack(params, opt_state)
         micro = micro_batches(batch, self.cfg.accum_steps)
+        if bucket_bytes is not None:
+            others = Executors(self.model_fn, self.cfg)
+            others.settle(bucket_bytes)
+            return others.find(plan, leaves, local, micro[0]).program
         return self._executors.find(plan, leaves, local, micro[0]).program
+
+    def with_pass(self, fn: Pass) -> "TrainStep":
+        """Another step function, whose Programs go through one more pass, after `cfg.passes`.
+
+        This one stays as it is. States of either are states of the other.
+
+        Args:
+            fn: see `fzero.passes`.
+
+        Raises:
+            ConfigError: `fn` can't be called, or the executor has no Program.
+        """
+        passes: Any = self.cfg.passes
+        return TrainStep(self.model_fn, self.opt, self.cfg.replace(passes=(*passes, fn)))
 
     def _use(self, plan: Plan) -> Plan:
         """Go on with `plan`; Programs for other parameters are of no use then."""

@@ -26,6 +26,7 @@ from fzero.program.categories import (
 from fzero.program.fitting import RESERVE
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.program.passes.seed import draws, insert_seeds, number_sites
+from fzero.program.passes.users import run_passes
 from fzero.program.pipeline import share_collectives
 from fzero.program.trace import trace_program
 from fzero.state.follow import Follower
@@ -187,20 +188,21 @@ class UpdateProgram:
             if draws(program):
                 program = number_sites(program)
             cfg = self.plan.cfg
+            program = replace(
+                program,
+                resident=tuple(resident),
+                input_categories=tuple(categories),
+                reduced_over=() if self.reduced else self.plan.axes.groups,
+            )
             program = share_collectives(
-                replace(
-                    program,
-                    resident=tuple(resident),
-                    input_categories=tuple(categories),
-                    reduced_over=() if self.reduced else self.plan.axes.groups,
-                ),
+                run_passes(program, cfg.named_passes, late=False),
                 bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
                 prefetch=cfg.prefetch,
                 budget=budget,
                 exact=bucket_bytes is not None,
                 within=cfg.limit and cfg.limit - RESERVE,
             )
-            return insert_seeds(program)
+            return run_passes(insert_seeds(program), cfg.named_passes, late=True)
 
         self._use(Recorded(Notes({"the optimizer": self.plan.opt}), record, passes))
         return self._recorded[0].program

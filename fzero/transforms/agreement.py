@@ -6,7 +6,8 @@ and compare their collectives, whenever they change. What comes after meets no q
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from fzero.distributed.agree import agree, smallest
 from fzero.distributed.mesh import Mesh
@@ -82,14 +83,15 @@ class Agreement:
         return f"{self.what} {self.number}, call {self.calls}"
 
 
-def signature_of(program: Program, mesh: Mesh) -> str:
-    """The collectives that all ranks must launch alike, one a line.
+def signature_of(program: Program, mesh: Mesh, passes: Iterable[tuple[str, Any]] = ()) -> str:
+    """The collectives that all ranks must launch alike, one a line, and the users' passes.
 
     Those over the replicate axis carry shards, which may be uneven, and say nothing new: their
     leaves are those of the reductions over the shard axis.
     """
-    return "\n".join(
+    rows = [
         f"{row.kind} {row.phase} {row.bytes} bytes: {', '.join(row.leaves)}"
         for row in program.collectives()
         if row.group != mesh.replicate_group or mesh.shard_size == 1
-    )
+    ]
+    return "\n".join([*(f"pass {name}" for name, _ in passes), *rows])

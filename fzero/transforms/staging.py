@@ -148,18 +148,21 @@ class Staged:
                 exact=settled is not None,
                 prefetch=cfg.prefetch,
                 limit=cfg.limit,
+                passes=cfg.named_passes,
             )
             return own_outputs(program, donated)
 
         def record() -> Program:
-            return trace_program(name, front_ends, locals_, names, opaque=cfg.opaque)
+            return trace_program(
+                name, front_ends, locals_, names, opaque=cfg.opaque, remat=cfg.remat_rules
+            )
 
         self.recorded = Recorded(self.notes, record, passes)
         self.program = self.recorded.program
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)  # results that need memory of their own
         self.bucket_bytes = (self.program.bucket_bytes,)
-        self.collectives = signature_of(self.program, mesh)
+        self.collectives = signature_of(self.program, mesh, cfg.named_passes)
 
     def hold(self) -> bool:
         """Whether all that was read from outside while recording is as it was."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fzero.config import Config
 from fzero.errors import ConfigError
+from fzero.functional.remat import save_only
 from fzero.numerics.loss_scale import LossScale
 from fzero.numerics.precision import Precision
 from tests.ranks import fake_ranks
@@ -36,6 +37,8 @@ LEGAL = {
     "gather_together": [(), ("experts.*",)],
     "opaque": [(), ("auto",), ("experts.*",)],
     "memory_limit": [None, 10**9, "12GiB", "1.5 MiB"],
+    "remat": [(), {"blocks.*": "nothing"}, (("a", "dots"), ("*", save_only("b", "c")))],
+    "passes": [(), (math.floor,), [math.floor, math.ceil]],
     "executor": ["traced", "eager", "inductor"],
     "donate": [True, False],
     "offload": [None, "cpu"],
@@ -80,6 +83,11 @@ ILLEGAL = [
     ("memory_limit", 0, "bytes"),
     ("memory_limit", "12 apples", "bytes"),
     ("memory_limit", True, "bytes"),
+    ("remat", "nothing", "dict from globs"),
+    ("remat", {"": "nothing"}, "dict from globs"),
+    ("remat", {"a": "some"}, "'everything'"),
+    ("passes", "a", "functions from"),
+    ("passes", (math.floor, 3), "functions from"),
     ("executor", "trace", "Did you mean 'traced'"),
     ("donate", "yes", "True or False"),
     ("offload", "gpu", "None, 'cpu'"),
@@ -88,9 +96,10 @@ ILLEGAL = [
     ("seed", 2**63, "below"),
     ("timeout", 0, "> 0"),
 ]
-# a limit goes with the executors that have a Program, and is tried for itself
+# these go with the executors that have a Program, and are tried for themselves
+OF_PROGRAMS = ("memory_limit", "passes", "remat")
 configs = st.fixed_dictionaries(
-    {}, optional={k: st.sampled_from(v) for k, v in LEGAL.items() if k != "memory_limit"}
+    {}, optional={k: st.sampled_from(v) for k, v in LEGAL.items() if k not in OF_PROGRAMS}
 )
 
 
@@ -113,12 +122,15 @@ def test_a_config_is_a_value(fields) -> None:
     assert cfg.describe() == Config(**fields).describe()
 
 
-@pytest.mark.parametrize("limit", LEGAL["memory_limit"])
-def test_a_limit_is_a_value_where_there_is_a_program(limit: Any) -> None:
-    cfg = Config(memory_limit=limit)
-    assert pickle.loads(pickle.dumps(cfg)) == cfg == Config().replace(memory_limit=limit)
-    assert (cfg.describe() == Config().describe()) == (limit is None)
-    if limit is not None:
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field in OF_PROGRAMS for value in LEGAL[field]]
+)
+def test_what_is_of_programs_is_a_value_where_there_is_one(field: str, value: Any) -> None:
+    cfg = Config(**{field: value})
+    assert pickle.loads(pickle.dumps(cfg)) == cfg == Config().replace(**{field: value})
+    assert {cfg: 1}[cfg.replace()] == 1
+    assert (cfg.describe() == Config().describe()) == (not value)
+    if value:
         with pytest.raises(ConfigError, match="eager"):
             cfg.replace(executor="eager")
 

@@ -1,6 +1,8 @@
 """A step under a memory limit: the same numbers, never above it, or a refusal with the least."""
 
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +155,47 @@ def test_what_does_not_fit_says_the_least_and_what_would() -> None:
         assert "stage=3 (" in told.partition("What would fit: ")[2]
         # and so it is
         assert lower(stage=3, memory_limit=limit).peak_bytes() <= limit
+
+
+def told_of_a_world(stage: int, limit: int) -> tuple[int, int]:
+    """The ranks that an error of two says would fit, and their bytes."""
+    with fake_ranks(2), pytest.raises(ConfigError) as error:
+        wide_step(fzero.Config(stage=stage, memory_limit=limit)).lower()
+    found = re.search(r"What would fit: .*?(\d+) ranks \((\d+) bytes\)", str(error.value))
+    assert found, str(error.value)
+    return int(found[1]), int(found[2])
+
+
+def wide_step(cfg: fzero.Config) -> Any:
+    """A step whose parameters and optimizer state outweigh the rest."""
+    params = {f"w{i}": torch.ones(256, 256) for i in range(4)}
+
+    def model_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for w in params.values():
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.adamw(1e-3), cfg)
+    state, batch = step_fn.init(params), torch.ones(1, 256)
+    return SimpleNamespace(lower=lambda: step_fn.lower(*state, batch))
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_the_world_that_would_fit_is_told_and_fits(stage: int) -> None:
+    with fake_ranks(16):
+        limit = wide_step(fzero.Config(stage=3)).lower().frontier(2)[-1].bytes + 4 * RESERVE
+    ranks, nbytes = told_of_a_world(stage, limit)
+    with fake_ranks(ranks):
+        fits = wide_step(fzero.Config(stage=3, memory_limit=limit)).lower().peak_bytes()
+    assert max(nbytes, fits) <= limit
+    if stage == 0:  # once is enough: what is refused tries all ways on
+        with fake_ranks(ranks // 2), pytest.raises(ConfigError, match="the least"):
+            wide_step(fzero.Config(stage=3, memory_limit=limit)).lower()
+
+
+def test_no_world_fits_what_every_rank_has() -> None:
+    with fake_ranks(2), pytest.raises(ConfigError, match=r"no larger world fits.* 2048 ranks \("):
+        wide_step(fzero.Config(stage=3, memory_limit=200_000)).lower()
 
 
 @pytest.mark.parametrize("limit", ["12 apples", "-1GiB", 0, True, 1.5, "", "0B"])

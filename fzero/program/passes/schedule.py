@@ -7,9 +7,10 @@ from torch import fx
 
 from fzero.distributed.mesh import is_gloo
 from fzero.program.graph import UPDATE, copy_graph, order_of
+from fzero.program.memory import is_wait
 from fzero.program.passes.rewrite import is_cheap, legalise
 from fzero.program.program import Program
-from fzero.program.promises import TURN
+from fzero.program.promises import TURN, promise_of
 
 
 def schedule(program: Program, *, prefetch: int | None = None) -> Program:
@@ -52,10 +53,28 @@ def _wait_of(launch: fx.Node) -> fx.Node:
 
 
 def _launch_part(launch: fx.Node) -> list[fx.Node]:
-    """The launch and what is made for it alone: its buffer, and casts of shards."""
+    """The launch and what is made for it alone: its buffer, casts of shards, and what a user's pass
+    computes to send."""
     (pack,) = launch.all_input_nodes
-    casts = [x for x in pack.all_input_nodes if is_cheap(x) and len(x.users) == 1]
-    return [*casts, pack, launch]
+    part = {pack: None, launch: None}
+    own = [x for x in pack.all_input_nodes if is_cheap(x) and len(x.users) == 1]
+    todo = [pack]
+    while todo:
+        for x in todo.pop().all_input_nodes:
+            # what was recorded has a promise; only what a pass has put there has none
+            made = x.op == "call_function" and promise_of(x) is None and not is_wait(x)
+            if x not in part and (x in own or (made and all(user in part for user in x.users))):
+                part[x] = None
+                todo.append(x)
+    if len(part) == 2:
+        return [pack, launch]
+    found = [launch]
+    while len(found) < len(part):  # back through the graph: the order that they stand in
+        before = found[-1].prev
+        while before not in part:
+            before = before.prev
+        found.append(before)
+    return found[::-1]
 
 
 def _move_before(nodes: list[fx.Node], before: fx.Node) -> None:

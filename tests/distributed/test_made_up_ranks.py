@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import fzero
-from fzero.simulation.world import made_up_ranks
+from fzero.distributed.made_up_ranks import made_up_ranks
 from tests.ranks import fake_ranks, run_ranks
 
 

@@ -1,0 +1,259 @@
+"""A user's passes: where they run, and what they must leave as it is.
+
+[Note: passes of users] A pass takes a Program and returns one. It runs where collectives are still
+single operators of single leaves, or, as a `scheduled` one, on what will run. After each the
+Program is verified, and the graph that it was given must be what it was: so a pass that is wrong is
+an error that names it, before anything has run.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
+
+from fzero.distributed.buckets import asked_for
+from fzero.distributed.mesh import Axis
+from fzero.errors import FzeroError, TraceError
+from fzero.layout import LeafLayout
+from fzero.program.graph import placeholders, tensors_of
+from fzero.program.origin import origin_of, set_origin
+from fzero.program.passes.rewrite import fake_mode, substitute
+from fzero.program.program import Pass, Program
+from fzero.program.promises import stand_in
+
+Named = Sequence[tuple[str, Pass]]
+
+
+class Scheduled:
+    """A pass that runs last: collectives are in buckets, each is launched and awaited somewhere."""
+
+    def __init__(self, fn: Pass) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+
+    def __call__(self, program: Program) -> Program:
+        return self.fn(program)
+
+    def __repr__(self) -> str:
+        return f"scheduled({self.fn!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scheduled) and self.fn == other.fn
+
+    def __hash__(self) -> int:
+        return hash((Scheduled, self.fn))
+
+
+def scheduled(fn: Pass) -> Pass:
+    """Let a pass run on what will run: after buckets and schedule, before it is compiled.
+
+    Without it a pass sees each collective as one node of one leaf, which it may replace or move.
+
+    Examples:
+        >>> import fzero
+        >>> @fzero.passes.scheduled
+        ... def count(program):
+        ...     launches = sum("bucket" in node.meta for node in program.graph.nodes)
+        ...     return program.logged(program.graph, f"{launches} launches")
+        >>> fzero.Config(passes=[count]).passes[0].__name__
+        'count'
+    """
+    return Scheduled(fn)
+
+
+def run_passes(program: Program, passes: Named, *, late: bool) -> Program:
+    """The Program after those passes whose turn it is, each checked.
+
+    Args:
+        passes: each with the name that errors, the log and other ranks know it by.
+        late: the turn of `scheduled` ones.
+
+    Raises:
+        TraceError: a pass is wrong; the message names it and what it did.
+    """
+    for name, fn in passes:
+        if isinstance(fn, Scheduled) == late:
+            program = _checked(name, fn, program)
+    return program
+
+
+def _checked(name: str, fn: Pass, program: Program) -> Program:
+    before = _text(program.graph)
+    where = f"the pass {name}, on the Program {program.name!r}"
+    try:
+        made: Any = fn(program)
+    except FzeroError as error:
+        raise TraceError(f"{where}: {error}") from error
+    except Exception as error:
+        raise TraceError(
+            f"{where}: it raised {type(error).__name__}: {str(error)[:500]}"
+        ) from error
+    if not isinstance(made, Program):
+        raise TraceError(
+            f"{where}: it returned a {type(made).__name__}. A pass returns a Program: the one that "
+            "it was given, or program.logged(graph, 'what was done')."
+        )
+    after = _text(program.graph)
+    if after != before:
+        line = next((a for a, b in zip(after, before, strict=False) if a != b), "its length")
+        raise TraceError(
+            f"{where}: it edited the graph that it was given ({line}), which others have too. Edit "
+            "a copy: graph = fzero.passes.copy_graph(program.graph)."
+        )
+    changed = [x for x in _KEPT if getattr(made, x) != getattr(program, x)]
+    if changed:
+        raise TraceError(
+            f"{where}: it changed program.{changed[0]}. A pass changes the graph, constants and "
+            "log; inputs, outputs and what is said of them stay, for the step relies on them."
+        )
+    try:
+        made.verify()
+    except TraceError as error:
+        raise TraceError(f"{where}: what it made is wrong: {error}") from error
+    found = _text(made.graph)
+    if found == before:
+        return made
+    return made.logged(made.graph, f"pass {name}: {len(before)} -> {len(found)} nodes")
+
+
+# what a step, and the checks, know of a Program beside its graph
+_KEPT = (
+    *("name", "inputs", "outputs", "times", "resident", "bucket_bytes", "rung", "next"),
+    *("input_categories", "output_categories", "reduced_over"),
+)
+
+
+def _text(graph: fx.Graph) -> list[str]:
+    return [f"{node.name} = {node.target}{node.args}{node.kwargs or ''}" for node in graph.nodes]
+
+
+# ------------------------------------------------------------------------------ what passes need
+def leaf_and_axis(node: fx.Node) -> tuple[LeafLayout, Axis]:
+    """What one collective of one leaf carries, and over which ranks.
+
+    Args:
+        node: one that `is_gather` or `is_reduction` is true of.
+
+    Returns:
+        The leaf's layout, whose dtype is the one that travels, and the axis: `.size` ranks of the
+        process group named `.group`.
+    """
+    target: Any = node.target
+    (value,) = tensors_of(node.all_input_nodes[0])
+    _, leaf, axis = asked_for(target._schema.name, value, node.args[1:])
+    return leaf, axis
+
+
+def gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
+    """All ranks' rows of `shard`, as one operator that goes into a bucket; for `inline`.
+
+    Args:
+        shard: this rank's rows, of any dtype; `leaf.bounds(rank)` says which.
+        leaf: name, full shape and dim of what is gathered; its dtype is not read.
+        axis: of `leaf_and_axis`.
+
+    Returns:
+        A tensor of `leaf.shape`.
+    """
+    return torch.ops.fzero.gather(
+        shard, list(leaf.shape), leaf.dim, axis.size, axis.group, leaf.name
+    )
+
+
+def inline(graph: fx.Graph, fn: Callable[..., Any], *args: Any) -> Any:
+    """What `fn` does with the values of these nodes, as nodes where the graph inserts.
+
+    Args:
+        graph: a copy; `with graph.inserting_before(node)` says where.
+        fn: a function of tensors, pure: it is recorded on tensors without values.
+        args: nodes of tensors, and numbers.
+
+    Returns:
+        A node for each tensor that `fn` returns, in the same structure.
+
+    Raises:
+        TraceError: `fn` closes over a tensor.
+
+    Examples:
+        >>> import fzero, torch
+        >>> def slowly(program):
+        ...     graph = fzero.passes.copy_graph(program.graph)
+        ...     for node in fzero.passes.calls(graph, "aten::tanh"):
+        ...         with graph.inserting_before(node):
+        ...             new = fzero.passes.inline(
+        ...                 graph, lambda x: 2 / (1 + torch.exp(-2 * x)) - 1, node.args[0]
+        ...             )
+        ...         fzero.passes.replace_value(node, new)
+        ...     return program.logged(graph, "tanh written out")
+        >>> def model_fn(params, x):
+        ...     return torch.tanh(x * params["w"]).sum()
+        >>> step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1)).with_pass(slowly)
+        >>> state = step_fn.init({"w": torch.ones(3)})
+        >>> "tanh written out" in step_fn.lower(*state, torch.ones(3)).log
+        True
+    """
+    values = tree_map(lambda x: x.meta["val"] if isinstance(x, fx.Node) else x, args)
+    places = [i for i, x in enumerate(args) if isinstance(x, fx.Node)]
+
+    def flat(*tensors: Tensor) -> Any:
+        arguments = list(values)
+        for i, x in zip(places, tensors, strict=True):
+            arguments[i] = x
+        return fn(*arguments)
+
+    given = [values[i] for i in places]
+    with torch.no_grad(), fake_mode(given):
+        recorded = make_fx(flat)(*given)
+    nodes = {inner: args[i] for inner, i in zip(placeholders(recorded.graph), places, strict=True)}
+    origin = origin_of(args[places[0]])
+    for inner in recorded.graph.nodes:
+        if inner.op == "get_attr":
+            raise TraceError(
+                f"fzero.passes.inline: {getattr(fn, '__name__', fn)} reads a tensor that it was "
+                "not given. Pass nodes for all tensors; make constants inside of it."
+            )
+        if inner.op == "call_function":
+            nodes[inner] = graph.node_copy(inner, nodes.__getitem__)
+            set_origin(nodes[inner], origin)
+        elif inner.op == "output":
+            return tree_map(lambda x: nodes.get(x, x), inner.args[0])
+    return None
+
+
+def replace_value(node: fx.Node, new: fx.Node) -> None:
+    """Let all that reads `node` read `new`, and erase `node`.
+
+    `new` gets the memory layout of `node`. This says that it stands for that value: `verify` takes
+    it as such, and does not ask how it is computed.
+
+    Args:
+        node: of a graph that may be edited.
+        new: of the same shape and dtype, before all that reads `node`.
+
+    Raises:
+        TraceError: its shape or dtype is another.
+    """
+    (old,), (value,) = tensors_of(node), tensors_of(new)
+    if (old.shape, old.dtype) != (value.shape, value.dtype):
+        raise TraceError(
+            f"fzero.passes.replace_value: {new.name} is {value.dtype} {tuple(value.shape)}, and "
+            f"{node.name}, which it is to stand for, is {old.dtype} {tuple(old.shape)}."
+        )
+    stand_in(new, node)
+    if not node.users:
+        node.graph.erase_node(node)
+        return
+    substitute(node, new)
+
+
+def calls(graph: fx.Graph, *names: str) -> list[fx.Node]:
+    """The nodes that call an operator of one of these names, such as "aten::mm"."""
+    return [
+        node
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in names
+    ]
