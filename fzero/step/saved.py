@@ -117,12 +117,10 @@ class SavedPrograms:
 
     def _open(self, plan: Plan) -> tuple[list[Json], dict[str, Tensor]]:
         name = _file_of(plan.mesh)
-        if not self.path.exists():  # the first start
-            return [], {}
         if not (self.path / name).exists():
             there = sorted(x.name for x in self.path.glob("rank-*.programs"))
-            found = f"the first of {len(there)} is {there[0]}" if there else "it has none"
-            self._warn(f"there is no {name} ({found})")
+            if there:  # otherwise this is the first start
+                self._warn(f"there is no {name} (the first of {len(there)} is {there[0]})")
             return [], {}
         try:
             data, tensors = read(self.path / name)

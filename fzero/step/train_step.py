@@ -242,7 +242,7 @@ class TrainStep:
         computes is up to who wrote it. Load what you or people that you trust have saved.
 
         Args:
-            path: of the folder. If it is not there, as at the first start, nothing happens.
+            path: of the folder. If nothing is there, as at the first start, nothing happens.
         """
         self._executors.saved = SavedPrograms(Path(path))
 

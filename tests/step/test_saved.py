@@ -340,9 +340,10 @@ def test_another_kind_of_batch_is_recorded(folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------ files that fail
-def test_a_first_start_has_no_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["", "none"])
+def test_a_first_start_has_no_files(folder: str, tmp_path: Path) -> None:
     again = Fresh()
-    again.step_fn.load_programs(tmp_path / "none")
+    again.step_fn.load_programs(tmp_path / folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again.steps(1)
