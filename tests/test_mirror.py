@@ -68,6 +68,9 @@ LAWS = {
     "program/trace": "test_errors.py: what_cannot_be_staged_out_is_shown_with_its_line",
     "program/ladder": "program/test_fitting.py: less_memory_never_takes_fewer_flops_again",
     "program/frontier": "program/test_fitting.py: less_memory_never_takes_fewer_flops_again",
+    "program/codec": "step/test_saved.py: what_is_loaded_computes_what_was_recorded",
+    "program/collector": "program/test_file.py: no_cycles_are_looked_for_meanwhile",
+    "program/passes/groups": "program/passes/test_sketch.py: a_step_is_sketched_whole",
     "program/passes/bucket": "program/passes/test_passes.py: "
     "bucket_takes_the_largest_size_that_memory_allows",
     "program/passes/gathers": "program/passes/test_passes.py: gathers_sink_and_are_made_again",
@@ -94,6 +97,7 @@ LAWS = {
     "random_numbers_are_a_function_of_the_call",
     "transforms/recorded": "transforms/test_notes.py: "
     "what_is_read_from_outside_counts_at_every_call",
+    "transforms/saved_notes": "step/test_saved.py: what_the_model_function_reads_is_compared",
     "transforms/staging": "transforms/test_function.py: a_step_of_ones_own_trains_as_torch_does",
     "step/alternatives": "program/test_fitting.py: what_does_not_fit_says_the_least_and_what_would",
     "step/executors": "test_mismatch.py: "

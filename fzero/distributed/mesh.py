@@ -133,8 +133,13 @@ def is_simulated(mesh: Mesh) -> bool:
 
 def is_gloo(group: str) -> bool:
     """Whether the process group of this name moves its data with gloo."""
+    return backend_of(group) == "gloo"
+
+
+def backend_of(group: str) -> str:
+    """What moves the data of the process group of this name, such as "nccl"."""
     # Private. `dist.get_backend` takes a group, and only this finds the group of a name.
-    return dist.get_backend(dist.distributed_c10d._resolve_process_group(group)) == "gloo"  # pyright: ignore
+    return dist.get_backend(dist.distributed_c10d._resolve_process_group(group))  # pyright: ignore
 
 
 def _check(mesh: DeviceMesh, device_type: str) -> None:

@@ -75,12 +75,13 @@ class Walk:
         reads: Reads | None = None,
         watch: Callable[[Any], bool] | None = None,
     ) -> None:
-        self.reads, self.watch = reads, watch
+        self.roots, self.reads, self.watch = roots, reads, watch
         self.facts: list[Fact] = []
         self.containers: list[tuple[Any, Place]] = []
         self.arrays: list[tuple[Any, Place]] = []
         self.generators: list[tuple[Any, Place]] = []
         self.seen: dict[int, Any] = {}
+        self.tensors: list[tuple[Tensor, Place]] = []
         self._noted: set[tuple[int, Any]] = set()
         self._todo: list[tuple[Any, Place]] = []
         self._classes: set[type] = set()
@@ -138,7 +139,9 @@ class Walk:
             self.generators.append((value, place))
         elif _is_array(value):
             self.arrays.append((value, place))
-        elif isinstance(value, (type, types.ModuleType, Tensor, enum.Enum)):
+        elif isinstance(value, Tensor):
+            self.tensors.append((value, place))
+        elif isinstance(value, (type, types.ModuleType, enum.Enum)):
             pass  # classes and modules are visited by the code that names their attributes
         elif isinstance(value, _CONTAINERS):
             self._container(value, place)
@@ -167,7 +170,8 @@ class Walk:
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._note(get, name, Place(place, f".{name}"), fn)
         names = _names(code)
-        for name in names & fn.__dict__.keys():
+        # sorted: another process is to come to all in the same order
+        for name in sorted(names & fn.__dict__.keys()):
             self._note(fn.__dict__.get, name, Place(place, f".{name}"), fn.__dict__)
         there = names & fn.__globals__.keys()
         if any(not isinstance(fn.__globals__[name], _DEFINED) for name in there):
@@ -177,7 +181,7 @@ class Walk:
             self._namespace(fn.__globals__[name], names, Place(None, name))
         for inner in code.co_freevars:
             self._namespace(self._cell(fn, inner), names, Place(None, inner))
-        for name in names & sys.modules.keys():  # imported inside
+        for name in sorted(names & sys.modules.keys()):  # imported inside
             self._namespace(sys.modules[name], names, Place(None, name))
 
     def _cell(self, fn: types.FunctionType, name: str) -> Any:
@@ -190,11 +194,12 @@ class Walk:
     def _namespace(self, value: Any, names: set[str], place: Place, depth: int = 3) -> None:
         """What code that has these names may read of a class or a module."""
         if isinstance(value, type):
-            for name in [*names, *(k for k in value.__dict__ if k[:2] == k[-2:] == "__")]:
+            special = [k for k in value.__dict__ if k[:2] == k[-2:] == "__"]
+            for name in [*sorted(names), *special]:
                 self._class_attribute(value, name, Place(place, f".{name}"))
         elif isinstance(value, types.ModuleType) and not is_library_module(value):
             space = value.__dict__
-            for name in names & space.keys():
+            for name in sorted(names & space.keys()):
                 inner = Place(place, f".{name}")
                 self._note(space.get, name, inner, space)
                 if depth:
@@ -233,7 +238,7 @@ class Walk:
             if attributes is not None:
                 self._later(attributes, place)
             return
-        for name in self.reads.names.get(id(value), ()):
+        for name in self.reads.names_of(value, str(place)):
             self._attribute(value, attributes, name, Place(place, f".{name}"))
 
     def _attribute(self, value: Any, attributes: Any, name: str, place: Place) -> None:

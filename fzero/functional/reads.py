@@ -6,7 +6,7 @@ that the function merely could read is of no account.
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fzero.functional.library import HEAP_TYPE, is_library
@@ -100,6 +100,10 @@ class Reads:
         for name, value in attributes.items():
             self.names.setdefault(id(this), {}).setdefault(name, value)
             self._meet(value)
+
+    def names_of(self, value: Any, place: str) -> Iterable[str]:
+        """The attributes of an object that were read; `place` is where a walk met it."""
+        return self.names.get(id(value), ())
 
     def keep(self, objects: Mapping[int, Any]) -> None:
         """Keep the names that were read of these objects; forget all else, the values too."""

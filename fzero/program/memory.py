@@ -6,7 +6,7 @@ been awaited: a backend holds on to it, and the runner does too, so that every b
 same.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -35,9 +35,30 @@ def input_bytes(part: Part) -> int:
     return sum(storages(placeholders(part.graph)).values())
 
 
-def timeline(graph: fx.Graph) -> Iterator[int]:
-    """Bytes alive while each node runs, inputs and constants left out."""
-    born, dies = lifetimes(graph)
+Bytes = dict[int, int]  # storage -> bytes
+Held = Callable[[Iterable[fx.Node]], Bytes]
+
+
+def storages(nodes: Iterable[fx.Node]) -> Bytes:
+    """The storages that the values of nodes are on, and their bytes."""
+    found: Bytes = {}
+    for node in nodes:
+        for x in tensors_of(node):
+            # constants are real tensors, which are there whether the Program runs or not
+            if isinstance(x, FakeTensor) and x.layout is torch.strided:
+                storage = x.untyped_storage()
+                # by storage: a view costs nothing, and keeps all of its base alive
+                found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def timeline(graph: fx.Graph, held: Held = storages) -> Iterator[int]:
+    """Bytes alive while each node runs, inputs and constants left out.
+
+    Args:
+        held: see `lifetimes`.
+    """
+    born, dies = lifetimes(graph, held)
     alive = 0
     for node in graph.nodes:
         alive += sum(born.get(node, {}).values())
@@ -45,26 +66,29 @@ def timeline(graph: fx.Graph) -> Iterator[int]:
         alive -= sum(dies.get(node, {}).values())
 
 
-Bytes = dict[int, int]  # storage -> bytes
+def lifetimes(
+    graph: fx.Graph, held: Held = storages
+) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Bytes]]:
+    """What each node allocates, and what can be freed after it.
 
-
-def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Bytes]]:
-    """What each node allocates, and what can be freed after it."""
-    inputs = set(storages(n for n in graph.nodes if n.op in ("placeholder", "get_attr")))
+    Args:
+        held: the storages of nodes; a sketch's have numbers instead of values.
+    """
+    inputs = set(held(n for n in graph.nodes if n.op in ("placeholder", "get_attr")))
     same: dict[int, int] = {}  # waiting returns what it was given, and its fake value does not
     born: dict[fx.Node, Bytes] = {}
     size: Bytes = {}
     last: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        for key in storages([*reads(node), *_lingering(node)]):
+        for key in held([*reads(node), *_lingering(node)]):
             last[same.get(key, key)] = node
         if is_wait(node):
-            (launched,) = storages(node.all_input_nodes)
-            same |= dict.fromkeys(storages([node]), same.get(launched, launched))
+            (launched,) = held(node.all_input_nodes)
+            same |= dict.fromkeys(held([node]), same.get(launched, launched))
             continue
         new = {
             key: nbytes
-            for key, nbytes in storages([node]).items()
+            for key, nbytes in held([node]).items()
             if key not in size and key not in inputs and key not in same
         }
         if new:
@@ -73,7 +97,7 @@ def lifetimes(graph: fx.Graph) -> tuple[dict[fx.Node, Bytes], dict[fx.Node, Byte
         # what nobody reads dies where it is made
         for key in new:
             last[key] = node
-    outputs = {same.get(key, key) for key in storages(output_node(graph).all_input_nodes)}
+    outputs = {same.get(key, key) for key in held(output_node(graph).all_input_nodes)}
     dies: dict[fx.Node, Bytes] = {}
     for key, node in last.items():
         if key in size and key not in outputs:
@@ -104,16 +128,3 @@ def _sent(launches: Iterable[fx.Node]) -> list[fx.Node]:
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a collective."""
     return is_op(node, "_c10d_functional::wait_tensor")
-
-
-def storages(nodes: Iterable[fx.Node]) -> Bytes:
-    """The storages that the values of nodes are on, and their bytes."""
-    found: Bytes = {}
-    for node in nodes:
-        for x in tensors_of(node):
-            # constants are real tensors, which are there whether the Program runs or not
-            if isinstance(x, FakeTensor) and x.layout is torch.strided:
-                storage = x.untyped_storage()
-                # by storage: a view costs nothing, and keeps all of its base alive
-                found[storage._cdata] = storage.nbytes()
-    return found

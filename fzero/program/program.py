@@ -6,11 +6,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from torch import fx
+from torch import Tensor, fx
 
 from fzero.errors import FzeroError
+from fzero.program.codec import Constants, decoded, encoded
 from fzero.program.cost import Cost, cost
 from fzero.program.diff import Diff, diff
+from fzero.program.file import read, write
 from fzero.program.frontier import Frontier, frontier
 from fzero.program.graph import Held
 from fzero.program.hardware import CPU, Hardware
@@ -53,6 +55,7 @@ class Program:
         output_categories: the same of outputs.
         reduced_over: the process groups over which each gradient must be summed here, exactly once.
         fitting: makes the same function's Programs that hold less.
+        literals: those of the constants that the function made while it was recorded.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Program:
     output_categories: tuple[str, ...] = ()
     reduced_over: tuple[str, ...] = ()
     fitting: Others | None = field(default=None, repr=False, compare=False)
+    literals: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
     def parts(self) -> Iterator["Program"]:
         """This Program and those that follow it in the step."""
@@ -198,8 +202,78 @@ class Program:
         """
         return listing(self.parts(), verbose=verbose)
 
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, with those that follow it; see [Note: saved Programs].
+
+        A step function's Programs, with what says whether they still hold, are saved by
+        `TrainStep.save_programs`.
+
+        Args:
+            path: of one file, in the format of safetensors. Tensors that the function closed over
+                are in it as they are now.
+
+        Raises:
+            FzeroError: it holds an opaque part, whose Python can't be written as data.
+
+        Examples:
+            >>> import tempfile, torch, fzero
+            >>> step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), fzero.optim.sgd(1))
+            >>> state = step_fn.init({"w": torch.ones(2)})
+            >>> program = step_fn.lower(*state, torch.ones(2))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     program.save(f"{folder}/step.program")
+            ...     again = fzero.Program.load(f"{folder}/step.program")
+            >>> str(again) == str(program), again.peak_bytes() == program.peak_bytes()
+            (True, True)
+        """
+        tensors: dict[str, Tensor] = {}
+
+        def kept(name: str, x: Tensor) -> str:
+            tensors[f"{len(tensors)}.{name}"] = x
+            return f"{len(tensors) - 1}.{name}"
+
+        write(Path(path), {"programs": [part.encoded(kept) for part in self.parts()]}, tensors)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Program":
+        """Read what `save` wrote: a Program to look at, to compare and to check.
+
+        Nothing in the file is run or unpickled: operators are looked up by their names. What it
+        computes is up to who wrote it, as with any program: run those of people whom you trust.
+
+        Raises:
+            FzeroError: it is no such file, or names operators that are not there.
+        """
+        try:
+            data, tensors = read(Path(path))
+            parts = [cls.decoded(one, tensors.__getitem__) for one in data["programs"]]
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise FzeroError(
+                f"{path} holds no Program that this process can read ({type(error).__name__}: "
+                f"{error}). Save it again with program.save(path), under this torch and fzero."
+            ) from error
+        done = parts.pop()
+        while parts:
+            done = parts.pop().then(done)
+        return done
+
+    def encoded(self, constants: Constants) -> Any:
+        """It, without what follows it, as plain data; see `fzero.program.codec`."""
+        return encoded(self, {name: getattr(self, name) for name in _PLAIN}, constants)
+
+    @classmethod
+    def decoded(cls, data: Any, constant: Callable[[Any], Tensor]) -> "Program":
+        """The inverse of `encoded`."""
+        fields = decoded(data, constant)
+        return cls(**fields)
+
     def __str__(self) -> str:
         return self.listing()
 
+
+_PLAIN = (
+    *("name", "inputs", "outputs", "log", "times", "resident", "bucket_bytes", "rung"),
+    *("input_categories", "output_categories", "reduced_over"),
+)
 
 Pass = Callable[[Program], Program]

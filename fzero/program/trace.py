@@ -28,7 +28,7 @@ from fzero.functional.opaque import opaque_modules
 from fzero.functional.remat_modules import Rules, remat_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.program.devices import devices_kept
-from fzero.program.graph import output_node, placeholders
+from fzero.program.graph import is_op, output_node, placeholders
 from fzero.program.interop import transformers_is_tracing, unchecked
 from fzero.program.origin import MODULE_CALL, OURS, origins_noted
 from fzero.program.program import Program
@@ -168,7 +168,15 @@ def _program(
     assert len(placeholders(graph)) == len(names)
     note(graph)
     outputs = tuple(f"out{i}" for i, _ in enumerate(output_node(graph).args[0]))  # pyright: ignore
-    return Program(name, graph, tuple(names), outputs, constants, log)
+    literals = [constants[str(x.target)] for x in graph.nodes if x.op == "get_attr" and _is_new(x)]
+    return Program(name, graph, tuple(names), outputs, constants, log, literals=tuple(literals))
+
+
+def _is_new(constant: fx.Node) -> bool:
+    """Whether the function made a constant itself, as `torch.tensor([1, 2])` does."""
+    return bool(constant.users) and all(
+        is_op(user, "aten::lift_fresh", "aten::lift_fresh_copy") for user in constant.users
+    )
 
 
 # ------------------------------------------------------------------------------------ messages

@@ -5,20 +5,24 @@ After that a step meets no question any more: it is unpack, gradients, update, p
 
 import contextlib
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.config import Config
-from fzero.errors import RankMismatchError
+from fzero.errors import FzeroError, RankMismatchError
+from fzero.program.collector import collector_paused
 from fzero.program.fitting import MAX_RUNG, NothingFits
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.alternatives import alternatives
 from fzero.step.eager import Eager
 from fzero.step.gradients import ModelFn
-from fzero.step.traced import Traced
+from fzero.step.saved import SavedPrograms, save_programs
+from fzero.step.traced import Traced, signature_for
 from fzero.transforms.agreement import Agreement
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import ONE_AT_A_TIME, warn_of_recordings
@@ -44,6 +48,24 @@ class Executors:
         self._rungs: dict[Any, int] = {}  # by shapes: the plans for a memory limit that ranks have
         self._warned = False
         self._agreement = Agreement("step function", cfg.timeout)
+        self.saved: SavedPrograms | None = None
+
+    def save(self, path: Path, plan: Plan | None) -> None:
+        """Write all that is staged out to a folder, this rank's part of it.
+
+        Raises:
+            FzeroError: nothing is, or it holds what can't be written.
+        """
+        if self.cfg.executor == "eager":
+            raise FzeroError("Config.executor='eager' stages nothing out: it has no Programs.")
+        every = [(key, one) for key, ones in self._traced.items() for one in ones if one.hold()]
+        if plan is None or not every:
+            raise FzeroError(
+                "there are no Programs to save: nothing is staged out yet, or what was no longer "
+                "holds. Call step_fn(params, opt_state, batch) or step_fn.lower(...) first."
+            )
+        with ONE_AT_A_TIME:
+            save_programs(path, plan, every)
 
     def clear(self) -> None:
         """Forget everything that was made for other parameters."""
@@ -73,11 +95,31 @@ class Executors:
             # where only the optimizer's reads have changed, the half of the gradients still holds
             like = next((one for one in known if one.notes.hold()), None)
             with ONE_AT_A_TIME:
-                traced = self._record(plan, leaves, local, batch, frame, like, self._rungs.get(key))
+                traced = self._resumed(key, plan, leaves, local, batch, frame) or self._record(
+                    plan, leaves, local, batch, frame, like, self._rungs.get(key)
+                )
         if not known or known[0] is not traced:
             rest = [one for one in known if one is not traced]
             self._traced[key] = [traced, *rest][:MAX_SIGNATURES]
         return traced
+
+    def _resumed(
+        self,
+        key: Any,
+        plan: Plan,
+        leaves: list[Tensor],
+        local: LocalState,
+        batch: list[Tensor],
+        frame: Frame,
+    ) -> Traced | None:
+        """What another process saved for this; None if there is nothing that holds."""
+        if self.saved is None:
+            return None
+        settled, rung = self._agreement.bucket_bytes, self._rungs.get(key)
+        make = partial(Traced, self.model_fn, plan, leaves, local, batch, frame, settled)
+        signature = signature_for(plan, local, frame)
+        with collector_paused():
+            return self.saved.find(key, make, self.model_fn, plan, signature, settled, rung)
 
     def _record(
         self,

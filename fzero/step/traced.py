@@ -1,6 +1,7 @@
 """One step, staged out for one shape of batch: its Programs, compiled, and how they are run."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,26 @@ from fzero.step.update_program import UpdateProgram, held_rows, outputs_on, shar
 from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, stacked, take_apart
 from fzero.transforms.notes import Notes
+from fzero.transforms.recorded import Recorded, check_inputs
 from fzero.tree import PyTree
+
+
+class GradientHalf(NamedTuple):
+    """The half of a step that is its gradients.
+
+    Args:
+        signature: what its inputs and outputs stand for.
+        gradient_fn: the Program.
+    """
+
+    signature: Signature
+    gradient_fn: Recorded
+
+
+def signature_for(plan: Plan, local: LocalState, batch: Frame) -> Signature:
+    """What the inputs of a step's gradients stand for."""
+    spec, layout = plan.sharding.spec, plan.sharding.layout
+    return Signature(spec, layout, local.state_spec, batch, scaled=bool(local.scale))
 
 
 class Traced:
@@ -27,6 +47,7 @@ class Traced:
     Args:
         like: one for the same shapes, whose gradients' half can be shared if its notes hold.
         rung: of the plan for `cfg.memory_limit` that ranks settled; None: the first that fits.
+        update: of another process, if it is not to be recorded.
 
     Raises:
         TraceError: the model function can't be staged out.
@@ -41,19 +62,14 @@ class Traced:
         batch: Sequence[Tensor],
         batch_spec: Frame,
         bucket_bytes: tuple[int, ...] | None = None,
-        like: "Traced | None" = None,
+        like: "Traced | GradientHalf | None" = None,
         rung: int | None = None,
+        update: Recorded | None = None,
     ) -> None:
         self.plan = plan
         cfg, layout = plan.cfg, plan.sharding.layout
         shared = like if like is not None and like.gradient_fn.hold() else None
-        self.signature = (
-            shared.signature
-            if shared
-            else Signature(
-                plan.sharding.spec, layout, local.state_spec, batch_spec, scaled=bool(local.scale)
-            )
-        )
+        self.signature = shared.signature if shared else signature_for(plan, local, batch_spec)
         trained, frozen = layout.divide(leaves)
         names = [name for group in plan.names for name in group]
         names += [f"model_state.{i}" for i in range(len(local.state))]
@@ -71,6 +87,7 @@ class Traced:
         settled = bucket_bytes or (None, None)
         if shared:
             self.gradient_fn = shared.gradient_fn
+            check_inputs(shared.gradient_fn.program, inputs)
         else:
             self.gradient_fn = trace_gradients(
                 model_fn, cfg, self.signature, plan.axes, inputs, names, beside, settled[0], rung
@@ -84,29 +101,32 @@ class Traced:
         # an optimizer that knows nothing of shards runs as it is, and is not recorded
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
-            given: list[Held] = []  # without donation the caller's stay, and copies are overwritten
-            if not cfg.donate:
-                pairs = zip(trained, plan.names[0], strict=True)
-                given = [Held(x.nbytes, PARAMETERS, name) for x, name in pairs]
-                given += held_rows(plan, local)
-            update = self.update_program.trace(
-                trained,
-                local,
-                grads,
-                loss,
-                state,
-                budget=gradients.peak_bytes(),
-                resident=[
-                    Held(cfg.accum_steps * fed, BATCH, "batch"),
-                    *(
-                        Held(x.nbytes, PARAMETERS, name)
-                        for x, name in zip(frozen, plan.names[1], strict=True)
-                    ),
-                    *given,
-                ],
-                bucket_bytes=settled[1],
-            )
-            self.program = gradients.then(update)
+            if update is not None:
+                made = self.update_program.resume(update, trained, local, grads, loss, state)
+            else:
+                given: list[Held] = []
+                if not cfg.donate:
+                    pairs = zip(trained, plan.names[0], strict=True)
+                    given = [Held(x.nbytes, PARAMETERS, name) for x, name in pairs]
+                    given += held_rows(plan, local)
+                made = self.update_program.trace(
+                    trained,
+                    local,
+                    grads,
+                    loss,
+                    state,
+                    budget=gradients.peak_bytes(),
+                    resident=[
+                        Held(cfg.accum_steps * fed, BATCH, "batch"),
+                        *(
+                            Held(x.nbytes, PARAMETERS, name)
+                            for x, name in zip(frozen, plan.names[1], strict=True)
+                        ),
+                        *given,
+                    ],
+                    bucket_bytes=settled[1],
+                )
+            self.program = gradients.then(made)
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)
         sizes = [part.bucket_bytes for part in self.program.parts()]

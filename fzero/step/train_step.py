@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +27,7 @@ from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
 from fzero.step.executors import Executors
 from fzero.step.gradients import ModelFn
 from fzero.step.metrics import metrics_of, rate_of, refuse_nonfinite
+from fzero.step.saved import SavedPrograms
 from fzero.step.update import Updated
 from fzero.transforms.micro import micro_batches
 from fzero.tree import PyTree
@@ -224,6 +227,55 @@ class TrainStep:
         """
         passes: Any = self.cfg.passes
         return TrainStep(self.model_fn, self.opt, self.cfg.replace(passes=(*passes, fn)))
+
+    def save_programs(self, path: str | PathLike[str]) -> None:
+        """Write down what is staged out, so that a restart stages nothing: see `load_programs`.
+
+        Args:
+            path: of a folder; each rank writes a file of its own there, whole or not at all. No
+                rank waits for another.
+
+        Raises:
+            FzeroError: nothing is staged out yet, or a Program holds what can't be written as data:
+                an opaque part, a tensor from outside that no walk of what the function reads comes
+                to.
+
+        Examples:
+            >>> import fzero, tempfile, torch
+            >>> def model_fn(params, batch):
+            ...     return ((params["w"] * batch).sum(-1) ** 2).mean()
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> step_fn = make_train_step(model_fn, fzero.optim.sgd(0.1))
+            >>> program = step_fn.lower(*step_fn.init({"w": torch.ones(3)}), torch.ones(2, 3))
+            >>> step_fn.save_programs(folder.name)
+
+            In the next process:
+
+            >>> step_fn = make_train_step(model_fn, fzero.optim.sgd(0.1))
+            >>> step_fn.load_programs(folder.name)
+            >>> again = step_fn.lower(*step_fn.init({"w": torch.ones(3)}), torch.ones(2, 3))
+            >>> str(again) == str(program)
+            True
+        """
+        self._executors.save(Path(path), self._plan)
+
+    def load_programs(self, path: str | PathLike[str]) -> None:
+        """Use what `save_programs` wrote, where it still holds; otherwise stage out as ever.
+
+        A saved Program is used if everything that it was made from is as it was: torch, fzero,
+        Python, the processor, the mesh and this rank's place in it, every field of the config, the
+        shapes, dtypes and split of every leaf, the kind of batch, and what the functions read from
+        outside, their code included. If something is otherwise, a warning names it, and the step
+        is recorded. It is looked at when a step of its kind is called first, or lowered. Ranks
+        compare their collectives then as always, so some may have a file and others none.
+
+        Nothing is unpickled or run of what a file says, but operators by their names: what it
+        computes is up to who wrote it. Load what you or people that you trust have saved.
+
+        Args:
+            path: of the folder. If nothing is there, as at the first start, nothing happens.
+        """
+        self._executors.saved = SavedPrograms(Path(path))
 
     def _use(self, plan: Plan) -> Plan:
         """Go on with `plan`; Programs for other parameters are of no use then."""

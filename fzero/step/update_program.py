@@ -34,7 +34,7 @@ from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.update import Update, Updated
 from fzero.transforms.notes import Notes, warn_of_recordings
-from fzero.transforms.recorded import Recorded
+from fzero.transforms.recorded import Recorded, check_inputs
 
 
 class UpdateProgram:
@@ -78,6 +78,30 @@ class UpdateProgram:
     def differences(self) -> list[str]:
         """What the optimizer reads and is no longer as it was."""
         return self._recorded[0].notes.differences() if self._recorded else []
+
+    @property
+    def recorded(self) -> Recorded | None:
+        """The Program that runs now; None of an optimizer that is not recorded."""
+        return self._recorded[0] if self._recorded else None
+
+    def resume(
+        self,
+        recorded: Recorded,
+        trained: Sequence[Tensor],
+        local: LocalState,
+        grads: Sequence[Tensor],
+        loss: Tensor,
+        state: Sequence[Tensor],
+    ) -> Program:
+        """Go on with what another process has recorded, for tensors like these.
+
+        Raises:
+            Gone: it was recorded for others.
+        """
+        groups = self._groups(trained, local, grads, loss, state)
+        check_inputs(recorded.program, [x for group in groups for x in group])
+        self._use(recorded)
+        return recorded.program
 
     def _use(self, found: Recorded) -> None:
         if not self._recorded or found is not self._recorded[0]:

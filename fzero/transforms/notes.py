@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import call, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,18 @@ from fzero.program import Program
 ONE_AT_A_TIME = threading.RLock()
 
 
+class Seen(NamedTuple):
+    """What a recording did beside reading facts.
+
+    Args:
+        written: places that it writes to.
+        values: tensors whose values Python read.
+    """
+
+    written: frozenset[str]
+    values: list[Tensor]
+
+
 class Notes:
     """What a recording read from outside.
 
@@ -44,7 +56,27 @@ class Notes:
         self._reads: Reads | None = None
         self._written: frozenset[str] = frozenset()
         self._values: list[tuple[Tensor, Tensor]] = []
-        self._ambient = _ambient()
+        self._ambient = ambient()
+
+    @classmethod
+    def resumed(cls, roots: Mapping[str, Any], walk: Walk, reads: Reads, seen: "Seen") -> "Notes":
+        """Those of another process, taken up by a walk that has found all as they say."""
+        notes = cls(roots)
+        notes._reads, notes._written = reads, seen.written
+        notes._take(walk)
+        reads.keep(walk.seen)
+        notes._values = [(x, x.detach().clone()) for x in seen.values]
+        return notes
+
+    def seen(self) -> "Seen":
+        """What was read beside the facts."""
+        return Seen(self._written, [x for x, _ in self._values])
+
+    @property
+    def reads(self) -> Reads:
+        """Which attributes were read."""
+        assert self._reads is not None
+        return self._reads
 
     def record(self, run: Callable[[], Program]) -> Program:
         """Run a recording, and note what it reads from outside.
@@ -59,7 +91,7 @@ class Notes:
             return self._record(run)
 
     def _record(self, run: Callable[[], Program]) -> Program:
-        self._ambient = _ambient()
+        self._ambient = ambient()
         sources: list[Source] = global_sources()
         host: list[Any] = []
 
@@ -112,7 +144,7 @@ class Notes:
             all(map(is_, self._now(), self._kept))
             and not any(map(len, self._empty))
             and all(_unchanged(live, noted) for live, noted in self._full)
-            and _ambient() == self._ambient
+            and ambient() == self._ambient
             and all(_equal_arrays(live, noted) for live, noted in self._arrays)
             and all(map(_equal_tensors, *zip(*self._values, strict=True)) if self._values else ())
         )
@@ -128,7 +160,7 @@ class Notes:
             both = now is not fact.value and _plain(now) and _plain(fact.value)
             if both and not _equal(now, fact.value):
                 return [f"{fact.place} from {_shown(fact.value)} to {_shown(now)}"]
-        if self._ambient != (now := _ambient()):
+        if self._ambient != (now := ambient()):
             return [f"torch's defaults from {self._ambient} to {now}"]
         for live, noted in self._values:
             if not _equal_tensors(live, noted):
@@ -137,7 +169,7 @@ class Notes:
             if not _equal_arrays(live, noted):
                 return ["the values of a numpy array"]
         walk = Walk(self.roots, self._reads)
-        old, new = self._tokens, _tokens(walk, self._written)
+        old, new = self._tokens, tokens_of(walk, self._written)
         rows = [(p, old.get(p, MISSING), new.get(p, MISSING)) for p in dict.fromkeys((*old, *new))]
         rows = [(p[0], a, b) for p, a, b in rows if not _equal(a, b)]
         if not rows:
@@ -156,7 +188,7 @@ class Notes:
         self._empty = [c for c, _ in containers if not len(c)]
         self._full = [(c, _contents(c)) for c, _ in containers if len(c)]
         self._arrays = [(a, a.copy()) for a, _ in walk.arrays]
-        self._tokens = _tokens(walk, self._written)
+        self._tokens = tokens_of(walk, self._written)
 
 
 def warn_of_recordings(what: str, count: int, changed: Sequence[str], stacklevel: int = 5) -> None:
@@ -240,7 +272,7 @@ def _unchanged(live: Any, noted: Any) -> bool:
     return len(live) == len(noted) and all(map(is_, live, noted))
 
 
-def _tokens(walk: Walk, written: frozenset[str]) -> dict[tuple[str, int], Any]:
+def tokens_of(walk: Walk, written: frozenset[str]) -> dict[tuple[str, int], Any]:
     """By place, what must stay as it is. A number tells places of the same name apart."""
     rows = [(f.place, f.value) for f in walk.facts]
     for container, place in walk.containers:
@@ -299,7 +331,7 @@ def _equal_tensors(live: Tensor, noted: Tensor) -> bool:
     return torch.equal(live.detach(), noted)
 
 
-def _ambient() -> tuple[Any, ...]:
+def ambient() -> tuple[Any, ...]:
     """What torch itself is set to, where a recording depends on it."""
     return (
         torch.get_default_dtype(),

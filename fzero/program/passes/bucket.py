@@ -1,41 +1,18 @@
 """Turn collectives of single leaves into buckets, and decide when each is launched and awaited."""
 
 import operator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import fx
 
-from fzero.distributed.buckets import (
-    EXCHANGE,
-    KINDS,
-    asked_for,
-    bucket_of,
-    carrier,
-    unpack_into,
-)
-from fzero.distributed.mesh import Axis
-from fzero.layout import LeafLayout
-from fzero.program.graph import (
-    UPDATE,
-    copy_graph,
-    is_mutable,
-    is_op,
-    operands,
-    segments,
-    tensors_of,
-)
-from fzero.program.memory import peak_bytes
-from fzero.program.passes.rewrite import (
-    call,
-    is_cheap,
-    is_gather,
-    is_reduction,
-    legalise,
-    substitute,
-)
+from fzero.distributed.buckets import EXCHANGE, KINDS, carrier, unpack_into
+from fzero.program.graph import copy_graph, is_op, operands, tensors_of
+from fzero.program.memory import constant_bytes
+from fzero.program.passes.groups import Group, bucket_for, first_place, groups_of
+from fzero.program.passes.rewrite import call, is_gather, is_reduction, legalise, substitute
 from fzero.program.passes.schedule import schedule
+from fzero.program.passes.sketch import Sketch
 from fzero.program.program import Program
 from fzero.program.promises import inherit, keep
 
@@ -67,16 +44,25 @@ def bucket(
     sizes = bucket_sizes(program, limit)
     if within is not None:
         return _largest_within(program, sizes, within, prefetch)
-    candidates = [bucket_at(program, size, prefetch=prefetch) for size in sizes]
-    peaks = [peak_bytes(candidate) for candidate in candidates]
+    peaks = _peaks(program, sizes, prefetch)
     lowest = min(peaks)
 
-    def fits(candidate: Program, peak: int) -> bool:
-        share = slack * min(1.0, _LARGE / max(candidate.bucket_bytes, 1))
+    def fits(size: int, peak: int) -> bool:
+        share = slack * min(1.0, _LARGE / max(size, 1))
         return peak <= max(lowest * (1 + share), budget)
 
     # Sizes fall, so this is the largest that fits; the one of the lowest peak always does.
-    return next(c for c, peak in zip(candidates, peaks, strict=True) if fits(c, peak))
+    size = next(size for size, peak in zip(sizes, peaks, strict=True) if fits(size, peak))
+    return bucket_at(program, size, prefetch=prefetch)
+
+
+def _peaks(program: Program, sizes: list[int], prefetch: int | None) -> list[int]:
+    """`peak_bytes` of `bucket_at` each size, of which none is built."""
+    if len(sizes) == 1:  # nothing to choose from
+        return [0]
+    there = constant_bytes(program)
+    sketch = Sketch(program.graph)
+    return [there + max(sketch.timeline_at(size, prefetch), default=0) for size in sizes]
 
 
 def bucket_sizes(program: Program, limit: int) -> list[int]:
@@ -96,16 +82,10 @@ def _largest_within(
     program: Program, sizes: list[int], within: int, prefetch: int | None
 ) -> Program:
     """The first of falling sizes that stays under a peak, or else the one of the lowest."""
-    lowest: tuple[int, Program] | None = None
-    for size in sizes:
-        candidate = bucket_at(program, size, prefetch=prefetch)
-        peak = peak_bytes(candidate)
-        if peak <= within:
-            return candidate
-        if lowest is None or peak < lowest[0]:
-            lowest = (peak, candidate)
-    assert lowest is not None
-    return lowest[1]
+    peaks = _peaks(program, sizes, prefetch)
+    fitting = (size for size, peak in zip(sizes, peaks, strict=True) if peak <= within)
+    lowest = sizes[peaks.index(min(peaks))]
+    return bucket_at(program, next(fitting, lowest), prefetch=prefetch)
 
 
 _TRIES = 10
@@ -124,7 +104,7 @@ def _with_buckets(program: Program, size: int) -> Program:
     singles = made = 0
     for kind in KINDS:
         # an exchange is made for one matrix a rank at a time: together they would be held at once
-        groups = _groups(graph, kind, -1 if kind == EXCHANGE else size)
+        groups = groups_of(graph, kind, -1 if kind == EXCHANGE else size)
         singles += sum(len(group.nodes) for group in groups)
         made += len(groups)
         for group in groups:
@@ -135,82 +115,12 @@ def _with_buckets(program: Program, size: int) -> Program:
     return program.logged(graph, line)
 
 
-@dataclass
-class _Group:
-    """Nodes that will share a collective; kept in the order of the graph."""
-
-    kind: str
-    segment: int
-    phase: str
-    movable: bool
-    nodes: list[fx.Node] = field(default_factory=list)
-    nbytes: int = 0
-
-
-def _groups(graph: fx.Graph, kind: str, size: int) -> list[_Group]:
-    """Runs of collectives of a kind with the same dtype, axis and segment, up to `size` bytes.
-
-    Those of a group come after equally many others: what waits for a collective is further down
-    than what it waits for, so no group waits for itself, nor two for each other.
-    """
-    of, depth = segments(graph), _depths(graph)
-    in_place = any(map(is_mutable, graph.nodes))
-    open_groups: dict[tuple[Any, ...], _Group] = {}
-    done: list[_Group] = []
-    for node in graph.nodes:
-        number, phase = of[node]
-        if not is_op(node, *KINDS[kind].operators):
-            if in_place and phase == UPDATE and not is_cheap(node):
-                done += open_groups.values()  # an update works in place: nothing moves across it
-                open_groups = {}
-            continue
-        (full,) = tensors_of(node if KINDS[kind].gathers else node.all_input_nodes[0])
-        _, axis = _leaf_and_axis(node)
-        # by segment too: a bucket over its border would keep leaves of forward for backward
-        key = (full.dtype, axis.group, number, depth[node])
-        group = open_groups.get(key)
-        if group is None or group.nbytes + full.nbytes > size:
-            if group is not None:
-                done.append(group)
-            movable = not (in_place and phase == UPDATE)
-            group = open_groups[key] = _Group(kind, number, phase, movable)
-        group.nodes.append(node)
-        group.nbytes += full.nbytes
-    return done + list(open_groups.values())
-
-
-def _depths(graph: fx.Graph) -> dict[fx.Node, int]:
-    """How many collectives each node waits for, one after the other."""
-    depth: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        before = max((depth[x] for x in node.all_input_nodes), default=0)
-        # of the kinds before this one the buckets are made already
-        counts = is_gather(node) or is_reduction(node) or "bucket" in node.meta
-        depth[node] = before + counts
-    return depth
-
-
-def _leaf_and_axis(node: fx.Node) -> tuple[LeafLayout, Axis]:
-    """What one collective alone carries, and over which ranks."""
-    target: Any = node.target
-    (value,) = tensors_of(node.all_input_nodes[0])
-    _, leaf, axis = asked_for(target._schema.name, value, node.args[1:])
-    return leaf, axis
-
-
-def _lower(graph: fx.Graph, group: _Group) -> None:
+def _lower(graph: fx.Graph, group: Group) -> None:
     """Replace the group's nodes by pack, collective, wait and unpack."""
-    leaves, axes = zip(*map(_leaf_and_axis, group.nodes), strict=True)
-    parts: Any = ((), ())
-    if group.kind == EXCHANGE:
-        parts = tuple(tuple(sizes) for sizes in group.nodes[0].args[1:3])  # pyright: ignore
-    whole = bucket_of(group.kind, leaves, leaves[0].dtype, axes[0], parts)
+    whole = bucket_for(group)
     pack, unpack = KINDS[group.kind][:2]
-    # a gather is wanted at its first use, a reduction is ready with its last gradient; in an
-    # update, which works in place, what is read must have been written
-    before = group.nodes[0] if whole.gathers and group.movable else group.nodes[-1]
     operands = [node.all_input_nodes[0] for node in group.nodes]
-    with graph.inserting_before(before):
+    with graph.inserting_before(first_place(group)):
         send = call(graph, pack, operands, whole, name=f"pack_{group.kind}")
         target, arguments = carrier(whole, tensors_of(send)[0].numel())
         inherit(send, group.nodes)

@@ -19,6 +19,13 @@ def schedule(program: Program, *, prefetch: int | None = None) -> Program:
     See `bucket` for `prefetch`.
     """
     graph = copy_graph(program.graph)
+    prefetch = arrange(graph, prefetch)
+    line = f"schedule: gathers launched {prefetch} ahead, one reduction in flight"
+    return program.logged(graph, line)
+
+
+def arrange(graph: fx.Graph, prefetch: int | None) -> int:
+    """Do it to a graph, or to a sketch of one; returns how many buckets early gathers are."""
     launches = [node for node in graph.nodes if "bucket" in node.meta]
     if prefetch is None:
         # gloo moves bytes on the cores that compute: a gather launched early gains nothing there,
@@ -44,8 +51,7 @@ def schedule(program: Program, *, prefetch: int | None = None) -> Program:
     for turn, node in enumerate(node for node in graph.nodes if "bucket" in node.meta):
         # verify holds whoever comes later to this order: it is the one that other ranks have
         node.meta[TURN] = turn
-    line = f"schedule: gathers launched {prefetch} ahead, one reduction in flight"
-    return program.logged(graph, line)
+    return prefetch
 
 
 def _wait_of(launch: fx.Node) -> fx.Node:

@@ -1,0 +1,94 @@
+"""Files of plain data and tensors: a safetensors file, one of its tensors a text in JSON.
+
+Nothing is unpickled.
+
+References: the format, https://huggingface.co/docs/safetensors/index#format.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_KEY = "json"
+
+
+def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write a file, which is there whole or not at all.
+
+    Args:
+        path: its folder is made.
+        data: what `json` takes.
+        tensors: by name; dense, of any device.
+
+    Raises:
+        KeyError: a tensor has a dtype that the format lacks.
+    """
+    text = bytearray(json.dumps(data, separators=(",", ":")).encode())
+    header: dict[str, Any] = {}
+    chunks, end = [], 0
+    for name, x in {_KEY: torch.frombuffer(text, dtype=torch.uint8), **tensors}.items():
+        flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        start, end = end, end + flat.numel()
+        header[name] = {
+            "dtype": _NAMES[x.dtype],
+            "shape": list(x.shape),
+            "data_offsets": [start, end],
+        }
+        chunks.append(flat.numpy().tobytes())
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with part.open("wb") as file:
+        for chunk in (len(head).to_bytes(8, "little"), head, *chunks):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """The data and the tensors of a file.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError, KeyError, TypeError: it is no such file, or is damaged.
+    """
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    if size > len(content) - 8:
+        raise ValueError(f"{path} is cut short, or no file of Programs")
+    header = json.loads(content[8 : 8 + size])
+    body = memoryview(content)[8 + size :]
+    start, end = header.pop(_KEY)["data_offsets"]
+    data = json.loads(bytes(body[start:end]))
+    tensors = {}
+    for name, row in header.items():
+        start, end = row["data_offsets"]
+        if end > len(body):
+            raise ValueError(f"{path} is cut short")
+        flat = (
+            torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8)
+            if end > start
+            else (torch.empty(0, dtype=torch.uint8))
+        )
+        tensors[name] = flat.view(_DTYPES[row["dtype"]]).reshape(row["shape"])
+    return data, tensors

@@ -1,0 +1,115 @@
+"""Which collectives share one, and what each of them carries."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fzero.distributed.buckets import EXCHANGE, KINDS, Bucket, asked_for, bucket_of
+from fzero.distributed.mesh import Axis
+from fzero.layout import LeafLayout
+from fzero.program.graph import UPDATE, is_mutable, is_op, segments, tensors_of
+from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
+
+
+class Asked(NamedTuple):
+    """What a collective of one leaf carries, over which ranks.
+
+    Args:
+        leaf: the leaf.
+        axis: the ranks.
+        dtype, nbytes: of its full side.
+    """
+
+    leaf: LeafLayout
+    axis: Axis
+    dtype: torch.dtype
+    nbytes: int
+
+
+ASKED = "asked"
+"""Where a node of a sketch has it, which holds no values to tell it from."""
+
+
+def asked_of(node: fx.Node) -> Asked:
+    """What a collective of one leaf carries."""
+    if ASKED in node.meta:
+        return node.meta[ASKED]
+    target: Any = node.target
+    (value,) = tensors_of(node.all_input_nodes[0])
+    kind, leaf, axis = asked_for(target._schema.name, value, node.args[1:])
+    (full,) = tensors_of(node) if KINDS[kind].gathers else (value,)
+    return Asked(leaf, axis, full.dtype, full.nbytes)
+
+
+@dataclass
+class Group:
+    """Nodes that will share a collective; kept in the order of the graph."""
+
+    kind: str
+    segment: int
+    phase: str
+    movable: bool
+    nodes: list[fx.Node] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def groups_of(graph: fx.Graph, kind: str, size: int) -> list[Group]:
+    """Runs of collectives of a kind with the same dtype, axis and segment, up to `size` bytes.
+
+    Those of a group come after equally many others: what waits for a collective is further down
+    than what it waits for, so no group waits for itself, nor two for each other.
+    """
+    of, depth = segments(graph), depths_of(graph)
+    in_place = any(map(is_mutable, graph.nodes))
+    open_groups: dict[tuple[Any, ...], Group] = {}
+    done: list[Group] = []
+    for node in graph.nodes:
+        number, phase = of[node]
+        if not is_op(node, *KINDS[kind].operators):
+            if in_place and phase == UPDATE and not is_cheap(node):
+                done += open_groups.values()  # an update works in place: nothing moves across it
+                open_groups = {}
+            continue
+        asked = asked_of(node)
+        # by segment too: a bucket over its border would keep leaves of forward for backward
+        key = (asked.dtype, asked.axis.group, number, depth[node])
+        group = open_groups.get(key)
+        if group is None or group.nbytes + asked.nbytes > size:
+            if group is not None:
+                done.append(group)
+            movable = not (in_place and phase == UPDATE)
+            group = open_groups[key] = Group(kind, number, phase, movable)
+        group.nodes.append(node)
+        group.nbytes += asked.nbytes
+    return done + list(open_groups.values())
+
+
+def depths_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """How many collectives each node waits for, one after the other."""
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        before = max((depth[x] for x in node.all_input_nodes), default=0)
+        # of the kinds before this one the buckets are made already
+        counts = is_gather(node) or is_reduction(node) or "bucket" in node.meta
+        depth[node] = before + counts
+    return depth
+
+
+def bucket_for(group: Group) -> Bucket:
+    """What a group travels as."""
+    asked = [*map(asked_of, group.nodes)]
+    parts: Any = ((), ())
+    if group.kind == EXCHANGE:
+        parts = tuple(tuple(sizes) for sizes in group.nodes[0].args[1:3])  # pyright: ignore
+    leaves = [one.leaf for one in asked]
+    return bucket_of(group.kind, leaves, leaves[0].dtype, asked[0].axis, parts)
+
+
+def first_place(group: Group) -> fx.Node:
+    """What the shared collective is put before."""
+    # a gather is wanted at its first use, a reduction is ready with its last gradient; in an
+    # update, which works in place, what is read must have been written
+    gathers = KINDS[group.kind].gathers
+    return group.nodes[0] if gathers and group.movable else group.nodes[-1]

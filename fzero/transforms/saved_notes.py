@@ -1,0 +1,282 @@
+"""Notes as plain data: whether what another process recorded still holds here. [Note: prints].
+
+[Note: prints] In one process a fact is held by identity: this holder has this object. Another
+process has other objects, so there it is held by a *print* of the object: the value of plain data,
+the code of a function, the shape of a tensor, the class of all else, whose attributes that were
+read are facts of their own. A walk comes to everything in the same order in both processes; what it
+came to is told by its place and how many of that name there were before. As in one process, what is
+not noted (the clock, files, the environment, C extensions) is not seen.
+"""
+
+import collections
+import enum
+import functools
+import hashlib
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.errors import FzeroError
+from fzero.functional.library import HEAP_TYPE, is_machinery
+from fzero.functional.outside import Walk
+from fzero.functional.reads import MISSING, Reads
+from fzero.transforms.notes import Notes, Seen, ambient, tokens_of
+
+Json = Any
+At = list[Any]
+"""[place, number]: where a walk met an object, and how many of that place it had met before."""
+
+
+class Gone(FzeroError):
+    """What another process recorded does not hold here.
+
+    Args:
+        differences: in words.
+    """
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        self.differences = list(differences)
+        super().__init__("; ".join(self.differences))
+
+
+class Saved:
+    """Notes that hold, as data.
+
+    Args:
+        notes: of a recording of this process.
+
+    Raises:
+        FzeroError: a place holds what can't be told from another by any process.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        reads = _Placed(notes.reads)
+        walk = Walk(notes.roots, reads)
+        self.places = _places(walk)
+        seen = notes.seen()
+        self.data: Json = {
+            "ambient": repr(ambient()),
+            "reads": [[*at, list(names)] for at, names in reads.found.items()],
+            "written": sorted(seen.written),
+            "tokens": [[*at, text] for at, text in _prints(walk, seen.written).items()],
+            "arrays": [_digest(x.tobytes()) for x, _ in walk.arrays],
+            "values": [[self.at(x), _digest_of(x)] for x in seen.values if id(x) in self.places],
+        }
+
+    def at(self, x: Tensor) -> At | None:
+        """Where a tensor is; None if no walk comes to it."""
+        found = self.places.get(id(x))
+        return None if found is None else list(found)
+
+
+class Resumed:
+    """Notes of another process, held against what is here.
+
+    Args:
+        roots: the functions that it recorded.
+        data: from `Saved`.
+
+    Raises:
+        Gone: something is otherwise; it is named.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], data: Json) -> None:
+        now = repr(ambient())
+        if now != data["ambient"]:
+            raise Gone([f"torch's defaults from {data['ambient']} to {now}"])
+        reads = _Remembered({(place, n): names for place, n, names in data["reads"]})
+        walk = Walk(roots, reads)
+        written = frozenset(data["written"])
+        old = {(place, n): text for place, n, text in data["tokens"]}
+        new = _prints(walk, written, strict=False)
+        rows = [
+            (at, old.get(at, "nothing"), new.get(at, "nothing"))
+            for at in dict.fromkeys((*old, *new))
+        ]
+        if changed := [f"{at[0]} from {a} to {b}" for at, a, b in rows if a != b]:
+            raise Gone(changed[:3])
+        if [_digest(x.tobytes()) for x, _ in walk.arrays] != data["arrays"]:
+            raise Gone(["the values of a numpy array"])
+        self.tensors = {at: x for x, at in _tensors(walk)}
+        values = [self.tensor(at) for at, _ in data["values"]]
+        if [_digest_of(x) for x in values] != [digest for _, digest in data["values"]]:
+            raise Gone(["the values of a tensor that Python read"])
+        self.notes = Notes.resumed(roots, walk, reads, Seen(written, values))
+
+    def tensor(self, at: At) -> Tensor:
+        """The tensor at a place."""
+        place, number = at
+        return self.tensors[place, number]
+
+
+class _Placed(Reads):
+    """Notes where a walk meets the objects that were read."""
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__(reads.met)
+        self.names, self.objects = reads.names, reads.objects
+        self.found: dict[tuple[str, int], list[str]] = {}
+        self._count: Counter[str] = Counter()
+
+    def names_of(self, value: Any, place: str) -> Iterable[str]:
+        names = list(super().names_of(value, place))
+        self.found[place, self._count[place]] = names
+        self._count[place] += 1
+        return names
+
+
+class _Remembered(Reads):
+    """Says by its place which attributes of an object another process read."""
+
+    def __init__(self, found: Mapping[tuple[str, int], list[str]]) -> None:
+        super().__init__(lambda value: None)
+        self.found = found
+        self._count: Counter[str] = Counter()
+
+    def names_of(self, value: Any, place: str) -> Iterable[str]:
+        names = self.found.get((place, self._count[place]), [])
+        self._count[place] += 1
+        if names:
+            self.objects[id(value)] = value
+            self.names[id(value)] = dict.fromkeys(names, MISSING)
+        return names
+
+
+def _tensors(walk: Walk) -> list[tuple[Tensor, tuple[str, int]]]:
+    count: Counter[str] = Counter()
+    found = []
+    for x, place in walk.tensors:
+        name = str(place)
+        found.append((x, (name, count[name])))
+        count[name] += 1
+    return found
+
+
+def _places(walk: Walk) -> dict[int, tuple[str, int]]:
+    return {id(x): at for x, at in _tensors(walk)}
+
+
+# ------------------------------------------------------------------------------------- prints
+def _prints(
+    walk: Walk, written: frozenset[str], *, strict: bool = True
+) -> dict[tuple[str, int], str]:
+    """What stands for each value that must stay as it is; `strict` refuses what nothing can."""
+    found = {}
+    roots = {(label, -1): root for label, root in walk.roots.items()}
+    for at, value in (roots | tokens_of(walk, written)).items():
+        text = print_of(value)
+        if text is None and strict:
+            raise FzeroError(
+                f"the recording can't be saved: {at[0]} is a {type(value).__name__}, an object "
+                "of C that another process can't tell from another. Read what is needed of it "
+                "before the step, or pass it in the batch."
+            )
+        found[at] = text or "?"
+    return found
+
+
+def print_of(value: Any) -> str | None:
+    """What two processes know a value by; None if there is nothing.
+
+    >>> print_of(1), print_of([1.0, "a"]), print_of(torch.float32)
+    ('int 1', "list[float 1.0, str 'a']", 'dtype torch.float32')
+    >>> print_of(torch.ones(2, 3))
+    'Tensor float32 (2, 3) (3, 1) cpu'
+    """
+    return _print(value, ())
+
+
+def _print(value: Any, above: tuple[int, ...]) -> str | None:
+    kind = type(value)
+    if value is MISSING:
+        return "nothing"
+    if kind in _BY_VALUE:
+        return f"{kind.__name__} {value!r}"
+    if isinstance(value, types.CodeType):
+        return f"code {value.co_name} {_code(value)}"
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        strides = value.stride() if value.layout is torch.strided else value.layout
+        return f"{kind.__name__} {dtype} {tuple(value.shape)} {strides} {value.device}"
+    if isinstance(value, enum.Enum):
+        return f"{_name(kind)}.{value.name}"
+    if isinstance(value, type):
+        return f"class {_name(value)}"
+    if isinstance(value, types.ModuleType):
+        return f"module {value.__name__}"
+    if isinstance(value, functools.partial):
+        return _print((value.func, value.args, value.keywords), above)
+    if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, _CONTAINERS):
+        inner = _print(value.__self__, above)
+        return None if inner is None else f"{value.__name__} of {inner}"
+    if isinstance(value, _VIEWS):  # what it shows is a container of its own
+        return kind.__name__
+    if isinstance(value, _FUNCTIONS):
+        name = getattr(value, "__qualname__", kind.__name__)
+        return f"{kind.__name__} {getattr(value, '__module__', None)}.{name}"
+    if isinstance(value, _CONTAINERS):
+        if id(value) in above:
+            return "itself"
+        return _container(value, functools.partial(_print, above=(*above, id(value))))
+    machinery = is_machinery(kind)
+    if not machinery and (kind.__flags__ & HEAP_TYPE or isinstance(value, nn.Module)):
+        return f"a {_name(kind)}"  # what was read of it are facts
+    text = repr(value)
+    if " at 0x" not in text:
+        return f"{_name(kind)} {text}"
+    return f"a {_name(kind)}" if machinery else None
+
+
+def _container(value: Any, inner: Callable[[Any], str | None]) -> str | None:
+    kind = type(value).__name__
+    if isinstance(value, dict):
+        rows = [(inner(k), inner(v)) for k, v in dict.items(value)]
+        texts = [None if None in row else f"{row[0]}: {row[1]}" for row in rows]
+    else:
+        texts = [inner(x) for x in value]
+    if None in texts:
+        return None
+    said = [text for text in texts if text is not None]
+    if isinstance(value, (set, frozenset)):
+        said.sort()
+    text = f"{kind}[{', '.join(said)}]"
+    # long ones by their digest: a vocabulary may be read
+    return text if len(text) < 1000 else f"{kind} of {len(said)}, {_digest(text.encode())}"
+
+
+def _code(code: types.CodeType) -> str:
+    """A digest of what a function does; lines and files may change."""
+    consts = [_code(x) if isinstance(x, types.CodeType) else _print(x, ()) for x in code.co_consts]
+    said = (
+        *(code.co_code.hex(), consts, code.co_names, code.co_varnames, code.co_freevars),
+        *(code.co_cellvars, code.co_flags, code.co_argcount, code.co_kwonlyargcount),
+        *(code.co_posonlyargcount, code.co_exceptiontable.hex()),
+    )
+    return _digest(repr(said).encode())
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=12).hexdigest()
+
+
+def _digest_of(x: Tensor) -> str:
+    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return _digest(flat.numpy().tobytes())
+
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+_VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_BY_VALUE = (int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype)
+_BY_VALUE += (torch.device, torch.layout, torch.memory_format, torch.Size, range, slice)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_FUNCTIONS += (types.MethodWrapperType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_FUNCTIONS += (types.ClassMethodDescriptorType, types.GetSetDescriptorType)
+_FUNCTIONS += (types.MemberDescriptorType,)

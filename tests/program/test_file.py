@@ -1,0 +1,74 @@
+"""Programs in files of data: the same again, or refused."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+import fzero
+from fzero.errors import FzeroError
+from fzero.program.collector import collector_paused
+from fzero.program.file import read, write
+from tests.program.programs import Recorded
+
+TENSORS = {
+    "a": torch.arange(6.0).reshape(2, 3).t(),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(True),
+    "low": torch.ones(3, dtype=torch.bfloat16),
+}
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    data = {"text": 'quotes " and ü', "numbers": [1, 1.5, float("inf"), None, True]}
+    write(tmp_path / "new" / "x", data, TENSORS)
+    found, tensors = read(tmp_path / "new" / "x")
+    assert found == data
+    assert [*tensors] == [*TENSORS]
+    assert all(
+        torch.equal(tensors[k], x) and tensors[k].dtype == x.dtype for k, x in TENSORS.items()
+    )
+    assert [x.name for x in (tmp_path / "new").iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("cut", [0, 4, 12, 100, -1])
+def test_a_file_that_is_cut_short_is_an_error(cut: int, tmp_path: Path) -> None:
+    write(tmp_path / "x", {}, TENSORS)
+    (tmp_path / "x").write_bytes((tmp_path / "x").read_bytes()[:cut])
+    with pytest.raises((ValueError, KeyError)):
+        read(tmp_path / "x")
+
+
+def test_a_program_that_is_no_program_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("nothing of the kind")
+    with pytest.raises(FzeroError, match="holds no Program that this process can read"):
+        fzero.Program.load(tmp_path / "x")
+    with pytest.raises(FileNotFoundError):
+        fzero.Program.load(tmp_path / "y")
+
+
+def test_a_program_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    program = Recorded([4, 8, 2], dropout=0.5).program
+    program.save(tmp_path / "x")
+    loaded = fzero.Program.load(tmp_path / "x")
+    assert loaded.listing(verbose=True) == program.listing(verbose=True)
+    assert loaded.peak() == program.peak()
+    loaded.save(tmp_path / "y")
+    assert read(tmp_path / "y")[0] == read(tmp_path / "x")[0]
+
+
+def test_no_cycles_are_looked_for_meanwhile() -> None:
+    with collector_paused():
+        assert not gc.isenabled()
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()  # a user's choice stays
+    finally:
+        gc.enable()

@@ -1,0 +1,402 @@
+"""Saved Programs: a restart stages nothing, computes the same, and never runs what is stale."""
+
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero.errors import FzeroError
+from fzero.program.file import read, write
+from fzero.step import saved
+from fzero.step.train_step import TrainStep
+from fzero.transforms import recorded
+from tests.ranks import run_ranks
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: fzero.optim.adamw(fzero.optim.warmup_cosine(0.1, 2, 9), weight_decay=0.1),
+    "sgd": lambda: fzero.optim.sgd(0.1, momentum=0.9),
+    "muon": lambda: fzero.optim.muon(0.1),
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.drop = nn.Dropout(0.3)
+        self.mask: Tensor
+        self.register_buffer("mask", torch.arange(8.0))
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        h = h * self.mask.to(h.dtype) * torch.tensor([1.0, 2.0] * 4, dtype=h.dtype)
+        return self.last(self.drop(h)) * self.scale
+
+
+class Fresh:
+    """What a process makes of its own: the same again at each start."""
+
+    def __init__(self, opt: str = "adamw", lr: float | None = None, **cfg: Any) -> None:
+        torch.manual_seed(3)
+        self.module = Model()
+        apply, params = fzero.functionalize(self.module)
+        self.outside, self.factor = torch.full((3,), 0.5), 1.0
+        block = fzero.remat(apply)
+
+        def model_fn(params: Any, batch: Any) -> Any:
+            out = block(params, batch["x"]) + self.outside
+            loss = (out * self.factor - batch["y"]).square().mean()
+            return (loss, {"out": out.sum(), "n": [1, out.mean()]}) if cfg.get("has_aux") else loss
+
+        made = OPTIMIZERS[opt]() if lr is None else fzero.optim.adamw(lr)
+        self.step_fn: TrainStep = fzero.make_train_step(model_fn, made, fzero.Config(**cfg))
+        self.state = self.step_fn.init(params)
+
+    def steps(self, count: int = 3) -> list[Any]:
+        """The losses and, at the end, all leaves."""
+        found: list[Any] = []
+        for i in range(count):
+            generator = torch.Generator().manual_seed(10 * i)
+            batch = {
+                "x": torch.randn(4, 5, generator=generator),
+                "y": torch.randn(4, 3, generator=generator),
+            }
+            self.state = self.step_fn(*self.state, batch)
+            found.append(self.state[1].metrics["loss"].clone())
+        return [*found, *fzero.unshard(self.state[0]).values()]
+
+
+def equal(a: list[Any], b: list[Any]) -> bool:
+    return all(map(torch.equal, a, b)) and len(a) == len(b)
+
+
+@pytest.fixture
+def nothing_is_staged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is recorded, of which there should be nothing."""
+    found: list[str] = []
+    init = recorded.Recorded.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        init(self, *args)
+        found.append(self.program.name)
+
+    monkeypatch.setattr(recorded.Recorded, "__init__", noted)
+    return found
+
+
+# ------------------------------------------------------------------------------- the same again
+@pytest.mark.parametrize(
+    ("stage", "opt"),
+    [(0, "adamw"), (1, "sgd"), (2, "muon"), (3, "adamw"), (3, "muon")],
+)
+def test_what_is_loaded_computes_what_was_recorded(
+    stage: int, opt: str, tmp_path: Path, nothing_is_staged: list[str]
+) -> None:
+    cfg: dict[str, Any] = {"stage": stage, "accum_steps": 2, "clip_norm": 1.0, "has_aux": True}
+    if opt == "sgd":
+        cfg |= {"precision": "fp16", "donate": False}
+    first = Fresh(opt, **cfg)
+    wanted = first.steps()
+    first.step_fn.save_programs(tmp_path)
+    program = first.step_fn.lower(*first.state, batch())
+    nothing_is_staged.clear()
+    again = Fresh(opt, **cfg)
+    again.step_fn.load_programs(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert equal(again.steps(), wanted)
+    assert not nothing_is_staged
+    loaded = again.step_fn.lower(*again.state, batch())
+    assert loaded.listing(verbose=True) == program.listing(verbose=True)
+    assert loaded.peak() == program.peak()
+    loaded.verify()
+    again.step_fn.save_programs(tmp_path / "again")
+    (file,) = tmp_path.glob("*.programs")
+    assert read(tmp_path / "again" / file.name)[0] == read(file)[0]
+
+
+def batch(rows: int = 4) -> dict[str, Tensor]:
+    return {"x": torch.zeros(rows, 5), "y": torch.zeros(rows, 3)}
+
+
+def on_two_ranks(folder: str) -> list[tuple[bool, int]]:
+    """For each stage: whether all is equal with every file, then without one of them."""
+    found = []
+    for stage in range(4):
+        path = Path(folder) / str(stage)
+        first = Fresh(stage=stage, accum_steps=2)
+        wanted = first.steps()
+        first.step_fn.save_programs(path)
+        torch.distributed.barrier()
+        for gone in (False, True):
+            if gone and torch.distributed.get_rank() == 1:
+                (path / "rank-00001-of-00002.programs").unlink()
+            again = Fresh(stage=stage, accum_steps=2)
+            again.step_fn.load_programs(path)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                same = equal(again.steps(), wanted)
+            said = [w for w in warned if "are not used" in str(w.message)]
+            found.append((same, len(said)))
+    return found
+
+
+def test_ranks_go_on_with_and_without_their_files(tmp_path: Path) -> None:
+    one, two = run_ranks(2, on_two_ranks, str(tmp_path))
+    assert one == [(True, 0), (True, 0)] * 4
+    assert two == [(True, 0), (True, 1)] * 4
+
+
+# ----------------------------------------------------------------------------- what has changed
+def _change_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved, "_sources", lambda: "others")
+
+
+GROUNDS: dict[str, tuple[dict[str, Any], Callable[[pytest.MonkeyPatch], None] | None]] = {
+    "torch from": ({}, lambda m: m.setattr(torch, "__version__", "3.0")),
+    "fzero from": ({}, _change_source),
+    "Config.clip_norm from None to 2.0": ({"clip_norm": 2.0}, None),
+    "Config.seed from 0 to 1": ({"seed": 1}, None),
+    "torch's switches from": ({}, lambda m: m.setattr(saved, "_switches", lambda: ())),
+    "the processor from": ({}, lambda m: m.setattr(saved, "_processor", lambda kind: "abacus")),
+    "this rank from 0 to 1": ({}, None),
+    "the mesh from": ({}, None),
+    "leaf first.weight from": ({"frozen": ["first.weight"]}, None),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("programs")
+    first = Fresh()
+    first.steps(1)
+    first.step_fn.save_programs(path)
+    return path
+
+
+def file_in(folder: Path) -> Path:
+    return folder / "rank-00000-of-00001.programs"
+
+
+@pytest.mark.parametrize("said", GROUNDS)
+def test_a_change_of_what_all_rests_on_is_named(
+    said: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg, change = GROUNDS[said]
+    data, tensors = read(file_in(folder))
+    name = said.partition(" from")[0]
+    if name in ("this rank", "the mesh"):
+        data["grounds"][name] = "1" if name == "the mesh" else "0"
+        said = f"{name} from "
+        data["grounds"][name] += " once"
+    write(file_in(tmp_path), data, tensors)
+    if change is not None:
+        change(monkeypatch)
+    again = Fresh(**cfg)
+    again.step_fn.load_programs(tmp_path)
+    with pytest.warns(UserWarning, match="are not used, and the step is recorded") as warned:
+        again.steps(1)
+    assert said in str(warned[0].message)
+
+
+def scaled(fresh: Fresh) -> None:
+    fresh.module.scale = 3.0
+
+
+def factored(fresh: Fresh) -> None:
+    fresh.factor = 2.0
+
+
+def evaluated(fresh: Fresh) -> None:
+    fresh.module.eval()
+
+
+def reshaped(fresh: Fresh) -> None:
+    fresh.outside = torch.zeros(1)
+
+
+def hooked(fresh: Fresh) -> None:
+    def doubled(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * 2
+
+    fresh.module.first.register_forward_hook(doubled)
+
+
+def recoded(fresh: Fresh) -> None:
+    first: Any = fresh.module.first
+    first.forward = lambda x: nn.functional.linear(x, first.weight)
+
+
+def dropping_more(fresh: Fresh) -> None:
+    fresh.module.drop.p = 0.5
+
+
+def defaults(fresh: Fresh) -> None:
+    torch.use_deterministic_algorithms(True)
+
+
+CHANGES: dict[Any, str] = {
+    scaled: "scale from float 2.0 to float 3.0",
+    factored: "factor from float 1.0 to float 2.0",
+    evaluated: "training from bool True to bool False",
+    reshaped: "outside from Tensor float32 (3,)",
+    hooked: "_forward_hooks",
+    recoded: "forward from",
+    dropping_more: "drop",
+    defaults: "torch's defaults",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_the_model_function_reads_is_compared(
+    change: Callable[[Fresh], None], folder: Path
+) -> None:
+    try:
+        recording, loading = Fresh(), Fresh()
+        change(recording)
+        change(loading)
+        loading.step_fn.load_programs(folder)
+        with pytest.warns(UserWarning, match="are not used, and the step is recorded") as warned:
+            found = loading.steps()
+        assert CHANGES[change] in str(warned[0].message)
+        assert equal(found, recording.steps())  # and not what was saved
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_another_learning_rate_records_the_update_alone(
+    tmp_path: Path, nothing_is_staged: list[str]
+) -> None:
+    first = Fresh(lr=0.1)
+    first.steps(1)
+    first.step_fn.save_programs(tmp_path)
+    nothing_is_staged.clear()
+    again = Fresh(lr=0.2)
+    again.step_fn.load_programs(tmp_path)
+    with pytest.warns(UserWarning, match="the update is recorded: .*lr from float 0.1 to"):
+        found = again.steps()
+    assert nothing_is_staged == ["update"]
+    assert equal(found, Fresh(lr=0.2).steps())
+
+
+def test_a_value_that_was_read_is_compared(tmp_path: Path) -> None:
+    def step_for(value: float) -> tuple[TrainStep, list[Any]]:
+        outside = torch.tensor(value)
+
+        def model_fn(params: Any, batch: Tensor) -> Tensor:
+            return (params["w"] * batch).sum() * float(outside)
+
+        step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1))
+        return step_fn, list(step_fn.init({"w": torch.ones(3)}))
+
+    step_fn, state = step_for(2.0)
+    step_fn(state[0], state[1], torch.ones(3))
+    step_fn.save_programs(tmp_path)
+    for value in (2.0, 3.0):
+        step_fn, state = step_for(value)
+        step_fn.load_programs(tmp_path)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            assert step_fn(state[0], state[1], torch.ones(3))[1].metrics["loss"].item() == 3 * value
+        assert [*map(str, (w.message for w in warned))] == [] or (
+            value == 3.0 and "values" in str(warned[0].message)
+        )
+
+
+def test_values_from_outside_are_those_of_this_process(folder: Path) -> None:
+    again = Fresh()
+    again.outside.fill_(9.0)
+    again.module.mask.fill_(1.0)
+    again.step_fn.load_programs(folder)
+    plain = Fresh()
+    plain.outside.fill_(9.0)
+    plain.module.mask.fill_(1.0)
+    assert equal(again.steps(), plain.steps())
+
+
+def test_a_parameter_with_a_hook_is_refused_as_ever(folder: Path) -> None:
+    again = Fresh()
+    again.step_fn.load_programs(folder)
+    again.steps(1)
+    again.module.first.weight.register_hook(lambda grad: grad)
+    with pytest.raises(FzeroError, match="hook"):
+        again.steps(1)
+
+
+def test_another_kind_of_batch_is_recorded(folder: Path) -> None:
+    again = Fresh()
+    again.step_fn.load_programs(folder)
+    with pytest.warns(UserWarning, match="none for this kind of batch"):
+        again.step_fn.lower(*again.state, batch(6))
+
+
+# ------------------------------------------------------------------------------ files that fail
+@pytest.mark.parametrize("folder", ["", "none"])
+def test_a_first_start_has_no_files(folder: str, tmp_path: Path) -> None:
+    again = Fresh()
+    again.step_fn.load_programs(tmp_path / folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.steps(1)
+
+
+def test_a_file_for_other_ranks_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "rank-00000-of-00008.programs").write_bytes(file_in(folder).read_bytes())
+    again = Fresh()
+    again.step_fn.load_programs(tmp_path)
+    with pytest.warns(UserWarning, match="rank-00000-of-00001.*rank-00000-of-00008"):
+        again.steps(1)
+
+
+@pytest.mark.parametrize("keep", [5, 0.999])
+def test_a_damaged_file_is_recorded_over(keep: float, folder: Path, tmp_path: Path) -> None:
+    content = file_in(folder).read_bytes()
+    file_in(tmp_path).write_bytes(content[: math.ceil(keep * len(content)) if keep < 1 else 5])
+    again = Fresh()
+    again.step_fn.load_programs(tmp_path)
+    with pytest.warns(UserWarning, match="can't be read"):
+        again.steps(1)
+
+
+def test_a_file_calls_nothing_but_operators(folder: Path, tmp_path: Path) -> None:
+    data, tensors = read(file_in(folder))
+    text = json.dumps(data)
+    for name in ("system", "aten::no_such_operator"):
+        changed = json.loads(text)
+        rows = changed["entries"][0]["gradients"]["program"]["nodes"]
+        row = next(row for row in rows if isinstance(row[2], dict) and "op" in row[2])
+        row[2] = {"fn": name} if name == "system" else {"op": [name, "default"]}
+        write(file_in(tmp_path), changed, tensors)
+        again = Fresh()
+        again.step_fn.load_programs(tmp_path)
+        with pytest.warns(UserWarning, match="can't be read"):
+            again.steps(1)
+
+
+def test_what_has_no_form_as_data_is_refused(tmp_path: Path) -> None:
+    def island(params: Any, batch: Tensor) -> Tensor:
+        return fzero.opaque(torch.sin)(params["w"] * batch).sum()
+
+    hidden = itertools.repeat(torch.ones(3))  # no walk looks into an iterator
+
+    def blind(params: Any, batch: Tensor) -> Tensor:
+        return (params["w"] * batch * next(hidden)).sum()
+
+    for model_fn, said in ((island, "can't be saved: it calls"), (blind, "from outside")):
+        step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1))
+        state = step_fn.init({"w": torch.ones(3)})
+        with pytest.raises(FzeroError, match="nothing is staged out yet"):
+            step_fn.save_programs(tmp_path)
+        step_fn(state[0], state[1], torch.ones(3))
+        with pytest.raises(FzeroError, match=said):
+            step_fn.save_programs(tmp_path)
+    assert not list(tmp_path.iterdir())
