@@ -52,6 +52,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("errors", "tree", "layout", "numerics", "distributed", "optim", "functional"),
         *("config", "eager", "state", "step"),
     ),
+    "env": ("errors", "functional"),
     "integrations": ("errors", "optim", "config", "checkpoint", "engine"),
     "compat": ("errors", "tree", "distributed.dtensor", "optim", "config", "checkpoint", "engine"),
 }
