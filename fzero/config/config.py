@@ -258,8 +258,9 @@ class Config:
         """The `Config` that a DeepSpeed configuration asks for, or a list of what it can't have.
 
         A value "auto" means this library's default. Keys that cannot change results (logging,
-        profiling, scheduling of communication) are ignored; every other key that is not
-        translated is refused, all of them in one message.
+        profiling, scheduling of communication) are ignored, and named to the logger
+        `fzero.config.deepspeed` at level INFO; every other key that is not translated is refused,
+        all of them in one message.
 
         Args:
             source: the configuration as a dict, or the path of its JSON file.
@@ -415,6 +416,29 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for end, base in (("iB", 1024), ("B", 1000))
 }
+
+
+def as_config(what: str, cfg: Any) -> Config:
+    """What a user passed as `cfg`; None is the default one.
+
+    Args:
+        what: was given it, as messages call it.
+        cfg: the user's.
+
+    Raises:
+        ConfigError: it is something else.
+
+    >>> as_config("Engine", None) == Config()
+    True
+    """
+    if cfg is None:
+        return Config()
+    if isinstance(cfg, Config):
+        return cfg
+    advice = "pass fzero.Config(...) or None"
+    if isinstance(cfg, Mapping):
+        advice = "pass fzero.Config(**fields), or fzero.Config.from_deepspeed(...) of DeepSpeed's"
+    raise ConfigError(f"{what}: cfg is a {type(cfg).__name__}; {advice}.")
 
 
 def _bytes_of(value: object) -> int:

@@ -5,6 +5,7 @@ not translated here has its row.
 """
 
 import json
+import logging
 import os
 from os import PathLike
 from typing import Any
@@ -29,6 +30,8 @@ _DTYPES = {
 }
 
 _MIB = 2**20
+
+_LOG = logging.getLogger(__name__)
 
 
 def read(source: dict[str, Any] | str | PathLike[str], *, world_size: int | None) -> dict[str, Any]:
@@ -60,6 +63,8 @@ def read(source: dict[str, Any] | str | PathLike[str], *, world_size: int | None
             + "\nRule: a key is translated, or ignored because it cannot change results, or "
             "refused. Change or remove these keys."
         )
+    if keys.ignored:
+        _LOG.info("DeepSpeed's keys that change no result are ignored: %s", ", ".join(keys.ignored))
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -213,6 +213,12 @@ class Keys:
             return None
         return int(value)
 
+    @property
+    def ignored(self) -> list[str]:
+        """The keys that are there and mean nothing here."""
+        there = dict(_leaves(self.raw, ""))
+        return [key for key in there if key in IGNORED and key not in self.read]
+
     def refuse_the_rest(self) -> None:
         """Note each key that was not read and may change results, and each that is unknown."""
         for key, value in _leaves(self.raw, ""):

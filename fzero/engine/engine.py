@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fzero.config import Config
+from fzero.config import Config, as_config
 from fzero.engine import blocks, events, in_hand, module_state, outputs, phases
 from fzero.engine.attach import (
     WITHOUT,
@@ -89,18 +89,19 @@ class Engine:
         gradient_predivide: float | None = None,
         broadcast: bool = False,
     ) -> None:
-        if cfg is not None and cfg.memory_limit is not None:
+        cfg = as_config("Engine", cfg)
+        if cfg.memory_limit is not None:
             raise ConfigError(
                 f"Config.memory_limit={cfg.memory_limit!r}: an Engine runs operator by operator, "
                 "and has no Program that could be planned. Use make_train_step, or fzero.remat in "
                 "the module and memory_limit=None."
             )
-        if cfg is not None and cfg.remat:
+        if cfg.remat:
             raise ConfigError(
                 f"Config.remat={cfg.remat!r}: an Engine records nothing that could be computed "
                 "again by name. Use make_train_step, or fzero.remat in the module and remat=()."
             )
-        if cfg is not None and cfg.passes:
+        if cfg.passes:
             raise ConfigError(
                 f"Config.passes={cfg.passes!r}: an Engine runs operator by operator, and has no "
                 "Program that a pass could change. Use make_train_step, or passes=()."
@@ -118,7 +119,7 @@ class Engine:
         self._slots = slots
         self._face: EngineOptimizer | None = None
         self._former = {name: Former(p, p.requires_grad, p.dtype) for name, p in params.items()}
-        self.cfg = frozen_too(cfg or Config(), params)
+        self.cfg = frozen_too(cfg, params)
         if broadcast:
             take_the_first_ranks(model, self.cfg)
         self._has_opt = opt is not None

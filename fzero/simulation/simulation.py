@@ -6,7 +6,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fzero.config import Config
+from fzero.config import Config, as_config
 from fzero.distributed.made_up_ranks import made_up_ranks
 from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.errors import ConfigError
@@ -65,7 +65,7 @@ def simulate(
         >>> report.seconds > report.exposed > 0
         True
     """
-    cfg = cfg or Config()
+    cfg = as_config("simulate", cfg)
     shape = check_world(cfg, world_size)
     machine = resolve_hardware(hardware)
     program, mesh = lowered(model_fn, opt, cfg, params, batch, shape, model_state)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero import tree
-from fzero.config import Config
+from fzero.config import Config, as_config
 from fzero.distributed.mesh import resolve_mesh
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, ShardError
@@ -63,7 +63,7 @@ def make_train_step(model_fn: ModelFn, opt: Any, cfg: Config | None = None) -> "
             f"model_fn is a {type(model_fn).__name__}; it must be a function "
             "(params, batch) -> loss."
         )
-    return TrainStep(model_fn, as_optimizer(opt), cfg or Config())
+    return TrainStep(model_fn, as_optimizer(opt), as_config("make_train_step", cfg))
 
 
 class TrainStep:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero import tree
-from fzero.config import Config
+from fzero.config import Config, as_config
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Mesh
 from fzero.errors import ConfigError, RankMismatchError, ShardError, TraceError
@@ -253,10 +253,7 @@ def check_config(what: str, cfg: Any) -> Config:
     Raises:
         ConfigError: it is something else, or asks for an executor that there isn't.
     """
-    if cfg is None:
-        return Config()
-    if not isinstance(cfg, Config):
-        raise ConfigError(f"{what}: cfg is a {type(cfg).__name__}; pass fzero.Config(...) or None.")
+    cfg = as_config(what, cfg)
     if cfg.executor == "inductor":
         raise ConfigError(f"{what}: Config.executor='inductor' is not supported; use 'traced'.")
     return cfg

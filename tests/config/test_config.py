@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
+import fzero
 from fzero.config import Config
 from fzero.errors import ConfigError
 from fzero.functional.remat import save_only
@@ -447,3 +448,17 @@ def test_files(tmp_path) -> None:
         Config.from_deepspeed(tmp_path / "missing.json")
     with pytest.raises(ConfigError, match="Cannot read"):
         Config.from_deepspeed(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda cfg: fzero.Engine(torch.nn.Linear(1, 1), fzero.optim.sgd(0.1), cfg),
+        lambda cfg: fzero.make_train_step(lambda params, batch: None, fzero.optim.sgd(0.1), cfg),
+        lambda cfg: fzero.value_and_grad(lambda params: None, cfg),
+    ],
+    ids=["Engine", "make_train_step", "value_and_grad"],
+)
+def test_a_dict_in_its_place_is_refused_with_what_to_pass(take: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cfg is a dict; pass fzero.Config\(\*\*fields\)"):
+        take({"stage": 3})

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import fzero
 from fzero.config.keys import IGNORED, INERT, REFUSED, SECTIONS, Keys
 
 
@@ -79,3 +80,10 @@ def test_values_are_typed(asked: str, value: Any, expected: Any) -> None:
 def test_an_unknown_key_is_named_with_its_neighbour() -> None:
     (problem,) = _problems("zero_optimization.overlap_com", True)
     assert "unknown; did you mean 'zero_optimization.overlap_comm'?" in problem
+
+
+def test_what_is_ignored_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        fzero.Config.from_deepspeed({"steps_per_print": 10, "gradient_clipping": 1.0})
+    assert "ignored: steps_per_print" in caplog.text
+    assert "gradient_clipping" not in caplog.text
