@@ -85,6 +85,7 @@ class Walk:
         self._noted: set[tuple[int, Any]] = set()
         self._todo: list[tuple[Any, Place]] = []
         self._classes: set[type] = set()
+        self._named: set[int] = set()  # classes whose attributes code names
         for label, root in roots.items():
             self.visit(root, Place(None, label))
 
@@ -141,8 +142,17 @@ class Walk:
             self.arrays.append((value, place))
         elif isinstance(value, Tensor):
             self.tensors.append((value, place))
-        elif isinstance(value, (type, types.ModuleType, enum.Enum)):
-            pass  # classes and modules are visited by the code that names their attributes
+        elif isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            # torch calls these: no code of the user's names them
+            for base in value.__mro__:
+                for name, member in sorted(vars(base).items()):
+                    if not is_library_class(base) and isinstance(member, _CALLED):
+                        self._later(member, Place(place, f".{name}"))
+        elif isinstance(value, type):
+            if id(value) not in self._named:  # kept in a list, say: no code tells what it reads
+                self._data_of(value, place)
+        elif isinstance(value, (types.ModuleType, enum.Enum)):
+            pass  # modules, as classes, are visited by the code that names their attributes
         elif isinstance(value, _CONTAINERS):
             self._container(value, place)
             if type(value) not in _CONTAINERS:
@@ -180,7 +190,11 @@ class Walk:
             self._note(fn.__globals__.get, name, Place(None, name), fn.__globals__)
             self._namespace(fn.__globals__[name], names, Place(None, name))
         for inner in code.co_freevars:
-            self._namespace(self._cell(fn, inner), names, Place(None, inner))
+            value = self._cell(fn, inner)
+            self._namespace(value, names, Place(None, inner))
+            if inner == "__class__" and isinstance(value, type):  # super() may come to any base
+                for base in value.__mro__[1:]:
+                    self._namespace(base, names, Place(None, "super()"))
         for name in sorted(names & sys.modules.keys()):  # imported inside
             self._namespace(sys.modules[name], names, Place(None, name))
 
@@ -194,6 +208,7 @@ class Walk:
     def _namespace(self, value: Any, names: set[str], place: Place, depth: int = 3) -> None:
         """What code that has these names may read of a class or a module."""
         if isinstance(value, type):
+            self._named.add(id(value))
             special = [k for k in value.__dict__ if k[:2] == k[-2:] == "__"]
             for name in [*sorted(names), *special]:
                 self._class_attribute(value, name, Place(place, f".{name}"))
@@ -205,15 +220,29 @@ class Walk:
                 if depth:
                     self._namespace(space[name], names, inner, depth - 1)
 
+    def _data_of(self, cls: type, place: Place) -> None:
+        """What a class holds beside what it does."""
+        for base in cls.__mro__:
+            if base.__flags__ & HEAP_TYPE and not is_library_class(base):
+                for name, member in sorted(vars(base).items()):
+                    data = not isinstance(member, type) and not hasattr(type(member), "__get__")
+                    if data and name[:1] != "_":
+                        inner = Place(place, f".{name}")
+                        self._note(base.__dict__.get, name, inner, base, follow=False)
+                        self._later(member, inner)
+
     def _class_attribute(self, cls: type, name: str, place: Place) -> bool:
+        found = False
         for base in cls.__mro__:
             if name in base.__dict__:
                 if base.__flags__ & HEAP_TYPE and not is_library_class(base):
                     if name[:2] != "__":
                         self._note(base.__dict__.get, name, place, base, follow=False)
                     self._later(base.__dict__[name], place)
-                return True
-        return False
+                found = True
+                if not _calls_super(base.__dict__[name]):
+                    break  # else the next one of that name runs, too
+        return found
 
     # --------------------------------------------------------------------------------- objects
     def _object(self, value: Any, place: Place) -> None:
@@ -256,6 +285,13 @@ class Walk:
                 entries = attributes.get(table)
                 if entries and name in entries:
                     self._note(entries.get, name, place, entries)
+
+
+def _calls_super(member: Any) -> bool:
+    """Whether a member of a class may go on to the one that it overrides."""
+    inner = member.fget if isinstance(member, property) else member
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+    return code is not None and "super" in code.co_names
 
 
 def object_getattr(value: Any, name: str, default: Any) -> Any:
@@ -351,6 +387,7 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_
 _TABLES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_CALLED = (types.FunctionType, staticmethod, classmethod)
 _DEFINED = (types.FunctionType, types.ModuleType, type, types.BuiltinFunctionType)
 _PLAIN = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype, torch.device}

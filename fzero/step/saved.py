@@ -27,7 +27,7 @@ from fzero.step.gradients import Signature
 from fzero.step.traced import GradientHalf, Traced
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.recorded import Recorded
-from fzero.transforms.saved_notes import Gone, Resumed, Saved
+from fzero.transforms.saved_notes import Gone, Resumed, Saved, source_of
 
 Json = Any
 
@@ -167,6 +167,9 @@ def grounds(plan: Plan) -> dict[str, str]:
         value = getattr(cfg, field.name)
         if field.name not in _SEEN_IN_LAYOUT:
             found[f"Config.{field.name}"] = _shown(field.name, value)
+    passes: Any = cfg.passes
+    for i, rule in enumerate(passes):
+        found[f"the code of pass {i}"] = source_of(type(rule).__module__)
     for leaf, dtensor in zip(plan.sharding.layout, plan.sharding.dtensors, strict=True):
         found[f"leaf {leaf.name}"] = f"{leaf}{' as a DTensor' if dtensor is not None else ''}"
     return found
@@ -236,7 +239,9 @@ def _half(recorded: Recorded, tensors: dict[str, Tensor]) -> Json:
             )
         return at
 
-    params = [[name, at_of(f"the parameter {name!r}", x)] for name, x in recorded.module_params]
+    # what nothing reads no walk comes to, and no hook of it would run
+    there = [(name, saved.at(x)) for name, x in recorded.module_params]
+    params = [[name, at] for name, at in there if at is not None]
     return {"program": program.encoded(constant), "notes": saved.data, "params": params}
 
 
@@ -333,5 +338,5 @@ def _file_of(mesh: Mesh) -> str:
 
 
 _PLACE: Any = object()
-_FORMAT = 1
+_FORMAT = 2
 _DAMAGE = (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError)

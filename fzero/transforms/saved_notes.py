@@ -12,16 +12,19 @@ import collections
 import enum
 import functools
 import hashlib
+import sys
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fzero.errors import FzeroError
-from fzero.functional.library import HEAP_TYPE, is_machinery
+from fzero.functional.library import HEAP_TYPE, is_library_module, is_machinery
 from fzero.functional.outside import Walk
 from fzero.functional.reads import MISSING, Reads
 from fzero.transforms.notes import Notes, Seen, ambient, tokens_of
@@ -60,6 +63,7 @@ class Saved:
         seen = notes.seen()
         self.data: Json = {
             "ambient": repr(ambient()),
+            "sources": sources_of(walk),
             "reads": [[*at, list(names)] for at, names in reads.found.items()],
             "written": sorted(seen.written),
             "tokens": [[*at, text] for at, text in _prints(walk, seen.written).items()],
@@ -88,6 +92,8 @@ class Resumed:
         now = repr(ambient())
         if now != data["ambient"]:
             raise Gone([f"torch's defaults from {data['ambient']} to {now}"])
+        if changed := [x for x, digest in data["sources"].items() if source_of(x) != digest]:
+            raise Gone([f"the code of the module {name!r}" for name in changed[:3]])
         reads = _Remembered({(place, n): names for place, n, names in data["reads"]})
         walk = Walk(roots, reads)
         written = frozenset(data["written"])
@@ -160,6 +166,46 @@ def _places(walk: Walk) -> dict[int, tuple[str, int]]:
     return {id(x): at for x, at in _tensors(walk)}
 
 
+# ------------------------------------------------------------------------------------ sources
+def sources_of(walk: Walk) -> dict[str, str]:
+    """The user's modules that a walk came to, and those that they name, each with a digest.
+
+    Another process may run edited code that no walk sees: of a class that is only made inside, of
+    what a base class does. So whatever is edited in these modules counts, but comments and lines.
+    """
+    todo = {getattr(x, "__module__", None) for x in walk.seen.values() if _is_code(x)}
+    todo |= {base.__module__ for x in walk.seen.values() for base in type(x).__mro__}
+    found: dict[str, str] = {}
+    while todo:
+        name = todo.pop()
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        if module is None or name in found or is_library_module(module):
+            continue
+        found[str(name)] = source_of(str(name))
+        if not found[str(name)].startswith("version"):
+            for value in list(vars(module).values()):
+                there = isinstance(value, types.ModuleType)
+                todo.add(value.__name__ if there else getattr(value, "__module__", None))
+    return dict(sorted(found.items()))
+
+
+def source_of(name: str) -> str:
+    """What the code of a module is known by: a digest, or the version of an installed package."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if module is None or not isinstance(file, str) or not Path(file).exists():
+        return "no file"
+    if {"site-packages", "dist-packages"} & set(Path(file).parts):
+        top = sys.modules.get(name.partition(".")[0])
+        return f"version {getattr(top, '__version__', 'unknown')}"
+    # without docstrings; what a line says of its number is not in the code
+    return _code(compile(Path(file).read_bytes(), "", "exec", dont_inherit=True, optimize=2))
+
+
+def _is_code(x: Any) -> bool:
+    return isinstance(x, (types.FunctionType, type))
+
+
 # ------------------------------------------------------------------------------------- prints
 def _prints(
     walk: Walk, written: frozenset[str], *, strict: bool = True
@@ -203,7 +249,7 @@ def _print(value: Any, above: tuple[int, ...]) -> str | None:
         strides = value.stride() if value.layout is torch.strided else value.layout
         return f"{kind.__name__} {dtype} {tuple(value.shape)} {strides} {value.device}"
     if isinstance(value, enum.Enum):
-        return f"{_name(kind)}.{value.name}"
+        return f"{_name(kind)}.{value.name} {_print(value.value, above)}"
     if isinstance(value, type):
         return f"class {_name(value)}"
     if isinstance(value, types.ModuleType):
@@ -213,7 +259,7 @@ def _print(value: Any, above: tuple[int, ...]) -> str | None:
     if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, _CONTAINERS):
         inner = _print(value.__self__, above)
         return None if inner is None else f"{value.__name__} of {inner}"
-    if isinstance(value, _VIEWS):  # what it shows is a container of its own
+    if isinstance(value, (*_VIEWS, *_WRAPPERS)):  # what is in it has a print of its own
         return kind.__name__
     if isinstance(value, _FUNCTIONS):
         name = getattr(value, "__qualname__", kind.__name__)
@@ -274,6 +320,7 @@ def _digest_of(x: Tensor) -> str:
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, weakref.ref)
 _BY_VALUE = (int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype)
 _BY_VALUE += (torch.device, torch.layout, torch.memory_format, torch.Size, range, slice)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)

@@ -1,8 +1,11 @@
 """Saved Programs: a restart stages nothing, computes the same, and never runs what is stale."""
 
+import contextlib
+import importlib
 import itertools
 import json
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -400,3 +403,43 @@ def test_what_has_no_form_as_data_is_refused(tmp_path: Path) -> None:
         with pytest.raises(FzeroError, match=said):
             step_fn.save_programs(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+UNSEEN = '''"""A module of the user's; {comment}."""
+import torch
+
+class Made:
+    def scaled(self, x):
+        return x * {factor}  # of an object that is made inside: no walk comes to it
+
+KINDS = {{"made": Made}}
+
+def model_fn(params, x):
+    return KINDS["made"]().scaled((params["w"] * x).sum())
+'''
+
+
+@pytest.mark.parametrize(
+    ("edited", "loss"),
+    [({"comment": "with another comment"}, 6.0), ({"factor": "3.0"}, 9.0)],
+    ids=["comment", "code"],
+)
+def test_code_that_no_walk_comes_to_counts_by_its_module(
+    edited: dict[str, str], loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    first = {"comment": "as it was", "factor": "2.0"}
+    for number, words in enumerate([first, {**first, **edited}]):
+        (tmp_path / "unseen_by_walks.py").write_text(UNSEEN.format(**words))
+        importlib.invalidate_caches()
+        sys.modules.pop("unseen_by_walks", None)
+        user: Any = importlib.import_module("unseen_by_walks")
+        step_fn = fzero.make_train_step(user.model_fn, fzero.optim.sgd(0.0))
+        state = step_fn.init({"w": torch.ones(3)})
+        warned = pytest.warns(UserWarning, match="the code of the module 'unseen_by_walks'")
+        with warned if number and "factor" in edited else contextlib.nullcontext():
+            step_fn.load_programs(tmp_path / "programs")
+            state = step_fn(*state, torch.ones(3))
+        step_fn.save_programs(tmp_path / "programs")
+    sys.modules.pop("unseen_by_walks", None)
+    assert float(state[1].metrics["loss"]) == loss

@@ -636,3 +636,72 @@ def test_read_only_views_and_defaults_that_reading_puts_in_count(what: str) -> N
     changes[what]()
     state = step_fn(*state, torch.ones(3))
     assert float(state[1].metrics["loss"]) == 6.0
+
+
+class Times(torch.autograd.Function):
+    """Calls nothing by name that the model function names."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * Times.factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        return grad * Times.factor
+
+
+class Below:
+    factor = 1.0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Above(Below):
+    def scaled(self, x: Tensor) -> Tensor:
+        return super().scaled(x)
+
+
+class Kept:
+    factor = 1.0
+
+
+KINDS = [Kept]
+
+
+@pytest.mark.parametrize(
+    ("scaled", "change"),
+    [
+        (lambda x: Times.apply(x), lambda patch: patch.setattr(Times, "factor", 3.0)),
+        (
+            lambda x: Above().scaled(x),
+            lambda patch: patch.setattr(Below, "scaled", lambda self, x: x * 3.0),
+        ),
+        (lambda x: x * KINDS[0].factor, lambda patch: patch.setattr(Kept, "factor", 3.0)),
+        (
+            lambda x, kind=Kept: x * kind.factor,
+            lambda patch: patch.setattr(Kept, "factor", 3.0),
+        ),
+    ],
+    ids=["autograd.Function", "super", "class in a list", "class as a default"],
+)
+def test_what_no_code_names_counts_too(
+    scaled: Any, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Above()
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        y = (params["w"] * x).sum()
+        return held.scaled(y) if scaled.__code__.co_names[:1] == ("Above",) else scaled(y)
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.0), fzero.Config(stage=3))
+    state = step_fn.init({"w": torch.ones(3)})
+    losses = []
+    for step in range(2):
+        if step:
+            change(monkeypatch)
+        state = step_fn(*state, torch.ones(3))
+        losses.append(float(state[1].metrics["loss"]))
+    assert losses == [3.0, 9.0]

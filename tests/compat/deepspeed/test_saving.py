@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import fzero
 import fzero.compat.deepspeed as deepspeed
 from fzero.compat.deepspeed import saving
 from fzero.compat.deepspeed.utils import zero_to_fp32
@@ -144,3 +145,30 @@ def test_a_folder_that_is_none_of_ours_is_told(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path, tag="real")
     with pytest.raises(FzeroError, match="custom_load_fn"):
         engine.load_checkpoint(tmp_path, custom_load_fn=print)
+
+
+def test_an_optimizer_of_fzeros_goes_on_with_its_state(tmp_path: Path) -> None:
+    def engine() -> Any:
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
+        opt = fzero.optim.adamw(0.1)
+        return deepspeed.initialize(model=model_of(0), optimizer=opt, config=config)[0]
+
+    first = engine()
+    steps(first, 0, 3)
+    first.save_checkpoint(tmp_path)
+    losses = steps(first, 3, 3)
+    second = engine()
+    second.load_checkpoint(tmp_path)
+    assert steps(second, 3, 3) == losses
+
+
+def test_a_load_between_micro_batches_starts_a_whole_step(tmp_path: Path) -> None:
+    engine = engine_of(train_batch_size=8, gradient_accumulation_steps=2)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(tmp_path)
+    steps(engine, 2, 1)  # one micro-batch, whose gradients go
+    engine.load_checkpoint(tmp_path)
+    assert not engine.is_gradient_accumulation_boundary()
+    steps(engine, 2, 1)
+    assert engine.is_gradient_accumulation_boundary()
+    assert engine.global_steps == 1
