@@ -303,8 +303,8 @@ class DeepSpeedEngine(nn.Module):
             return None, None
         found = saving.find(Path(load_dir), tag)
         kept = saving.kept_of(found)
-        optimizer: Any = self.optimizer
-        whole = load_optimizer_states and not load_module_only and optimizer is not None
+        trains = self.optimizer is not None
+        whole = load_optimizer_states and not load_module_only and trains
         if whole:
             self.inner.state = checkpoint.load(found, *self.inner.state, strict=load_module_strict)
         else:
@@ -313,7 +313,7 @@ class DeepSpeedEngine(nn.Module):
         # the micro-batches since the last update went with their gradients
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         if whole and self.groups is not None:
-            for group, lr in zip(optimizer.param_groups, kept["rates"], strict=True):
+            for group, lr in zip(self.optimizer.param_groups, kept["rates"], strict=True):
                 group["lr"] = lr
             self.groups.forget()
         if not load_module_only:
