@@ -664,6 +664,32 @@ class Above(Below):
         return super().scaled(x)
 
 
+class Beside:
+    """No base of `First`: only an object of both tells where its super() leads."""
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x
+
+
+class First:
+    def scaled(self, x: Tensor) -> Tensor:
+        return super().scaled(x)  # pyright: ignore
+
+
+class Both(First, Beside):
+    pass
+
+
+def test_what_super_comes_to_in_a_sibling_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Both()
+    step_fn = fzero.make_train_step(
+        lambda params, x: held.scaled((params["w"] * x).sum()), fzero.optim.sgd(0.0)
+    )
+    state = step_fn(*step_fn.init({"w": torch.ones(3)}), torch.ones(3))
+    monkeypatch.setattr(Beside, "scaled", lambda self, x: x * 3.0)
+    assert float(step_fn(*state, torch.ones(3))[1].metrics["loss"]) == 9.0
+
+
 class Kept:
     factor = 1.0
 
