@@ -51,8 +51,11 @@ class Collectives(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         kind = _KINDS.get(func._schema.name)
         if kind:
-            sizes = [x.nbytes for x in tree_leaves((args, out)) if isinstance(x, Tensor)]
-            self.launched.append(Launched(kind, max(sizes)))
+            leaves = tree_leaves((args, out))
+            size = max(x.nbytes for x in leaves if isinstance(x, Tensor))
+            # of two ranks that swap parts, each keeps its own: half of the full side travels
+            swapped = kind == "all_to_all" and any(isinstance(x, int) and x == 0 for x in leaves)
+            self.launched.append(Launched(kind, 2 * size if swapped else size))
         return out
 
 

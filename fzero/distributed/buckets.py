@@ -6,6 +6,7 @@ a part, each padded to the same rows on every rank:
     rank 0: [leaf a, padded rows of rank 0][leaf b, ...] | rank 1: [leaf a, ...][leaf b, ...] | ...
 
 A single leaf that is split evenly along dim 0 is laid out so already; it travels without a copy.
+Large leaves of this kind have buckets of their own: see `goes_alone`.
 
 [Note: what carries a bucket] A kind has a row in `KINDS`: how its buffer is filled and read, and
 which operators ask for one leaf of it. `bucket_of` settles how the bucket travels, `carrier` names
@@ -43,9 +44,11 @@ class Bucket:
         world: ranks on the axis.
         group: name of its process group.
         rank: this rank's number on it.
+        gloo: whether gloo carries it: its threads let go of a buffer only after they say that they
+            are done.
         exchanged: carried by an all-to-all, which has the same result. Gloo's own reduce-scatter is
             an all-reduce whose rest is thrown away, and its all-gather takes twice the processor
-            time of its all-to-all.
+            time of its all-to-all. Two ranks have no need of it: see `works`.
         parts: of an EXCHANGE, the elements that come from each rank, and that go to each.
     """
 
@@ -55,6 +58,7 @@ class Bucket:
     world: int
     group: str
     rank: int = 0
+    gloo: bool = False
     exchanged: bool = False
     parts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
@@ -87,7 +91,7 @@ class Bucket:
     def is_plain(self) -> bool:
         """Whether the leaf's own memory is the buffer."""
         (leaf, *more) = self.leaves
-        return not more and leaf.dim == 0 and leaf.shape[0] % self.world == 0
+        return not more and is_laid_out(leaf, self.world)
 
 
 # ---------------------------------------------------------------------- what carries a bucket
@@ -99,8 +103,10 @@ def bucket_of(
     parts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
 ) -> Bucket:
     """The bucket in which these leaves travel over an axis, which has more than one rank."""
-    exchanged = kind != ALL_REDUCE and is_gloo(axis.group)
-    return Bucket(kind, tuple(leaves), dtype, axis.size, axis.group, axis.rank, exchanged, parts)
+    gloo = is_gloo(axis.group)
+    exchanged = gloo and kind != ALL_REDUCE and axis.size > 2
+    leaves = tuple(leaves)
+    return Bucket(kind, leaves, dtype, axis.size, axis.group, axis.rank, gloo, exchanged, parts)
 
 
 def carrier(bucket: Bucket, numel: int) -> tuple[Any, tuple[Any, ...]]:
@@ -162,6 +168,30 @@ def asked_for(operator: str, x: Tensor, arguments: Sequence[Any]) -> tuple[str, 
     # a gather's has no rank: every rank gets the same
     shape, dim, world, group, name, *rank = arguments
     return kind, LeafLayout(name, tuple(shape), x.dtype, dim, world), Axis(group, world, *rank)
+
+
+def is_laid_out(leaf: LeafLayout, world: int) -> bool:
+    """Whether a leaf's memory is that of a bucket of its own: it travels without a copy."""
+    return leaf.dim == 0 and leaf.shape[0] % world == 0
+
+
+def goes_alone(leaf: LeafLayout, nbytes: int, axis: Axis) -> bool:
+    """Whether a leaf has a bucket of its own, as copying it takes longer than a collective.
+
+    Args:
+        leaf: how it is split.
+        nbytes: of the full leaf, as it travels.
+        axis: over which ranks.
+    """
+    if nbytes < ALONE_FROM or not is_laid_out(leaf, axis.size):
+        return False
+    return nbytes >= ALONE_FROM_ON_DEVICES or is_gloo(axis.group)
+
+
+# What a collective costs beside its bytes is some 0.1 ms of gloo's threads, in which a core copies
+# half a megabyte, and some 20 us of a device's, in which it copies tens of megabytes.
+ALONE_FROM = 2**19
+ALONE_FROM_ON_DEVICES = 2**24
 
 
 # ------------------------------------------------------------------- in and out of its buffer

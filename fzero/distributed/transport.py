@@ -21,6 +21,7 @@ from fzero.distributed.buckets import (
     REDUCE_SCATTER,
     Bucket,
     bucket_of,
+    goes_alone,
     launch,
     summed,
     unpack_shards,
@@ -197,7 +198,11 @@ class Transport:
             # whole leaves are summed over both axes: where one has a single rank, the other carries
             axis = self.axes.replicate
         # one dtype a bucket: its buffer has one, and a sum in another would be another sum
-        for indices in _filled(dtypes, leaves, wanted, self.limit):
+        alone = [
+            kind != ALL_REDUCE and want and goes_alone(leaf, leaf.numel * dtype.itemsize, axis)
+            for leaf, dtype, want in zip(leaves, dtypes, wanted, strict=True)
+        ]
+        for indices in _filled(dtypes, leaves, wanted, alone, self.limit):
             bucket = bucket_of(kind, [leaves[i] for i in indices], dtypes[indices[0]], axis)
             self.journal.announce(bucket)
             yield bucket, indices
@@ -240,18 +245,22 @@ def _filled(
     dtypes: Sequence[torch.dtype],
     leaves: Sequence[LeafLayout],
     wanted: Sequence[bool],
+    alone: Sequence[bool],
     limit: int | None,
 ) -> Iterator[list[int]]:
     """The indices that share a bucket: of one dtype, up to `limit` bytes or one leaf.
 
     >>> leaves = [LeafLayout(name, (4,), torch.float32) for name in "abc"]
-    >>> list(_filled([torch.float32] * 3, leaves, [True] * 3, limit=32))
+    >>> list(_filled([torch.float32] * 3, leaves, [True] * 3, [False] * 3, limit=32))
     [[0, 1], [2]]
     """
     open_: dict[torch.dtype, list[int]] = {}
     filled: dict[torch.dtype, int] = {}
     for i, (dtype, leaf, want) in enumerate(zip(dtypes, leaves, wanted, strict=True)):
         if not want:
+            continue
+        if alone[i]:
+            yield [i]
             continue
         nbytes = leaf.numel * dtype.itemsize
         if limit is not None and dtype in open_ and filled[dtype] + nbytes > limit:

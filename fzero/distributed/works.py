@@ -26,11 +26,19 @@ from fzero.distributed.whereabouts import Circle, circle_on
 
 
 class Flying(NamedTuple):
-    """A result that is on its way."""
+    """A result that is on its way.
+
+    Args:
+        out: what is there once the work is done.
+        work: of the process group.
+        circle: the ranks that are waited for.
+        own: this rank's part of a sum, which is added to what came.
+    """
 
     out: Tensor
     work: Any
     circle: Circle
+    own: Tensor | None = None
 
 
 def all_reduce(x: Tensor, op: str, group: str, circle: Circle | None = None) -> Any:
@@ -63,12 +71,19 @@ def all_to_all_single(
 
 
 def all_gather_into_tensor(x: Tensor, world: int, group: str, circle: Circle | None = None) -> Any:
-    """Every rank's tensor, end to end."""
+    """Every rank's tensor, end to end.
+
+    Of two ranks, each sends its own to the other, straight to where it stays.
+    """
     met = _watched(group, circle)
     if met is None:
         return torch.ops._c10d_functional.all_gather_into_tensor(x, world, group)
-    out = x.new_empty((x.shape[0] * world, *x.shape[1:]))
     pg, circle = met
+    out = x.new_empty((x.shape[0] * world, *x.shape[1:]))
+    if world == 2:
+        parts = out.view(2, -1)
+        parts[pg.rank()].copy_(x.view(-1))
+        return Flying(out, _swap(parts[1 - pg.rank()], x.view(-1), pg, circle), circle)
     circle.sent += 1
     return Flying(out, pg._allgather_base(out, x, _timed(AllgatherOptions(), circle)), circle)
 
@@ -76,12 +91,20 @@ def all_gather_into_tensor(x: Tensor, world: int, group: str, circle: Circle | N
 def reduce_scatter_tensor(
     x: Tensor, op: str, world: int, group: str, circle: Circle | None = None
 ) -> Any:
-    """This rank's part of the sum."""
+    """This rank's part of the sum.
+
+    Of two ranks, each gets the other's part of its own: gloo's own reduce-scatter is an all-reduce
+    whose rest is thrown away.
+    """
     met = _watched(group, circle) if op == "sum" else None
     if met is None:
         return torch.ops._c10d_functional.reduce_scatter_tensor(x, op, world, group)
-    out = x.new_empty((x.shape[0] // world, *x.shape[1:]))
     pg, circle = met
+    out = x.new_empty((x.shape[0] // world, *x.shape[1:]))
+    if world == 2:
+        parts = x.view(2, *out.shape)
+        own, others = parts[pg.rank()], parts[1 - pg.rank()]
+        return Flying(out, _swap(out, others, pg, circle), circle, own)
     circle.sent += 1
     options = _timed(dist.ReduceScatterOptions(), circle)
     return Flying(out, pg._reduce_scatter_base(out, x, options), circle)
@@ -110,6 +133,8 @@ def wait(flying: Any) -> Tensor:
     if not isinstance(flying, Flying):
         return torch.ops._c10d_functional.wait_tensor(flying)
     finish(flying.work, flying.circle)
+    if flying.own is not None:
+        flying.out.add_(flying.own)
     return flying.out
 
 
@@ -153,6 +178,13 @@ def exchange_into(
     circle.sent += 1
     options = _timed(dist.AllToAllOptions(), circle)
     return group.alltoall_base(out, x, receives or [], sends or [], options)
+
+
+def _swap(out: Tensor, x: Tensor, group: ProcessGroup, circle: Circle) -> Any:
+    """Launch sending `x` to the other of two ranks, and receiving what it sends; the work."""
+    rows = [0, 0]
+    rows[1 - group.rank()] = out.shape[0]
+    return exchange_into(out, x, group, circle, rows, rows)
 
 
 def collect(parts: list[Tensor], mine: Tensor, group: ProcessGroup, circle: Circle) -> None:

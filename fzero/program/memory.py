@@ -118,7 +118,7 @@ def _lingering(node: fx.Node) -> list[fx.Node]:
     main thread has often allocated what the buffer that came is taken apart into.
     """
     launches = [x for wait in node.all_input_nodes if is_wait(wait) for x in wait.all_input_nodes]
-    return _sent([x for x in launches if "bucket" in x.meta and x.meta["bucket"].exchanged])
+    return _sent([x for x in launches if "bucket" in x.meta and x.meta["bucket"].gloo])
 
 
 def _sent(launches: Iterable[fx.Node]) -> list[fx.Node]:

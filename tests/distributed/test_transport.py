@@ -77,8 +77,11 @@ def _all_ways(hybrid: bool) -> None:
         for leaf, *xs in zip(leaves, *by_rank, strict=True)
     ]
     parts = _parts(sums, leaves, at)
-    for limit, exchanged in itertools.product((None, 1, 100, 2**20), (True, False)):
-        with mock.patch.object(buckets, "is_gloo", return_value=exchanged):
+    for limit, exchanged, alone in itertools.product((None, 1, 100, 2**20), (True, False), (0, 99)):
+        with (
+            mock.patch.object(buckets, "is_gloo", return_value=exchanged),
+            mock.patch.multiple(buckets, ALONE_FROM=alone, ALONE_FROM_ON_DEVICES=alone),
+        ):
             carry = Transport(mesh, axes, journal, limit=limit)
             handles = [carry.gather(shards, leaves) for _ in range(2)]
             for handle in handles:
@@ -125,3 +128,28 @@ def test_with_a_limit_one_bucket_is_under_way_at_a_time(limit: int | None) -> No
         assert log == rounds[:2] * sent + ["wait"] * sent
     else:
         assert log == rounds * sum(leaf.dim is not None for leaf in leaves)
+
+
+def test_a_large_leaf_travels_in_its_own_memory() -> None:
+    large = LeafLayout("large", (256, 512), F32, 0, 2)
+    small = [LeafLayout(name, (4, 2), F32, 0, 2) for name in "ab"]
+    odd = LeafLayout("odd", (255, 515), F32, 0, 2)
+    with fake_ranks(2):
+        mesh = resolve_mesh(None, "cpu")
+        carry = Transport(mesh, _axes(mesh), Journal(mesh, active=False))
+        leaves = [small[0], large, odd, small[1]]
+        shards = [torch.zeros(leaf.shard_shape(0), dtype=leaf.dtype) for leaf in leaves]
+        sent: list[tuple[int, int]] = []
+
+        def noted(bucket: buckets.Bucket, send: Tensor, *rest: Any, **over: Any) -> Any:
+            sent.append((len(bucket.leaves), send.data_ptr()))
+            return launch(bucket, send, *rest, **over)
+
+        launch = transport.launch
+        with (
+            mock.patch.object(buckets, "is_gloo", return_value=True),
+            mock.patch.object(transport, "launch", noted),
+        ):
+            carry.gather(shards, leaves).wait()
+    assert [count for count, _ in sent] == [1, 3]
+    assert sent[0][1] == shards[1].data_ptr()

@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fzero.distributed.buckets import EXCHANGE, KINDS, Bucket, asked_for, bucket_of
+from fzero.distributed.buckets import (
+    EXCHANGE,
+    GATHER,
+    KINDS,
+    REDUCE_SCATTER,
+    Bucket,
+    asked_for,
+    bucket_of,
+    goes_alone,
+)
 from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
 from fzero.program.graph import UPDATE, is_mutable, is_op, segments, tensors_of
@@ -75,11 +84,14 @@ def groups_of(graph: fx.Graph, kind: str, size: int) -> list[Group]:
         asked = asked_of(node)
         # by segment too: a bucket over its border would keep leaves of forward for backward
         key = (asked.dtype, asked.axis.group, number, depth[node])
+        movable = not (in_place and phase == UPDATE)
+        if kind in (GATHER, REDUCE_SCATTER) and goes_alone(asked.leaf, asked.nbytes, asked.axis):
+            done.append(Group(kind, number, phase, movable, [node], asked.nbytes))
+            continue
         group = open_groups.get(key)
         if group is None or group.nbytes + asked.nbytes > size:
             if group is not None:
                 done.append(group)
-            movable = not (in_place and phase == UPDATE)
             group = open_groups[key] = Group(kind, number, phase, movable)
         group.nodes.append(node)
         group.nbytes += asked.nbytes

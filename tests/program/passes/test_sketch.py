@@ -1,6 +1,7 @@
 """A sketch of a graph holds what the graph with its buckets holds, of which none is built."""
 
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero
+from fzero.distributed import buckets
 from fzero.program.memory import timeline
 from fzero.program.passes import bucket as passes
 from fzero.program.passes.bucket import bucket_at
@@ -32,9 +34,15 @@ def same_bytes(program: Program) -> None:
     widths=st.lists(st.integers(1, 9), min_size=2, max_size=5),
     world=st.sampled_from([2, 3]),
     laid=st.booleans(),
+    alone=st.sampled_from([0, 99]),
 )
-def test_a_sketch_holds_what_is_built(widths: list[int], world: int, laid: bool) -> None:
-    with fake_ranks(world, rank=world - 1):
+def test_a_sketch_holds_what_is_built(
+    widths: list[int], world: int, laid: bool, alone: int
+) -> None:
+    with (
+        fake_ranks(world, rank=world - 1),
+        mock.patch.multiple(buckets, ALONE_FROM=alone, ALONE_FROM_ON_DEVICES=alone),
+    ):
         program = Recorded(widths).program
         same_bytes(hoist_reductions(sink_gathers(regather(program))) if laid else program)
 
@@ -83,8 +91,10 @@ def test_a_step_is_sketched_whole(stage: int, opt: str, monkeypatch: pytest.Monk
 
 def over_gloo() -> int:
     program = Recorded([4, 8, 7, 3]).program
-    same_bytes(program)
-    same_bytes(hoist_reductions(sink_gathers(regather(program))))
+    for alone in (buckets.ALONE_FROM, 99):
+        with mock.patch.object(buckets, "ALONE_FROM", alone):
+            same_bytes(program)
+            same_bytes(hoist_reductions(sink_gathers(regather(program))))
     return 1
 
 
