@@ -53,7 +53,7 @@ def test_a_page_runs(page: str, tmp_path: Path) -> None:
 
 def test_the_messages_on_the_page_about_errors_are_what_it_prints(tmp_path: Path) -> None:
     said = " ".join(run_page("debug", tmp_path).split())
-    shown = blocks("debug", "text")
+    shown = blocks("debug", "output")
     assert len(shown) > 5
     for block in shown:
         for message in block.split("\n\n"):
