@@ -3,6 +3,7 @@
 - `a, b: text` under `Args:` is both arguments, each with that text.
 - Under `Args:` of a named tuple are its fields; griffe knows them by `Attributes:`.
 - Examples that stand by themselves, without a heading, are code.
+- `fzero.optim.adam` is the function: griffe takes the module of that name, as it was there first.
 
 Names that no argument has are warnings as ever, which fail the build.
 """
@@ -73,3 +74,14 @@ class Docstrings(griffe.Extension):
         if made_by_fields:
             text = re.sub(r"^( *)Args:$", r"\1Attributes:", text, flags=re.M)
         obj.docstring.value = text
+
+    def on_package(self, *, pkg: griffe.Module, loader: Any, **kwargs: Any) -> None:
+        """Put public functions and classes in the place of the modules that bear their name."""
+        loader.resolve_aliases(implicit=True, external=False)
+        for face in [pkg, *(m for m in pkg.modules.values() if not m.is_alias)]:
+            for name in face.exports or ():
+                module = face.members.get(str(name))
+                if module is not None and not module.is_alias and module.is_module:
+                    own = module.members.get(str(name))
+                    if own is not None:
+                        face.members[str(name)] = griffe.Alias(str(name), own, parent=face)

@@ -144,17 +144,16 @@ if rank == 0:
     )
     counts = torch.bincount(labels[~kept][nearest.indices], minlength=10).tolist()
     print(f"of 256 samples nearest to 0, 1, ... 9: {counts}")
-    panels = [["digits", "samples"], ["training", "training"]]
-    fig, panel = plt.subplot_mosaic(panels, figsize=(8, 7), layout="constrained")
-    for title, images in (("digits", valid), ("samples", samples)):
+    fig, panels = plt.subplot_mosaic("AB;CC", figsize=(8, 7), layout="constrained")
+    for axes, title, images in [("A", "digits", valid), ("B", "samples", samples)]:
         tiles = nn.functional.pad(images[:64].view(8, 8, 8, 8), (1, 1, 1, 1), value=-1)
         tiles = tiles.transpose(1, 2).reshape(80, 80).cpu()
-        panel[title].imshow(tiles, cmap="gray_r", vmin=-1, vmax=1)
-        panel[title].set(title=title, xticks=[], yticks=[])
-    panel["training"].plot(
+        panels[axes].imshow(tiles, cmap="gray_r", vmin=-1, vmax=1)
+        panels[axes].set(title=title, xticks=[], yticks=[])
+    panels["C"].plot(
         [row["distance"] for row in rows], label="critic's distance, digits to samples"
     )
-    panel["training"].plot([row["penalty"] for row in rows], label="gradient penalty")
-    panel["training"].set(xlabel="step of the generator", title="training")
-    panel["training"].legend()
+    panels["C"].plot([row["penalty"] for row in rows], label="gradient penalty")
+    panels["C"].set(xlabel="step of the generator", title="training")
+    panels["C"].legend()
     fig.savefig(args.out / "samples.png")
