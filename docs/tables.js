@@ -6,6 +6,6 @@ document$.subscribe(() => {
     for (const row of table.querySelectorAll("tbody tr")) {
       [...row.children].forEach((cell, i) => (cell.dataset.label = heads[i]));
     }
-    table.classList.add("stacked");
+    table.dataset.stacked = "";
   }
 });
