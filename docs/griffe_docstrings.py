@@ -67,11 +67,8 @@ class Docstrings(griffe.Extension):
         if obj.docstring is None:
             return
         text = fence(split_names(obj.docstring.value))
-        made_by_fields = obj.is_class and not {"__init__", "dataclass"} & {
-            *obj.members,
-            *(str(decorator.value).split("(")[0] for decorator in getattr(obj, "decorators", ())),
-        }
-        if made_by_fields:
+        named_tuple = obj.is_class and any(str(x).endswith("NamedTuple") for x in obj.bases)
+        if named_tuple or "__new__" in obj.members:
             text = re.sub(r"^( *)Args:$", r"\1Attributes:", text, flags=re.M)
         obj.docstring.value = text
 
