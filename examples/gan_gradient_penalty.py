@@ -144,14 +144,16 @@ if rank == 0:
     )
     counts = torch.bincount(labels[~kept][nearest.indices], minlength=10).tolist()
     print(f"of 256 samples nearest to 0, 1, ... 9: {counts}")
-    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 5))
-    for axes, title, images in [(left, "digits", valid), (middle, "samples", samples)]:
+    fig, panels = plt.subplot_mosaic("AB;CC", figsize=(8, 7), layout="constrained")
+    for axes, title, images in [("A", "digits", valid), ("B", "samples", samples)]:
         tiles = nn.functional.pad(images[:64].view(8, 8, 8, 8), (1, 1, 1, 1), value=-1)
         tiles = tiles.transpose(1, 2).reshape(80, 80).cpu()
-        axes.imshow(tiles, cmap="gray_r", vmin=-1, vmax=1)
-        axes.set(title=title, xticks=[], yticks=[])
-    right.plot([row["distance"] for row in rows], label="critic's distance, digits to samples")
-    right.plot([row["penalty"] for row in rows], label="gradient penalty")
-    right.set(xlabel="step of the generator", title="training")
-    right.legend()
-    fig.savefig(args.out / "samples.png", bbox_inches="tight")
+        panels[axes].imshow(tiles, cmap="gray_r", vmin=-1, vmax=1)
+        panels[axes].set(title=title, xticks=[], yticks=[])
+    panels["C"].plot(
+        [row["distance"] for row in rows], label="critic's distance, digits to samples"
+    )
+    panels["C"].plot([row["penalty"] for row in rows], label="gradient penalty")
+    panels["C"].set(xlabel="step of the generator", title="training")
+    panels["C"].legend()
+    fig.savefig(args.out / "samples.png")
