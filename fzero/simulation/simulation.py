@@ -1,6 +1,7 @@
 """`simulate`: what a step would cost in a world that isn't there."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fzero.config import Config, as_config
 from fzero.distributed.made_up_ranks import made_up_ranks
 from fzero.distributed.mesh import Mesh, resolve_mesh
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, FzeroError
 from fzero.program import Program
 from fzero.program.hardware import Hardware
 from fzero.simulation.fakes import WithoutMemory, batch_on_cpu, fakes_of, on_cpu
@@ -97,7 +98,18 @@ def lowered(
         with WithoutMemory(mode):
             sharded, opt_state = step_fn.init(fakes, state)
         program = step_fn.lower(sharded, opt_state, fed, bucket_bytes=bucket_bytes)
-        return program, resolve_mesh(device_mesh, "cpu")
+        return replace(program, fitting=_RanksGone()), resolve_mesh(device_mesh, "cpu")
+
+
+class _RanksGone:
+    """Where a simulated Program would ask for other plans of the same function."""
+
+    def frontier(self, points: int) -> Sequence[Program]:
+        raise FzeroError(
+            "frontier() stages out other plans of a step, and the made-up ranks that fzero.simulate "
+            "did this one on are gone. Ask step_fn.lower(params, opt_state, batch).frontier(), or "
+            "simulate with Config(memory_limit=...), one limit after the other."
+        )
 
 
 def check_world(cfg: Config, world_size: int | tuple[int, int]) -> tuple[int, ...]:
