@@ -106,8 +106,8 @@ class _RanksGone:
 
     def frontier(self, points: int) -> Sequence[Program]:
         raise FzeroError(
-            "frontier() stages out other plans of a step, and the made-up ranks that fzero.simulate "
-            "did this one on are gone. Ask step_fn.lower(params, opt_state, batch).frontier(), or "
+            "frontier() stages out other plans of a step, and the made-up ranks that this one was "
+            "simulated on are gone. Ask step_fn.lower(params, opt_state, batch).frontier(), or "
             "simulate with Config(memory_limit=...), one limit after the other."
         )
 
