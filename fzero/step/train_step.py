@@ -32,8 +32,6 @@ from fzero.step.update import Updated
 from fzero.transforms.micro import micro_batches
 from fzero.tree import PyTree
 
-MAX_SIGNATURES = 8
-
 
 def make_train_step(model_fn: ModelFn, opt: Any, cfg: Config | None = None) -> "TrainStep":
     """A pure, sharded training step.

@@ -138,7 +138,7 @@ class Leaf:
         return noted(local if self.spec is None else from_spec(local, self.spec), self.owners)
 
 
-class Staged:
+class TracedFunction:
     """One Program of a function, ready to run.
 
     Args:
