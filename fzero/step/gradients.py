@@ -1,4 +1,4 @@
-"""The gradient half of a step: a user's model function, differentiated and staged out.
+"""The gradient half of a step: `value_and_grad` of the model function, staged out for one batch.
 
 A flat calling convention joins the halves. In: trained leaves, frozen leaves, model state, one
 micro-batch, the loss scale if there is one. Out: gradients, loss, new model state, aux.
