@@ -78,7 +78,7 @@ def make_fx_alone(case: Case) -> float:
     local = LocalState.of(opt_state, dtensors=False)
     batch, frame = take_apart(case.batch)
     signature = signature_for(plan, local, frame)
-    fn = gradient_fn(case.model_fn, CFG, signature, plan.axes, zero.vjp)
+    fn = gradient_fn(case.model_fn, signature, zero.vjp)
     flat = [*locals_of(leaves(params)), *batch]
     begin = time.process_time()
     with unchecked:

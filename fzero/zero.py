@@ -36,6 +36,7 @@ Leaves = tuple[Tensor, ...]
 LossFn = Callable[..., tuple[Tensor, Any]]
 GradFn = Callable[..., tuple[Leaves, tuple[Tensor, Any]]]
 Grad = Callable[[LossFn], GradFn]
+Way = Callable[[LossFn, Layout, Axes, Grad], GradFn]
 
 
 def grad(loss_fn: LossFn) -> GradFn:
@@ -138,7 +139,7 @@ def zero2(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> Gra
     Forward-mode derivatives of it are exact; for reverse over reverse take `zero3`, whose
     parameters are known to be one tree over all ranks. Here every rank has a copy of its own.
     """
-    local = ddp_local(loss_fn, layout, grad)
+    local = ddp_local(loss_fn, layout, axes, grad)
 
     def sharded(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Leaves, tuple[Tensor, Any]]:
         grads, value = local(trained, frozen, *args)
@@ -149,7 +150,7 @@ def zero2(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> Gra
 
 def zero0(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:
     """Nothing sharded (DDP): full parameters in, full gradients out, summed over all ranks."""
-    local = ddp_local(loss_fn, layout, grad)
+    local = ddp_local(loss_fn, layout, axes, grad)
 
     def summed(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Leaves, tuple[Tensor, Any]]:
         grads, value = local(trained, frozen, *args)
@@ -158,8 +159,9 @@ def zero0(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> Gra
     return summed
 
 
-def ddp_local(loss_fn: LossFn, layout: Layout, grad: Grad = grad) -> GradFn:
+def ddp_local(loss_fn: LossFn, layout: Layout, axes: Axes, grad: Grad = grad) -> GradFn:
     """This rank's own full gradients; no collective. What stages 0 and 1 accumulate."""
+    del axes
 
     def loss_of_full(trained: Leaves, frozen: Leaves, *args: Any) -> tuple[Tensor, Any]:
         leaves = layout.merge(trained, frozen)

@@ -102,7 +102,6 @@ LAWS = {
     "step/alternatives": "program/test_fitting.py: what_does_not_fit_says_the_least_and_what_would",
     "step/executors": "test_mismatch.py: "
     "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",
-    "step/gradients": "laws/test_parity.py: training_equals_plain_torch",
     "step/metrics": "test_errors.py: a_step_that_is_not_finite_is_raised_and_changes_nothing",
     "step/traced": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
     "step/update_program": "step/test_update.py: optimizers_on_shards_equal_those_on_whole_leaves",

@@ -59,7 +59,7 @@ def _gaps(hybrid: bool) -> dict[str, float]:
     for name, grad in (("grad", zero.grad), ("autograd", zero.autograd), ("vjp", zero.vjp)):
 
         def stage1(*args: Any, grad: Any = grad) -> Any:
-            grads, value = zero.ddp_local(scaled, layout, grad)(*args)
+            grads, value = zero.ddp_local(scaled, layout, axes, grad)(*args)
             return zero.scatter(grads, layout, axes), value
 
         for stage, fn, inputs, expected in (

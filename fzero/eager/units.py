@@ -39,7 +39,7 @@ class Order:
         return self.expected[at : at + most] if self.expected[at - 1 : at] == [unit] else []
 
 
-class Held(NamedTuple):
+class Block(NamedTuple):
     """What a block holds.
 
     Args:
@@ -81,7 +81,7 @@ class Units:
         self.here: dict[int, Tensor] = {}
         self.handles: dict[int, Handle] = {}
         self.pins: dict[str, dict[int, Tensor]] = {}  # by the module that pinned them
-        self.blocks: list[Held] = []  # innermost last
+        self.blocks: list[Block] = []  # innermost last
         # from one update to the next, and of one evaluation, whatever passes came between
         self.training, self.evaluation = Order(), Order()
         self.order = self.training
@@ -103,7 +103,7 @@ class Units:
         self.handles.clear()
         self.pins = {}
         self.here.clear()
-        self.here.update(self.held)
+        self.here.update(self.in_blocks)
 
     def evaluate(self) -> None:
         """A pass begins that no backward follows: nothing is kept, and its order is its own."""
@@ -115,9 +115,9 @@ class Units:
         self.order = self.training
 
     @contextlib.contextmanager
-    def hold(self, full: Mapping[int, Tensor], *, written: bool = False) -> Iterator[None]:
+    def block(self, full: Mapping[int, Tensor], *, written: bool = False) -> Iterator[None]:
         """Have these parameters there until the block ends, whatever is freed meanwhile."""
-        block = Held(full, written)
+        block = Block(full, written)
         self.blocks.append(block)
         self.here.update(full)
         try:
@@ -127,8 +127,8 @@ class Units:
             self.reshard()
 
     @property
-    def held(self) -> dict[int, Tensor]:
-        """What is held by blocks; the innermost one's where several hold the same."""
+    def in_blocks(self) -> dict[int, Tensor]:
+        """What blocks keep; of what several keep the innermost one's."""
         return {i: full for block in self.blocks for i, full in block.full.items()}
 
     def is_writable(self, index: int) -> bool:
@@ -136,30 +136,30 @@ class Units:
         return any(block.written and index in block.full for block in self.blocks)
 
     def everything(self) -> dict[int, Tensor]:
-        """All full parameters, gathered unit by unit; those that are held as they are."""
-        held = self.held
+        """All full parameters, gathered unit by unit; what blocks keep as it is."""
+        kept = self.in_blocks
         full: dict[int, Tensor] = {}
         for unit, indices in enumerate(self.plan):
-            if all(index in held for index in indices):
+            if all(index in kept for index in indices):
                 continue
             full.update(zip(indices, self._launch(unit).wait(), strict=True))
-        return {**full, **held}
+        return {**full, **kept}
 
     def pin(self, caller: str, units: Sequence[int]) -> None:
-        """Gather these units and hold them while `caller`, a module, or modules inside it run."""
+        """Gather these units and keep them while `caller`, a module, or modules inside it run."""
         around = {n: pinned for n, pinned in self.pins.items() if _is_around(n, caller)}
         self.pins = {**around, caller: {i: self.full(i) for u in units for i in self.plan[u]}}
         self.here.update(self.pinned)  # a later one may have displaced an earlier one
 
     def unpin(self, caller: str) -> None:
-        """Hold what `caller` pinned no longer than anything else."""
+        """Keep what `caller` pinned no longer than anything else."""
         self.pins.pop(caller, None)
 
     @property
     def pinned(self) -> dict[int, Tensor]:
-        """What is held by whatever module or block."""
+        """What modules and blocks keep."""
         pins = {i: full for tensors in self.pins.values() for i, full in tensors.items()}
-        return {**pins, **self.held} if self.blocks else pins
+        return {**pins, **self.in_blocks} if self.blocks else pins
 
     def drop(self, indices: Sequence[int]) -> None:
         """Free these: nothing is likely to read them again soon."""
@@ -183,8 +183,8 @@ class Units:
             handle = self._launch(unit)
         for index, full in zip(self.plan[unit], handle.wait(), strict=True):
             self.here[index] = full
-        if self.blocks:  # it may hold some of the unit, and have been written to
-            self.here.update(self.held)
+        if self.blocks:  # some of the unit may be there, and have been written to
+            self.here.update(self.in_blocks)
         for ahead in self.order.after(unit, self.prefetch):
             if ahead not in self.handles and self.plan[ahead][0] not in self.here:
                 self.handles[ahead] = self._launch(ahead)

@@ -1,4 +1,4 @@
-"""Blocks in which full parameters are held: `local_forward` and `gathered`."""
+"""Blocks in which full parameters are there: `local_forward` and `gathered`."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ Params = dict[str, Tensor]
 
 @contextlib.contextmanager
 def local_forward(driver: Driver) -> Iterator[None]:
-    """All parameters are held, and no collective runs; see `Engine.local_forward`."""
+    """All parameters are there, and no collective runs; see `Engine.local_forward`."""
     driver.recover()
     phases.refuse_inside(driver.state, "local_forward()")
     with contextlib.ExitStack() as block:
@@ -26,19 +26,19 @@ def local_forward(driver: Driver) -> Iterator[None]:
             driver.journal.enter(LOCAL)
             if driver.units is not None:
                 driver.units.reshard()
-                block.enter_context(driver.units.hold(driver.units.everything()))
+                block.enter_context(driver.units.block(driver.units.everything()))
         block.enter_context(_open(driver, LOCAL))
         yield
 
 
 @contextlib.contextmanager
 def gathered(driver: Driver, indices: Sequence[int]) -> Iterator[Params]:
-    """Some parameters are held; see `Engine.gathered`."""
+    """Some parameters are there; see `Engine.gathered`."""
     driver.recover()
     with contextlib.ExitStack() as block:
         if driver.units is not None and not driver.state.is_local:
             _agree(driver, indices, None)
-            block.enter_context(driver.units.hold(_full(driver, indices)))
+            block.enter_context(driver.units.block(_full(driver, indices)))
         block.enter_context(_open(driver, GATHERED))
         yield _params(driver, indices)
 
@@ -63,7 +63,7 @@ def gathered_for(driver: Driver, indices: Sequence[int], modifier_rank: int) -> 
             if units is not None:
                 # copies: the memory of what is not split may be the parameter's own
                 written = {i: full.clone() for i, full in _full(driver, indices).items()}
-                block.enter_context(units.hold(written, written=True))
+                block.enter_context(units.block(written, written=True))
             else:
                 written = {i: locals_[i] for i in indices}
                 block.enter_context(_restored(list(written.values())))
@@ -118,14 +118,14 @@ def _agree(driver: Driver, indices: Sequence[int], modifier_rank: int | None) ->
 
 
 def _full(driver: Driver, indices: Sequence[int]) -> dict[int, Tensor]:
-    """Full parameters as the module sees them; a collective, but for what is held already."""
+    """Full parameters as the module sees them; a collective, but for what is there already."""
     units = driver.units
     assert units is not None
-    held = units.held
-    missing = [i for i in indices if i not in held]
+    there = units.in_blocks
+    missing = [i for i in indices if i not in there]
     shards, leaves = [units.shards[i] for i in missing], [units.leaves[i] for i in missing]
     new = dict(zip(missing, driver.transport.gather(shards, leaves).wait(), strict=True))
-    return {i: new[i] if i in new else held[i] for i in indices}
+    return {i: new[i] if i in new else there[i] for i in indices}
 
 
 @torch.no_grad()
@@ -134,12 +134,12 @@ def _keep(driver: Driver, written: Mapping[int, Tensor], modifier_rank: int) -> 
     mesh, sharding = driver.stepper.plan.mesh, driver.stepper.plan.sharding
     driver.journal.enter(GATHERED)
     mine = mesh.ranks[mesh.rank] == modifier_rank
-    held = driver.units.held if driver.units is not None else {}
+    there = driver.units.in_blocks if driver.units is not None else {}
     for index, full in written.items():
         new = driver.transport.chosen(full, mine=mine)
         leaf, own = sharding.layout.leaves[index], driver.stepper.locals[index]
-        if index in held:  # by a block around this one
-            held[index].copy_(new)
+        if index in there:  # by a block around this one
+            there[index].copy_(new)
         if sharding.dtensors[index] is not None:
             new = leaf.split(new, mesh.shard_rank)
         if new.dtype == own.dtype:

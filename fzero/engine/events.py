@@ -84,7 +84,7 @@ class SyncResumed(NamedTuple):
 
 
 class BlockEntered(NamedTuple):
-    """`local_forward` or `gathered`: from here to its end parameters are held."""
+    """`local_forward` or `gathered`: from here to its end full parameters are there."""
 
     block: str
 

@@ -80,7 +80,7 @@ class _At(NamedTuple):
     """A moment: what is computed, and the device's bytes by category."""
 
     what: str
-    held: Mapping[str, int]
+    categories: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ def _sections(program: Program, cfg: Config) -> dict[tuple[str, str], list[_At]]
     found: dict[tuple[str, str], list[_At]] = {}
     for node, moment in zip(nodes, memory(parts), strict=True):
         without = away(cfg, first=moment.program == parts[0].name)
-        held = {name: n for name, n in moment.categories.items() if name not in without}
+        categories = {name: n for name, n in moment.categories.items() if name not in without}
         what = f"{node.target} {[tuple(x.shape) for x in tensors_of(node)]}"
-        found.setdefault((moment.program, moment.phase), []).append(_At(what, held))
+        found.setdefault((moment.program, moment.phase), []).append(_At(what, categories))
     # an update works through groups of leaves, not through layers: its largest moment stands for it
     for (part, phase), moments in found.items():
         if part != parts[0].name:
-            most = max(moments, key=lambda at: sum(at.held.values()))
-            found[part, phase] = [_At("most", most.held)]
+            most = max(moments, key=lambda at: sum(at.categories.values()))
+            found[part, phase] = [_At("most", most.categories)]
     return found
 
 
@@ -170,11 +170,13 @@ def _most(few: Sequence[_Sample], steps: int) -> Mapping[str, int] | None:
                 return None
             if len({at.what for at in same}) > 1:
                 return None
-            names = {name for at in same for name in at.held}
+            names = {name for at in same for name in at.categories}
             try:
-                held = {name: _on([at.held.get(name, 0) for at in same], steps) for name in names}
+                grown = {
+                    name: _on([at.categories.get(name, 0) for at in same], steps) for name in names
+                }
             except _UnevenError:
                 return None
-            if sum(held.values()) > sum(best.values()):
-                best = held
+            if sum(grown.values()) > sum(best.values()):
+                best = grown
     return summed((n, name) for name, n in best.items() if n)

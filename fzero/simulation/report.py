@@ -69,7 +69,7 @@ class Report:
         hardware: that times are estimated for.
         peak_bytes: most bytes that the device holds at once.
         categories: the same by category; see `fzero.program.categories`.
-        host_bytes: held in the host's memory, with `Config.offload`.
+        host_bytes: in the host's memory, with `Config.offload`.
         traffic: what a rank sends.
         flops: that a rank computes in a step, recomputation included.
         recomputed: of these, what backward computes again.
@@ -175,7 +175,7 @@ def report_on(program: Program, cfg: Config, mesh: Mesh, hardware: Hardware, tok
     host = replace(hardware, memory_bandwidth=hardware.host_bandwidth)
     costs = [cost([first], hardware)]
     costs += [cost([part], host if cfg.offload else hardware) for part in rest]
-    peak, held, apart = _memory(program, cfg)
+    peak, categories, apart = _memory(program, cfg)
     moved = _crossing(program) / hardware.host_bandwidth if cfg.offload else 0.0
     return Report(
         world_size=mesh.world_size,
@@ -184,7 +184,7 @@ def report_on(program: Program, cfg: Config, mesh: Mesh, hardware: Hardware, tok
         accum_steps=cfg.accum_steps,
         hardware=hardware,
         peak_bytes=peak,
-        categories=held,
+        categories=categories,
         host_bytes=apart,
         traffic=tuple(_traffic(program, mesh, hardware)),
         flops=sum(one.flops for one in costs),

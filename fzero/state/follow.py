@@ -7,6 +7,9 @@ starts from the parameter, and everywhere else it keeps the digits that the para
 for. Nothing counts writes, so none goes unseen; and a master that alone was written is undone: the
 parameter is what a model computes with, and so what counts.
 
+Reading a master here costs as much as it would inside of the update: in blocks, each compared just
+before the fused kernel reads it, the two together take as long.
+
 On the host a comparison of bits decides whether there is anything to do: a cast, a difference and
 its largest byte, block by block in a core's cache. A device is not asked, for the answer would
 have to be waited for: it selects element by element.

@@ -33,20 +33,14 @@ from fzero.numerics.casts import widened
 from fzero.numerics.rng import generator_of, mix, preserved
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
-from fzero.step.gradients import (
-    ModelFn,
-    Signature,
-    flat_loss_fn,
-    reduces_once,
-    share_of,
-)
+from fzero.step.gradients import ModelFn, Signature, reduces_once, share_of
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram
+from fzero.transforms.derivatives import loss_of
 from fzero.transforms.frames import stacked, take_apart
 from fzero.transforms.function import no_program
 from fzero.transforms.loss import summable, with_room
 from fzero.tree import PyTree
-from fzero.zero import scaled
 
 
 class Eager:
@@ -138,19 +132,17 @@ class Eager:
         """One micro-batch, from the leaves as they live between steps."""
         plan, cfg = self.plan, self.plan.cfg
         inputs, spec = take_apart(batch)
-        signature = Signature(
-            plan.sharding.spec, plan.sharding.layout, local.state_spec, spec, bool(local.scale)
-        )
-        loss_fn = scaled(
-            flat_loss_fn(self.model_fn, cfg, signature), share_of(cfg, plan.axes, local.scale)
-        )
+        signature = Signature(plan, local.state_spec, spec, bool(local.scale))
+        # copies of the state: the model function may write into it, as BatchNorm does
+        copies = tuple(x.clone() for x in state)
+        call = signature.call(self.model_fn, tuple(leaves), copies, tuple(inputs))
+        loss_fn = loss_of(call, share_of(cfg, plan.axes, local.scale), [])
 
         def run(given: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, tuple[Tensor, ...]]]:
             # who checkpoints a closure must get its gradient: the re-entrant form gives it to the
             # arguments only, unless `.backward()` runs it
             with torch.enable_grad(), Watch(), recomputing(lambda function: function):
-                # copies of the state: the model function may write into it, as BatchNorm does
-                return loss_fn(tuple(given), tuple(x.clone() for x in state), tuple(inputs))
+                return loss_fn(tuple(given))
 
         differentiate = self._sharded if cfg.stage == 3 else self._whole
         grads, loss, aux = differentiate(leaves, run)

@@ -5,6 +5,7 @@ After that a step meets no question any more: it is unpack, gradients, update, p
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,8 @@ from fzero.step.traced import Traced, signature_for
 from fzero.transforms.agreement import Agreement
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import ONE_AT_A_TIME, warn_of_recordings
+from fzero.transforms.recorded import MAX_RECORDINGS, Recordings
 from fzero.tree import PyTree
-
-MAX_SIGNATURES = 8
 
 Executor = Traced | Eager
 
@@ -43,7 +43,7 @@ class Executors:
 
     def __init__(self, model_fn: ModelFn, cfg: Config) -> None:
         self.model_fn, self.cfg = model_fn, cfg
-        self._traced: dict[Any, list[Traced]] = {}  # by shapes; the last used comes first
+        self._traced: Recordings[Traced] = Recordings()
         self._eager: dict[Any, Eager] = {}
         self._rungs: dict[Any, int] = {}  # by shapes: the plans for a memory limit that ranks have
         self._warned = False
@@ -58,7 +58,7 @@ class Executors:
         """
         if self.cfg.executor == "eager":
             raise FzeroError("Config.executor='eager' stages nothing out: it has no Programs.")
-        every = [(key, one) for key, ones in self._traced.items() for one in ones if one.hold()]
+        every = [(key, one) for key, one in self._traced if one.hold()]
         if plan is None or not every:
             raise FzeroError(
                 "there are no Programs to save: nothing is staged out yet, or what was no longer "
@@ -69,7 +69,7 @@ class Executors:
 
     def clear(self) -> None:
         """Forget everything that was made for other parameters."""
-        self._traced, self._eager, self._rungs = {}, {}, {}
+        self._traced, self._eager, self._rungs = Recordings(), {}, {}
         self._agreement.clear()
 
     def settle(self, bucket_bytes: tuple[int, int]) -> None:
@@ -88,9 +88,9 @@ class Executors:
             return self._eager[local.state_spec]
         batch, frame = take_apart(micro)
         key = _key(local, batch, frame)
-        known = self._traced.get(key, [])
-        traced = next((one for one in known if one.hold()), None)  # see [Note: stale]
+        traced = self._traced.find(key)
         if traced is None:
+            known = self._traced.of(key)
             self._warn_of_many(key, known)
             # where only the optimizer's reads have changed, the half of the gradients still holds
             like = next((one for one in known if one.notes.hold()), None)
@@ -98,9 +98,7 @@ class Executors:
                 traced = self._resumed(key, plan, leaves, local, batch, frame) or self._record(
                     plan, leaves, local, batch, frame, like, self._rungs.get(key)
                 )
-        if not known or known[0] is not traced:
-            rest = [one for one in known if one is not traced]
-            self._traced[key] = [traced, *rest][:MAX_SIGNATURES]
+            self._traced.add(key, traced)
         return traced
 
     def _resumed(
@@ -180,20 +178,20 @@ class Executors:
         return self._agreement.running(plan.mesh)
 
     def _forget(self, executor: Executor) -> None:
-        rest = {k: [one for one in v if one is not executor] for k, v in self._traced.items()}
-        self._traced = {k: v for k, v in rest.items() if v}
+        if isinstance(executor, Traced):
+            self._traced.forget(executor)
         self._eager = {k: v for k, v in self._eager.items() if v is not executor}
 
-    def _warn_of_many(self, key: Any, known: list[Traced]) -> None:
+    def _warn_of_many(self, key: Any, known: Sequence[Traced]) -> None:
         """Once, when there are as many recordings as are kept: each costs time and memory."""
-        count = sum(map(len, self._traced.values()))
-        if self._warned or count < MAX_SIGNATURES:
+        count = len(self._traced)
+        if self._warned or count < MAX_RECORDINGS:
             return
         self._warned = True
         if known:
             warn_of_recordings("this step function", count + 1, known[0].differences(), 6)
         else:
-            _warn_of_shapes(list(self._traced), key)
+            _warn_of_shapes(list(dict.fromkeys(kind for kind, _ in self._traced)), key)
 
 
 def _key(local: LocalState, batch: list[Tensor], frame: Frame) -> Any:

@@ -1,4 +1,4 @@
-"""The gradient half of a step: a user's model function, differentiated and staged out.
+"""The gradient half of a step: `value_and_grad` of the model function, staged out for one batch.
 
 A flat calling convention joins the halves. In: trained leaves, frozen leaves, model state, one
 micro-batch, the loss scale if there is one. Out: gradients, loss, new model state, aux.
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fzero import tree, zero
@@ -18,22 +17,22 @@ from fzero.config import Config
 from fzero.distributed.mesh import Axes
 from fzero.eager.lazy import changed_in_place
 from fzero.errors import FzeroError, ShardError
-from fzero.functional.differentiate import no_gradient
-from fzero.layout import Layout
-from fzero.numerics.casts import cast, in_force, widened
+from fzero.numerics.casts import cast
 from fzero.program import Program
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS, RESULTS, SCALE, STATE
 from fzero.program.graph import Held, placeholders, tensors_of
 from fzero.program.memory import storages
-from fzero.program.passes.functionalise import written_inputs
-from fzero.program.pipeline import optimise
-from fzero.program.trace import trace_program
+from fzero.state.plan import Plan
+from fzero.transforms.call import Call
+from fzero.transforms.derivatives import gradients
 from fzero.transforms.frames import Frame, take_apart
-from fzero.transforms.loss import check_loss, summable, with_room
+from fzero.transforms.loss import summable
 from fzero.transforms.notes import Notes
+from fzero.transforms.parts import Opened
 from fzero.transforms.recorded import Recorded
+from fzero.transforms.staging import staged_out, taking
 from fzero.tree import PyTree
-from fzero.zero import GradFn, Leaves, LossFn
+from fzero.zero import Leaves
 
 ModelFn = Callable[..., Any]
 
@@ -43,15 +42,13 @@ class Signature:
     """What the flat leaves of one call stand for; the specs of what comes out are found on the way.
 
     Args:
-        params: structure of the parameters.
-        layout: of their leaves.
+        plan: of the step.
         state: structure of the model state, or None if there is none.
         batch: structure of the batch.
         scaled: whether the last input is a loss scale.
     """
 
-    params: tree.Spec
-    layout: Layout
+    plan: Plan
     state: tree.Spec | None
     batch: Frame
     scaled: bool
@@ -59,44 +56,90 @@ class Signature:
     aux_out: Frame | None = field(default=None)
 
     def parts(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
-        """The flat inputs as (trained, frozen, state, batch, scale)."""
-        trained = sum(leaf.trainable for leaf in self.layout)
-        sizes = [trained, len(self.layout) - trained]
-        sizes += [self.state.num_leaves if self.state else 0, self.batch.num_leaves]
+        """The flat inputs as (parameters, state, batch, scale)."""
+        layout = self.plan.sharding.layout
+        sizes = [len(layout), self.state.num_leaves if self.state else 0, self.batch.num_leaves]
         cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        parts = [tuple(flat[a:b]) for a, b in itertools.pairwise(cuts)]
-        return (*parts, tuple(flat[cuts[-1] :]))
+        params, *rest = [tuple(flat[a:b]) for a, b in itertools.pairwise(cuts)]
+        trained = len(layout.trained)
+        return (
+            layout.merge(params[:trained], params[trained:]),
+            *rest,
+            tuple(flat[cuts[-1] :]),
+        )
+
+    def call(self, model_fn: ModelFn, leaves: Leaves, state: Leaves, batch: Leaves) -> Call:
+        """The model function's call, as `value_and_grad` has it.
+
+        Args:
+            leaves: the parameters, as they live between steps.
+            state, batch: leaves of the model state and of a micro-batch.
+        """
+        plan, sharding = self.plan, self.plan.sharding
+        args: list[Any] = [
+            Opened(
+                sharding.spec,
+                sharding.paths,
+                sharding.layout,
+                plan.mesh,
+                sharding.dtensors,
+                tuple(leaves),
+                as_parts=True,
+                own=False,
+            )
+        ]
+        if self.state is not None:
+            args.append(tree.unflatten(self.state, state))
+        args.append(self.batch.unflatten(batch))
+
+        def finish(result: Any) -> tuple[Any, Leaves]:
+            return self._finished(result, state)
+
+        room = plan.cfg.stage == 3  # below it gradients are cast where they are reduced
+        return Call(model_fn, plan.cfg, (0,), args, {}, room=room, finish=finish)
 
     def results(self, flat: Sequence[Any]) -> tuple[list[Any], Any, list[Any], PyTree]:
         """The flat outputs as (gradients, loss, state leaves, aux)."""
-        trained = sum(leaf.trainable for leaf in self.layout)
+        trained = len(self.plan.trained)
         states = self.state_out.num_leaves if self.state_out else 0
         grads, (loss, *rest) = list(flat[:trained]), flat[trained:]
         aux = self.aux_out.unflatten(rest[states:]) if self.aux_out else None
         return grads, loss, rest[:states], aux
 
+    def _finished(self, result: Any, before: Leaves) -> tuple[Any, Leaves]:
+        """What the model function returned, as (loss, leaves of model state and aux)."""
+        cfg = self.plan.cfg
+        loss, new_state, aux = _taken_apart(result, cfg, self.state is not None)
+        leaves: list[Any] = []
+        if self.state is not None:
+            leaves, self.state_out = tree.flatten(new_state)
+            _check_state(self, leaves, before)
+        if cfg.has_aux:
+            # numbers may differ between micro-batches, whose aux is stacked
+            tensors, self.aux_out = take_apart(aux, "aux", numbers=True)
+            leaves = [*leaves, *cast(tensors, cfg.dtypes.output)]
+        return cast(loss, cfg.dtypes.output), tuple(leaves)
+
 
 def gradient_fn(
-    model_fn: ModelFn, cfg: Config, signature: Signature, axes: Axes, grad: zero.Grad
+    model_fn: ModelFn, signature: Signature, grad: zero.Grad
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The gradient function of `cfg.stage` under the flat calling convention.
+    """`value_and_grad` of the model function under the flat calling convention, before the mean.
 
     Gradients are scaled to sum to the mean over ranks and micro-batches. With accumulation they
     come in no less than float32, and stages 0 and 1 return this rank's own: they are reduced once a
     step.
     """
+    plan = signature.plan
+    cfg = plan.cfg
 
     def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
-        trained, frozen, state, batch, scale = signature.parts(flat)
-        loss_fn = zero.scaled(flat_loss_fn(model_fn, cfg, signature), share_of(cfg, axes, scale))
-        layout = signature.layout
-        if cfg.stage == 3:
-            trained, layout = with_room(trained, layout)
-        grads_of = transform(cfg, loss_fn, layout, axes, grad)
-        grads, (_, (loss, aux)) = grads_of(trained, frozen, state, batch)
-        # the fused optimizer kernels read memory in order, whatever the strides
-        grads = [grad.contiguous() for grad in grads]
-        return (*(summable(grads) if cfg.accum_steps > 1 else grads), widened(loss), *aux)
+        leaves, state, batch, scale = signature.parts(flat)
+        with taking(grad, plan.mesh):
+            call = signature.call(model_fn, leaves, state, batch)
+            share = share_of(cfg, plan.axes, scale)
+            loss, rest, grads = gradients(call, share, has_aux=True, way=way_of(cfg))
+        return (*(summable(grads) if cfg.accum_steps > 1 else grads), loss, *rest)
 
     return flat_fn
 
@@ -108,13 +151,13 @@ def share_of(cfg: Config, axes: Axes, scale: Sequence[Tensor]) -> float | Tensor
     return scale[0] * share if scale and not external else share
 
 
-def transform(cfg: Config, loss_fn: LossFn, layout: Layout, axes: Axes, grad: zero.Grad) -> GradFn:
-    """The composition of one ZeRO stage."""
+def way_of(cfg: Config) -> zero.Way:
+    """Which way parameters come and gradients go at a stage."""
     if cfg.stage == 3:
-        return zero.zero3(loss_fn, layout, axes, grad)
+        return zero.zero3
     if reduces_once(cfg):
-        return zero.ddp_local(loss_fn, layout, grad)
-    return (zero.zero2 if cfg.stage else zero.zero0)(loss_fn, layout, axes, grad)
+        return zero.ddp_local
+    return zero.zero2 if cfg.stage else zero.zero0
 
 
 def reduces_once(cfg: Config) -> bool:
@@ -124,9 +167,7 @@ def reduces_once(cfg: Config) -> bool:
 
 def trace_gradients(
     model_fn: ModelFn,
-    cfg: Config,
     signature: Signature,
-    axes: Axes,
     inputs: Sequence[Tensor],
     names: Sequence[str],
     resident: Sequence[Held],
@@ -147,42 +188,27 @@ def trace_gradients(
         FzeroError: the model function changes a parameter in place.
         TraceError: it can't be staged out.
     """
+    cfg = signature.plan.cfg
     autograd = functools.partial(zero.autograd, must_depend=True)
-    # in this order: the first is the definition, the second for what it refuses
-    front_ends = [
-        ("torch.func.vjp", gradient_fn(model_fn, cfg, signature, axes, zero.vjp)),
-        ("torch.autograd.grad", gradient_fn(model_fn, cfg, signature, axes, autograd)),
-    ]
-
-    def record() -> Program:
-        return trace_program(
-            "gradients", front_ends, inputs, names, opaque=cfg.opaque, remat=cfg.remat_rules
-        )
-
-    def passes(program: Program) -> Program:
-        program = replace(
-            program,
-            times=cfg.accum_steps,
-            resident=tuple(resident),
-            **_roles(cfg, signature, axes),
-        )
-        given = {leaf.name: leaf.compute or leaf.dtype for leaf in signature.layout}
-        for name in written_inputs(program, given):
-            raise changed_in_place(name)
-        program = optimise(
-            program,
-            reshard_after_forward=cfg.reshard_after_forward,
-            bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
-            exact=bucket_bytes is not None,
-            prefetch=cfg.prefetch,
-            slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
-            limit=cfg.limit,
-            rung=rung,
-            passes=cfg.named_passes,
-        )
-        return replace(program, resident=_batch_once(program))
-
-    return Recorded(Notes({"model_fn": model_fn}), record, passes)
+    return staged_out(
+        "gradients",
+        # in this order: the first is the definition, the second for what it refuses
+        [
+            ("torch.func.vjp", gradient_fn(model_fn, signature, zero.vjp)),
+            ("torch.autograd.grad", gradient_fn(model_fn, signature, autograd)),
+        ],
+        Notes({"model_fn": model_fn}),
+        inputs,
+        names,
+        cfg,
+        roles=lambda: _roles(signature, resident),
+        fixed={leaf.name: leaf.compute or leaf.dtype for leaf in signature.plan.sharding.layout},
+        changed=changed_in_place,
+        bucket_bytes=bucket_bytes,
+        rung=rung,
+        slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
+        last=lambda program: replace(program, resident=_batch_once(program)),
+    )
 
 
 REST = "the rest"
@@ -206,17 +232,20 @@ def _batch_once(program: Program) -> tuple[Held, ...]:
     )
 
 
-def _roles(cfg: Config, signature: Signature, axes: Axes) -> dict[str, Any]:
+def _roles(signature: Signature, resident: Sequence[Held]) -> dict[str, Any]:
     """What the inputs and outputs of the flat calling convention are, as a Program has it."""
-    trained = [leaf.name for leaf in signature.layout if leaf.trainable]
+    plan = signature.plan
+    trained = [leaf.name for leaf in plan.trained]
     states = signature.state_out.num_leaves if signature.state_out else 0
     aux = signature.aux_out.names if signature.aux_out else ()
     names = [*trained, "loss", *[f"model_state.{i}" for i in range(states)]]
     names += [f"aux.{name}".rstrip(".") for name in aux]
     return {
+        "times": plan.cfg.accum_steps,
+        "resident": tuple(resident),
         "outputs": tuple(names),
         "input_categories": (
-            *[PARAMETERS] * len(signature.layout),
+            *[PARAMETERS] * len(plan.sharding.layout),
             *[STATE] * (signature.state.num_leaves if signature.state else 0),
             *[BATCH] * signature.batch.num_leaves,
             *[SCALE] * signature.scaled,
@@ -227,42 +256,13 @@ def _roles(cfg: Config, signature: Signature, axes: Axes) -> dict[str, Any]:
             *[STATE] * states,
             *[RESULTS] * len(aux),
         ),
-        "reduced_over": () if reduces_once(cfg) else axes.groups,
+        "reduced_over": () if reduces_once(plan.cfg) else plan.axes.groups,
     }
 
 
 # How much of the peak fewer and larger collectives may cost. Who shards parameters is short of
 # memory; who doesn't holds them all in any case.
 _SLACK_SHARDED, _SLACK = 0.1, 0.25
-
-
-def flat_loss_fn(model_fn: ModelFn, cfg: Config, signature: Signature) -> LossFn:
-    """The user's function on flat leaves, its result checked and its aux flattened."""
-
-    def loss_fn(leaves: Leaves, state: Leaves, batch: Leaves) -> tuple[Tensor, Leaves]:
-        args: list[Any] = [tree.unflatten(signature.params, leaves)]
-        if signature.state is not None:
-            args.append(tree.unflatten(signature.state, state))
-        args.append(signature.batch.unflatten(batch))
-        with in_force(cfg.dtypes, leaves[0].device.type if leaves else "cpu"):
-            returned = model_fn(*args)
-        loss, new_state, aux = _taken_apart(returned, cfg, signature.state is not None)
-        check_loss(loss)
-        if not loss.requires_grad and any(x.requires_grad for x in leaves):
-            raise no_gradient()
-        loss = cast(loss, cfg.dtypes.output)
-        state_leaves: list[Any] = []
-        aux_leaves: list[Any] = []
-        if signature.state is not None:
-            state_leaves, signature.state_out = tree.flatten(new_state)
-            _check_state(signature, state_leaves, state)
-        if cfg.has_aux:
-            # numbers may differ between micro-batches, whose aux is stacked
-            aux_leaves, signature.aux_out = take_apart(aux, "aux", numbers=True)
-            aux_leaves = cast(aux_leaves, cfg.dtypes.output)
-        return loss, tuple(map(_as_output, (*state_leaves, *aux_leaves)))
-
-    return loss_fn
 
 
 def _taken_apart(result: Any, cfg: Config, stateful: bool) -> tuple[Any, Any, Any]:
@@ -298,9 +298,3 @@ def _check_state(signature: Signature, new: Sequence[Any], old: Sequence[Tensor]
                 f"leaf {i} of the model state came back as {after.dtype} {tuple(after.shape)} and "
                 f"was {before.dtype} {tuple(before.shape)}; shapes and dtypes must stay."
             )
-
-
-def _as_output(x: Any) -> Tensor:
-    if not isinstance(x, Tensor):
-        x = torch.as_tensor(x)
-    return x.detach()

@@ -37,8 +37,7 @@ class GradientHalf(NamedTuple):
 
 def signature_for(plan: Plan, local: LocalState, batch: Frame) -> Signature:
     """What the inputs of a step's gradients stand for."""
-    spec, layout = plan.sharding.spec, plan.sharding.layout
-    return Signature(spec, layout, local.state_spec, batch, scaled=bool(local.scale))
+    return Signature(plan, local.state_spec, batch, scaled=bool(local.scale))
 
 
 class Traced:
@@ -90,7 +89,7 @@ class Traced:
             check_inputs(shared.gradient_fn.program, inputs)
         else:
             self.gradient_fn = trace_gradients(
-                model_fn, cfg, self.signature, plan.axes, inputs, names, beside, settled[0], rung
+                model_fn, self.signature, inputs, names, beside, settled[0], rung
             )
         gradients = self.gradient_fn.program
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore

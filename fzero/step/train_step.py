@@ -32,11 +32,10 @@ from fzero.step.update import Updated
 from fzero.transforms.micro import micro_batches
 from fzero.tree import PyTree
 
-MAX_SIGNATURES = 8
-
 
 def make_train_step(model_fn: ModelFn, opt: Any, cfg: Config | None = None) -> "TrainStep":
-    """A pure, sharded training step.
+    """A pure, sharded training step: `value_and_grad` of the model function for each micro-batch,
+    clipping, and the optimizer on the shards.
 
     Args:
         model_fn: `(params, batch) -> loss`, a 0-d floating tensor: the mean over this rank's batch.

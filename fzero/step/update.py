@@ -286,7 +286,8 @@ class Update:
             # cast first: half the bytes travel
             pairs = zip(targets, params, strict=True)
             targets = [x.to(p.dtype).to(p.device) for x, p in pairs]
-        if self.cfg.stage in (0, 3):
+        # a rank alone has all of each leaf: gathered, it would be written twice
+        if self.cfg.stage in (0, 3) or self.axes.shard.size == 1:
             torch._foreach_copy_(list(params), list(targets))
             return
         # as they are kept, not as they are computed with: autocast keeps float32

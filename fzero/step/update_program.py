@@ -34,7 +34,7 @@ from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.update import Update, Updated
 from fzero.transforms.notes import Notes, warn_of_recordings
-from fzero.transforms.recorded import Recorded, check_inputs
+from fzero.transforms.recorded import MAX_RECORDINGS, Recorded, Recordings, check_inputs
 
 
 class UpdateProgram:
@@ -62,27 +62,21 @@ class UpdateProgram:
             device_type=plan.mesh.device_type,
         )
         self.follow: Follower | None = None
-        self._recorded: list[Recorded] = []  # the last used comes first
-        self._recordings = 0
+        self._recorded: Recordings[Recorded] = Recordings()
+        self._count = 0
 
     def hold(self) -> bool:
         """Whether there is a Program for what the optimizer reads from outside; it is used now."""
-        if self.plan.opt.foreign:
-            return True
-        found = next((one for one in self._recorded if one.hold()), None)
-        if found is None:
-            return False
-        self._use(found)
-        return True
+        return self.plan.opt.foreign or self._recorded.find(None) is not None
 
     def differences(self) -> list[str]:
         """What the optimizer reads and is no longer as it was."""
-        return self._recorded[0].notes.differences() if self._recorded else []
+        return self.recorded.notes.differences() if self.recorded else []
 
     @property
     def recorded(self) -> Recorded | None:
         """The Program that runs now; None of an optimizer that is not recorded."""
-        return self._recorded[0] if self._recorded else None
+        return next(iter(self._recorded.of(None)), None)
 
     def resume(
         self,
@@ -100,13 +94,8 @@ class UpdateProgram:
         """
         groups = self._groups(trained, local, grads, loss, state)
         check_inputs(recorded.program, [x for group in groups for x in group])
-        self._use(recorded)
+        self._recorded.add(None, recorded)
         return recorded.program
-
-    def _use(self, found: Recorded) -> None:
-        if not self._recorded or found is not self._recorded[0]:
-            rest = [one for one in self._recorded if one is not found]
-            self._recorded = [found, *rest][:MAX_EARLIER]
 
     def __call__(
         self,
@@ -127,14 +116,15 @@ class UpdateProgram:
             self.follow = self.follow or Follower(local.masters, parts)
             self.follow(local.masters, parts)
         groups = self._groups(trained, local, grads, loss, state)
-        if not self._recorded:
+        recorded = self.recorded
+        if recorded is None:
             return self._eagerly(groups)
         flat = [x for group in groups for x in group]
         del groups
         grads.clear()
         # the same on all ranks: the noise is that of whole leaves
-        key = (self.plan.cfg.seed, int(local.step), _UPDATE) if self._recorded[0].seeded else ()
-        return _updated(self._recorded[0](flat, lambda: mix(*key)), len(state))
+        key = (self.plan.cfg.seed, int(local.step), _UPDATE) if recorded.seeded else ()
+        return _updated(recorded(flat, lambda: mix(*key)), len(state))
 
     def _groups(
         self,
@@ -201,9 +191,9 @@ class UpdateProgram:
         kinds = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS, RESULTS, STATE, SCALE, STATE, OPTIMIZER)
         categories = [kind for kind, group in zip(kinds, groups, strict=True) for _ in group]
         inputs = [x for group in groups for x in group]
-        self._recordings += 1
-        if self._recordings > MAX_EARLIER:
-            warn_of_recordings("the update", self._recordings, self.differences())
+        self._count += 1
+        if self._count > MAX_RECORDINGS:
+            warn_of_recordings("the update", self._count, self.differences())
 
         def record() -> Program:
             return trace_program("update", [("make_fx", flat_fn)], inputs, names)
@@ -228,8 +218,9 @@ class UpdateProgram:
             )
             return run_passes(insert_seeds(program), cfg.named_passes, late=True)
 
-        self._use(Recorded(Notes({"the optimizer": self.plan.opt}), record, passes))
-        return self._recorded[0].program
+        recorded = Recorded(Notes({"the optimizer": self.plan.opt}), record, passes)
+        self._recorded.add(None, recorded)
+        return recorded.program
 
 
 def _refuse_numbers(local: LocalState) -> None:
@@ -295,9 +286,6 @@ def _is_tensor(x: Any) -> bool:
 
 def names_of_state(local: LocalState) -> list[str]:
     return tree.names(tree.unflatten(local.inner_spec, local.inner))
-
-
-MAX_EARLIER = 8
 
 
 _UPDATE = 0x0DD  # tells the update's numbers from those of micro-batch and rank

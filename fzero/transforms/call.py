@@ -35,6 +35,7 @@ class Call:
         args, kwargs: as they came.
         room: whether values are to be in dtypes that hold their gradients as these are reduced.
         differentiated: whether a derivative is taken, which trained leaves must be real for.
+        finish: what is made of the function's result; None: the config's output dtype counts.
 
     Raises:
         ShardError: an argument is missing or is no tree of shards, or a trained leaf is complex.
@@ -50,8 +51,11 @@ class Call:
         *,
         room: bool = False,
         differentiated: bool = True,
+        finish: Callable[[Any], PyTree] | None = None,
     ) -> None:
         self.fn, self.cfg, self.argnums = fn, cfg, tuple(argnums)
+        self.finish = finish or (lambda result: cast(result, cfg.dtypes.output))
+        self.takes_shards = isinstance(fn, Function) and fn.takes_parts
         self.args, self.kwargs = tuple(args), dict(kwargs)
         for i in self.argnums:
             if not -len(args) <= i < len(args):
@@ -77,28 +81,26 @@ class Call:
 
     def run(self, values: Sequence[Tensor]) -> PyTree:
         """What the function returns for these local tensors in place of its trees' own."""
-        columns = self.columns(values)
-        if isinstance(self.fn, Function) and self.fn.takes_parts:
+        return self.run_on(
+            values if self.takes_shards else gathered(values, self.layout, self.axes)
+        )
+
+    def run_on(self, leaves: Sequence[Any]) -> PyTree:
+        """What the function returns for these leaves: full ones, or shards if it takes those."""
+        columns = self.columns(leaves)
+        if self.takes_shards:
             args = [_as_parts(x, self.cfg) for x in self.args]
             for i, found, column in zip(self.argnums, self.trees, columns, strict=True):
                 args[i] = found.parts(column)
             kwargs = {k: _as_parts(x, self.cfg) for k, x in self.kwargs.items()}
-            return self.fn.body(*args, **kwargs)
-        rows = zip(self.trees, columns, strict=True)
-        return self.run_on(
-            *(tree.unflatten(one.spec, gathered(x, one.layout, self.axes)) for one, x in rows)
-        )
-
-    def run_on(self, *trees: PyTree) -> PyTree:
-        """What the function returns for these trees of full leaves in place of its own."""
+            return self.fn.body(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
         # one by one: who reads another tree of shards has it gathered where it is read
         args = [x if i in self.argnums else _full(x, self.cfg) for i, x in enumerate(self.args)]
-        for i, full in zip(self.argnums, trees, strict=True):
-            args[i] = full
+        for i, found, column in zip(self.argnums, self.trees, columns, strict=True):
+            args[i] = tree.unflatten(found.spec, column)
         kwargs = {k: _full(x, self.cfg) for k, x in self.kwargs.items()}
-        dtypes = self.cfg.dtypes
-        with in_force(dtypes, self.trees[0].mesh.device_type):
-            return cast(self.fn(*args, **kwargs), dtypes.output)
+        with in_force(self.cfg.dtypes, self.trees[0].mesh.device_type):
+            return self.finish(self.fn(*args, **kwargs))
 
     def outward(self, result: PyTree) -> PyTree:
         """A result as the caller gets it: outside of all transforms shards are DTensors."""

@@ -26,6 +26,7 @@ from fzero.distributed.collectives import all_reduce, phase
 from fzero.distributed.mesh import Axes
 from fzero.errors import ConfigError, FzeroError
 from fzero.functional.differentiate import no_gradient
+from fzero.layout import Layout
 from fzero.numerics.casts import widened
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE
 from fzero.transforms.call import Call, Results, like, mean
@@ -299,7 +300,9 @@ def _value_and_grads(call: Call, *, has_aux: bool) -> tuple[Tensor, PyTree, list
     count = 1 if call.inside else call.cfg.accum_steps
     losses, auxes, total = [], [], []
     for one in _micro_calls(call, count):
-        loss, aux, grads = _one(one, 1.0 / (call.axes.world * count), has_aux=has_aux)
+        _begin(one, FORWARD)
+        loss, aux, grads = gradients(one, 1.0 / (call.axes.world * count), has_aux=has_aux)
+        _begin(one, UPDATE)
         grads = summable(grads) if count > 1 else grads
         total = [a + b for a, b in zip(total, grads, strict=True)] if total else grads
         losses.append(loss)
@@ -310,39 +313,41 @@ def _value_and_grads(call: Call, *, has_aux: bool) -> tuple[Tensor, PyTree, list
     return mean(loss, call.axes), stacked(auxes), list(merged)
 
 
-def _one(call: Call, factor: float, *, has_aux: bool) -> tuple[Tensor, PyTree, list[Tensor]]:
+def gradients(
+    call: Call, factor: float | Tensor, *, has_aux: bool = False, way: zero.Way | None = None
+) -> tuple[Tensor, PyTree, list[Tensor]]:
+    """This rank's loss and aux of one batch, and the gradients of `factor * loss`.
+
+    Args:
+        call: of the function on the batch.
+        factor: this batch's share of the mean over ranks and micro-batches.
+        has_aux: whether the function returns something beside the loss.
+        way: which way parameters come and gradients go, a stage of `fzero.zero`; None: shards are
+            gathered and gradients come as the parameters do.
+    """
     trained, frozen = call.layout.divide(call.values)
     frames: list[Frame] = []
-    _begin(call, FORWARD)
-    loss_of = _loss_of(call, factor, frames if has_aux else None)
     # what somebody differentiates again needs the definition, whose results have derivatives
     operator = zero.grad if call.inside else gradient()
-    grads, (_, (loss, aux)) = operator(loss_of)(trained, frozen)
-    _begin(call, UPDATE)
+    loss_fn = loss_of(call, factor, frames if has_aux else None)
+    way = way or _way_of(call)
+    grads, (_, (loss, aux)) = way(loss_fn, call.layout, call.axes, operator)(trained, frozen)
     loss = loss if call.inside else loss.detach()
     rebuilt = frames[0].unflatten(aux) if has_aux else None
+    # the fused optimizer kernels read memory in order, whatever the strides
     return widened(loss), rebuilt, [x.contiguous() for x in grads]
 
 
-def _hessian(call: Call, along: Leaves, factor: float) -> list[Leaves]:
-    """The gradient of `factor * loss`, and its Hessian times a vector."""
-    trained, frozen = call.layout.divide(call.values)
+def loss_of(call: Call, factor: float | Tensor, frames: list[Frame] | None = None) -> zero.LossFn:
+    """`leaves -> (factor * loss, (loss, aux))`, on full leaves, or on shards if the function takes
+    those; the frame of aux is put into `frames`, if there are any.
 
-    def grads_of(trained: Leaves) -> Leaves:
-        return zero.grad(_loss_of(call, factor))(trained, frozen)[0]
+    Raises:
+        FzeroError: the function returned no loss, or one that depends on no trained leaf.
+    """
 
-    if gradient() is zero.vjp:
-        return list(torch.func.jvp(grads_of, (tuple(trained),), (tuple(along),)))  # pyright: ignore
-    # the other front end: the Hessian is its own transpose
-    grads, pull = torch.func.vjp(grads_of, tuple(trained))  # pyright: ignore
-    return [grads, pull(tuple(along))[0]]
-
-
-def _loss_of(call: Call, factor: float, frames: list[Frame] | None = None) -> zero.LossFn:
-    """`(trained, frozen) -> (factor * loss, (loss, aux))` on local tensors."""
-
-    def loss_fn(trained: Leaves, frozen: Leaves) -> tuple[Tensor, Leaves]:
-        result = call.run(call.layout.merge(trained, frozen))
+    def loss_fn(leaves: Leaves) -> tuple[Tensor, Leaves]:
+        result = call.run_on(leaves)
         aux: list[Tensor] = []
         if frames is not None:
             if not isinstance(result, tuple) or len(result) != 2:
@@ -354,18 +359,44 @@ def _loss_of(call: Call, factor: float, frames: list[Frame] | None = None) -> ze
             aux, frame = take_apart(rest, "aux", numbers=True)
             frames[:] = [frame]
         check_loss(result)
-        if not call.inside and not result.requires_grad and any(x.requires_grad for x in trained):
+        if not call.inside and not result.requires_grad and any(x.requires_grad for x in leaves):
             raise no_gradient()
         return result, tuple(x if call.inside else x.detach() for x in aux)
 
     if not call.inside:
         return zero.scaled(loss_fn, factor)
 
-    def unmarked(trained: Leaves, frozen: Leaves) -> tuple[Tensor, Any]:
-        loss, aux = loss_fn(trained, frozen)
+    def unmarked(leaves: Leaves) -> tuple[Tensor, Any]:
+        loss, aux = loss_fn(leaves)
         return loss * factor, (loss, aux)
 
     return unmarked
+
+
+def _way_of(call: Call) -> zero.Way:
+    return _on_shards if call.takes_shards else zero.zero3
+
+
+def _on_shards(loss_fn: zero.LossFn, layout: Layout, axes: Axes, grad: zero.Grad) -> zero.GradFn:
+    """The way of a transform of the library: it has a gather of its own."""
+    del axes
+    return grad(lambda trained, frozen: loss_fn(layout.merge(trained, frozen)))
+
+
+def _hessian(call: Call, along: Leaves, factor: float) -> list[Leaves]:
+    """The gradient of `factor * loss`, and its Hessian times a vector."""
+    trained, frozen = call.layout.divide(call.values)
+    loss_fn = loss_of(call, factor)
+    of_both = _way_of(call)(loss_fn, call.layout, call.axes, zero.grad)
+
+    def grads_of(trained: Leaves) -> Leaves:
+        return of_both(trained, frozen)[0]
+
+    if gradient() is zero.vjp:
+        return list(torch.func.jvp(grads_of, (tuple(trained),), (tuple(along),)))  # pyright: ignore
+    # the other front end: the Hessian is its own transpose
+    grads, pull = torch.func.vjp(grads_of, tuple(trained))  # pyright: ignore
+    return [grads, pull(tuple(along))[0]]
 
 
 def _micro_calls(call: Call, count: int, *, room: bool = True) -> list[Call]:

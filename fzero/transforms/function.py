@@ -26,10 +26,9 @@ from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import warn_of_recordings
 from fzero.transforms.parts import has_parts, mesh_of
 from fzero.transforms.randomness import seeded
-from fzero.transforms.staging import Staged, changed_in_place
+from fzero.transforms.recorded import MAX_RECORDINGS, Recordings
+from fzero.transforms.staging import TracedFunction, changed_in_place
 from fzero.tree import PyTree
-
-MAX_SIGNATURES = 8
 
 
 class Function:
@@ -65,9 +64,9 @@ class Function:
         self.donate_argnums, self.takes_parts = tuple(donate_argnums), takes_parts
         self._arguments = _arguments(fn, second)
         self.__wrapped__ = fn
-        self._staged: dict[Any, list[Staged]] = {}  # the last used comes first
+        self._recordings: Recordings[TracedFunction] = Recordings()
         self._agreement = Agreement(f"function {name}", cfg.timeout)
-        self._recordings = 0
+        self._count = 0
 
     def __call__(self, *args: Any, rng: int = 0, **kwargs: Any) -> PyTree:
         """Run it.
@@ -103,19 +102,20 @@ class Function:
                     frame = take_apart((args, kwargs), "arguments")[1]
                     raise changed_in_place(self.name, _named(frame, self._arguments).names[i])
             return result
-        staged = self._find(args, kwargs, leaves, key, mesh)
+        traced = self._find(args, kwargs, leaves, key, mesh)
         # counted here and not in `_find`, which `lower` may call on one rank alone
         agreement.calls += 1
-        if staged.bucket_bytes != agreement.settle(staged.bucket_bytes, mesh):
-            self._forget(staged)  # made with this rank's own sizes: once more, with those of all
-            staged = self._find(args, kwargs, leaves, key, mesh)
+        if traced.bucket_bytes != agreement.settle(traced.bucket_bytes, mesh):
+            # made with this rank's own sizes: once more, with those of all
+            self._recordings.forget(traced)
+            traced = self._find(args, kwargs, leaves, key, mesh)
         try:
-            agreement.compare(staged.collectives, mesh)
+            agreement.compare(traced.collectives, mesh)
         except RankMismatchError:
-            self._forget(staged)
+            self._recordings.forget(traced)
             raise
         with agreement.running(mesh):
-            return staged(leaves, rng)
+            return traced(leaves, rng)
 
     def lower(self, *args: Any, rng: int = 0, **kwargs: Any) -> Program:
         """The Program for these arguments, without running it; asks no other rank.
@@ -130,20 +130,17 @@ class Function:
 
     def _find(
         self, args: Any, kwargs: Any, leaves: Sequence[Tensor], key: Any, mesh: Mesh
-    ) -> Staged:
-        known = self._staged.get(key, [])
-        for staged in known:
-            if staged.hold():  # see [Note: stale]
-                if staged is not known[0]:
-                    known.remove(staged)
-                    known.insert(0, staged)
-                return staged
-        self._recordings += 1
-        if self._recordings > MAX_SIGNATURES:
+    ) -> TracedFunction:
+        found = self._recordings.find(key)
+        if found is not None:
+            return found
+        self._count += 1
+        if self._count > MAX_RECORDINGS:
+            known = self._recordings.of(key)
             changed = known[0].notes.differences() if known else ["the shapes of its arguments"]
-            warn_of_recordings(self.name, self._recordings, changed)
+            warn_of_recordings(self.name, self._count, changed)
         leaves, frame = take_apart((args, kwargs), "arguments")
-        staged = Staged(
+        traced = TracedFunction(
             self.name,
             self.body,
             {self.name: self.__wrapped__},
@@ -154,8 +151,8 @@ class Function:
             mesh,
             self._agreement.bucket_bytes,
         )
-        self._staged[key] = [staged, *known][:MAX_SIGNATURES]
-        return staged
+        self._recordings.add(key, traced)
+        return traced
 
     def _donated(self, args: Sequence[Any], count: int) -> list[bool]:
         """One flag per tensor among the arguments."""
@@ -168,10 +165,6 @@ class Function:
         for i, arg in enumerate(args):
             flags += [i in self.donate_argnums] * len(take_apart(arg, "arguments")[0])
         return flags + [False] * (count - len(flags))
-
-    def _forget(self, staged: Staged) -> None:
-        rest = {k: [one for one in v if one is not staged] for k, v in self._staged.items()}
-        self._staged = {k: v for k, v in rest.items() if v}
 
 
 def jit(

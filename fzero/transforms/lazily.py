@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero import tree
 from fzero.config import Config
 from fzero.distributed.journal import EAGER, Journal
 from fzero.distributed.mesh import Mesh
@@ -14,7 +13,6 @@ from fzero.distributed.transport import Transport
 from fzero.eager.gathered import Gathered
 from fzero.layout import Layout
 from fzero.transforms.parts import Opened
-from fzero.tree import PyTree
 
 
 class Lazily:
@@ -29,8 +27,8 @@ class Lazily:
         self._transports: dict[Mesh, Transport] = {}
         self._order: list[int] = []  # in which leaves were used last time: they travel together
 
-    def __call__(self, run: Callable[[PyTree], Any], params: Opened) -> Any:
-        """`run` on a tree whose leaves are gathered at first use; it builds no graph of them.
+    def __call__(self, run: Callable[[Sequence[Any]], Any], params: Opened) -> Any:
+        """`run` on leaves that are gathered at first use; it builds no graph of them.
 
         Python doesn't say which use is the last one. So only the leaves that were used last are
         kept, as many as one bucket holds: what is read again later is gathered again. All ranks
@@ -46,7 +44,7 @@ class Lazily:
         transport.journal.begin("evaluation")
         source = _LastUsed(params.values, params.layout, transport, self._order)
         try:
-            result = run(tree.unflatten(params.spec, source.leaves))
+            result = run(source.leaves)
             self._order = list(source.used)
         finally:
             source.close()

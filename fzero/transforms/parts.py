@@ -101,11 +101,13 @@ class Opened:
 
 
 def opened(values: PyTree, cfg: Config, what: str) -> Opened:
-    """Open a tree of DTensors, of plain tensors, or of `Part`s.
+    """Open a tree of DTensors, of plain tensors, or of `Part`s; one that is open stays as it is.
 
     Raises:
         ShardError: a leaf is no tensor, or lives on another mesh or in another way.
     """
+    if isinstance(values, Opened):
+        return values
     leaves, spec = tree.flatten(values)
     paths = tuple(tree.paths(values))
     first = next((x for x in leaves if isinstance(x, Part)), None)

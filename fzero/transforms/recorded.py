@@ -1,7 +1,7 @@
 """A flat function, recorded once and compiled: what every staged-out function comes down to."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -13,6 +13,10 @@ from fzero.program.graph import placeholders, tensors_of
 from fzero.program.program import Pass
 from fzero.transforms.notes import ONE_AT_A_TIME, Notes
 from fzero.transforms.saved_notes import Gone
+
+T = TypeVar("T", bound="Holds")
+MAX_RECORDINGS = 8
+"""Of one kind of call."""
 
 
 class Recorded:
@@ -69,6 +73,62 @@ class Recorded:
         """
         refuse_hooks(self.module_params)
         return self.run(*flat, key()) if self.seeded else self.run(*flat)
+
+
+class Holds(Protocol):
+    """What rests on what functions read from outside."""
+
+    def hold(self) -> bool:
+        """Whether all of that is as it was."""
+        ...
+
+
+class Recordings(Generic[T]):
+    """What one function was staged out as, by kind of call; of each kind the last used comes first.
+
+    Examples:
+        >>> class Made:
+        ...     def __init__(self, holds): self.holds = holds
+        ...     def hold(self): return self.holds
+        >>> stale, fresh, known = Made(False), Made(True), Recordings()
+        >>> known.add("kind", fresh), known.add("kind", stale), known.add("other", stale)
+        (None, None, None)
+        >>> known.find("kind") is fresh, known.of("kind") == [fresh, stale], len(known)
+        (True, True, 3)
+        >>> known.forget(stale), list(known) == [("kind", fresh)]
+        (None, True)
+    """
+
+    def __init__(self) -> None:
+        self._by_kind: dict[Any, list[T]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_kind.values()))
+
+    def __iter__(self) -> Iterator[tuple[Any, T]]:
+        return ((kind, one) for kind, known in self._by_kind.items() for one in known)
+
+    def of(self, kind: Any) -> Sequence[T]:
+        """All of a kind."""
+        return self._by_kind.get(kind, ())
+
+    def find(self, kind: Any) -> T | None:
+        """The one of a kind that holds, see [Note: stale]; None if there is none."""
+        known = self._by_kind.get(kind, [])
+        found = next((one for one in known if one.hold()), None)
+        if found is not None and found is not known[0]:
+            known.remove(found)
+            known.insert(0, found)
+        return found
+
+    def add(self, kind: Any, one: T) -> None:
+        """Keep one more; of too many the one of its kind that was used longest ago goes."""
+        self._by_kind[kind] = [one, *self.of(kind)][:MAX_RECORDINGS]
+
+    def forget(self, one: T) -> None:
+        """Drop it."""
+        rest = {k: [x for x in known if x is not one] for k, known in self._by_kind.items()}
+        self._by_kind = {k: known for k, known in rest.items() if known}
 
 
 def check_inputs(program: Program, given: Sequence[Any]) -> None:

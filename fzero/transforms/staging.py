@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -24,7 +25,8 @@ from fzero.program.fitting import NothingFits
 from fzero.program.passes.donate import own_outputs
 from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
-from fzero.program.trace import trace_program
+from fzero.program.program import Pass
+from fzero.program.trace import FrontEnd, trace_program
 from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import Notes
@@ -43,12 +45,80 @@ def gradient() -> zero.Grad:
 
 
 @contextlib.contextmanager
-def _taking(grad: zero.Grad) -> Iterator[None]:
+def taking(grad: zero.Grad, mesh: Mesh) -> Iterator[None]:
+    """What is recorded inside takes its gradients so, and runs on these ranks."""
     token = _GRADIENT.set(grad)
     try:
-        yield
+        with on_mesh(mesh):
+            yield
     finally:
         _GRADIENT.reset(token)
+
+
+def staged_out(
+    name: str,
+    front_ends: Sequence[FrontEnd],
+    notes: Notes,
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    cfg: Config,
+    *,
+    roles: Callable[[], dict[str, Any]],
+    fixed: Mapping[str, torch.dtype],
+    changed: Callable[[str], FzeroError],
+    bucket_bytes: int | None = None,
+    rung: int | None = None,
+    slack: float = 0.1,
+    last: Pass = lambda program: program,
+) -> Recorded:
+    """What differentiates or gathers, recorded and made fit to run: a function of shards, or the
+    gradients of a step.
+
+    Args:
+        name: the Program's.
+        front_ends: as `trace_program` takes them.
+        notes: take down what the user's functions read from outside.
+        inputs: example tensors.
+        names: one per input.
+        cfg: says which passes there are.
+        roles: fields of the Program that say what its inputs and outputs are; asked when it is
+            recorded.
+        fixed: names of the first inputs, which nobody may write to, and the dtypes in which the
+            function gets them.
+        changed: what to say where it does.
+        bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
+        rung: a settled plan for `cfg.memory_limit`; None: the first that fits.
+        slack: share of the lowest peak that larger buckets may cost.
+        last: a pass after all others.
+
+    Raises:
+        ConfigError: nothing stays under `cfg.memory_limit`.
+        TraceError: the function can't be staged out.
+    """
+
+    def record() -> Program:
+        return trace_program(
+            name, front_ends, inputs, names, opaque=cfg.opaque, remat=cfg.remat_rules
+        )
+
+    def passes(program: Program) -> Program:
+        program = replace(program, **roles())
+        for label in written_inputs(program, fixed):
+            raise changed(label)
+        program = optimise(
+            program,
+            reshard_after_forward=cfg.reshard_after_forward,
+            bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
+            exact=bucket_bytes is not None,
+            prefetch=cfg.prefetch,
+            slack=slack,
+            limit=cfg.limit,
+            rung=rung,
+            passes=cfg.named_passes,
+        )
+        return last(program)
+
+    return Recorded(notes, record, passes)
 
 
 @dataclass(frozen=True)
@@ -68,7 +138,7 @@ class Leaf:
         return noted(local if self.spec is None else from_spec(local, self.spec), self.owners)
 
 
-class Staged:
+class TracedFunction:
     """One Program of a function, ready to run.
 
     Args:
@@ -110,7 +180,7 @@ class Staged:
             def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
                 pairs = zip(self.inputs, flat, strict=True)
                 args, kwargs = frame.unflatten([leaf.wrapped(x) for leaf, x in pairs])
-                with _taking(grad), on_mesh(mesh):
+                with taking(grad, mesh):
                     result = body(*args, **kwargs)
                 found, self.result = take_apart(result, "what the function returned")
                 found = [_settled(x) for x in found]
@@ -119,45 +189,37 @@ class Staged:
 
             return flat_fn
 
-        front_ends = [
-            ("torch.func", through(zero.vjp)),
-            ("torch.autograd", through(zero.autograd)),
-            # fused attention has one derivative; written out it has all
-            ("torch.func, attention written out", attention_written_out(through(zero.vjp))),
-        ]
         locals_ = [local_tensor(x).detach() for x in leaves]
+        # a tree of shards, or the first argument, which is one at every stage
+        shown = zip(self.inputs, frame.paths, strict=True)
+        first = [leaf.spec is not None or path.startswith("[0][0]") for leaf, path in shown]
 
-        def passes(program: Program) -> Program:
-            # a tree of shards, or the first argument, which is one at every stage
-            shown = zip(self.inputs, frame.paths, strict=True)
-            first = [leaf.spec is not None or path.startswith("[0][0]") for leaf, path in shown]
-            program = replace(
-                program,
-                input_categories=tuple(PARAMETERS if one else BATCH for one in first),
-                outputs=self.result.names if self.result else program.outputs,
-                output_categories=(RESULTS,) * len(program.outputs),
-            )
-            given = {label: x.dtype for label, x in zip(names, locals_, strict=True)}
-            for label in written_inputs(program, given):
-                raise changed_in_place(name, label)
-            settled = bucket_bytes[0] if bucket_bytes else None
-            program = optimise(
-                program,
-                reshard_after_forward=cfg.reshard_after_forward,
-                bucket_bytes=settled or int(cfg.bucket_mb * 2**20),
-                exact=settled is not None,
-                prefetch=cfg.prefetch,
-                limit=cfg.limit,
-                passes=cfg.named_passes,
-            )
-            return own_outputs(program, donated)
+        def roles() -> dict[str, Any]:
+            assert self.result is not None
+            return {
+                "input_categories": tuple(PARAMETERS if one else BATCH for one in first),
+                "outputs": self.result.names,
+                "output_categories": (RESULTS,) * len(self.result.names),
+            }
 
-        def record() -> Program:
-            return trace_program(
-                name, front_ends, locals_, names, opaque=cfg.opaque, remat=cfg.remat_rules
-            )
-
-        self.recorded = Recorded(self.notes, record, passes)
+        self.recorded = staged_out(
+            name,
+            [
+                ("torch.func", through(zero.vjp)),
+                ("torch.autograd", through(zero.autograd)),
+                # fused attention has one derivative; written out it has all
+                ("torch.func, attention written out", attention_written_out(through(zero.vjp))),
+            ],
+            self.notes,
+            locals_,
+            names,
+            cfg,
+            roles=roles,
+            fixed={label: x.dtype for label, x in zip(names, locals_, strict=True)},
+            changed=lambda label: changed_in_place(name, label),
+            bucket_bytes=bucket_bytes[0] if bucket_bytes else None,
+            last=lambda program: own_outputs(program, donated),
+        )
         self.program = self.recorded.program
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)  # results that need memory of their own

@@ -70,7 +70,7 @@ def _trained(stage: int, donate: bool) -> dict[str, float]:
     for ours, expected in ((params, theirs), (ema, average)):
         ours = _full(ours)
         gaps += [(ours[k] - expected[k]).abs().max() for k in expected]
-    assert len(run._staged) == 1
+    assert len(run._recordings) == 1
     return {"gap": torch.stack(gaps).max().item()}
 
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 import fzero
 from fzero.errors import FzeroError, TraceError
 from fzero.program import Program
-from fzero.step.executors import MAX_SIGNATURES
 from fzero.step.train_step import TrainStep
 from fzero.transforms.notes import Notes
+from fzero.transforms.recorded import MAX_RECORDINGS
 
 X = torch.ones(2, 3)
 EXECUTORS = ("traced", "eager")
@@ -308,7 +308,7 @@ def test_what_is_read_from_outside_counts_at_every_call(name: str) -> None:
     model_fn, write = CASES[name]()
     step_fn, state = made(model_fn)
     seen = [loss(step_fn, state), loss(step_fn, state)]
-    recorded = sum(map(len, step_fn._executors._traced.values()))
+    recorded = len(step_fn._executors._traced)
     write(3.0)
     seen.append(loss(step_fn, state))
     assert seen == [6.0, 6.0, 18.0]
@@ -337,7 +337,7 @@ def test_a_step_is_plain_python_whatever_changes_between_calls(
             held.factor[where] = value if where == "a" else [value]
         keys.add((held.factor["a"], held.factor["b"][0], module.c))
         assert loss(step_fn, state) == float(model_fn({"w": torch.ones(3)}, X))
-    recorded = sum(map(len, step_fn._executors._traced.values()))
+    recorded = len(step_fn._executors._traced)
     assert recorded == len(keys)  # earlier ones are used again
 
 
@@ -353,8 +353,8 @@ def test_modes_of_a_module_count() -> None:
     want = apply(params, X).sum().item()
     assert losses[1] == losses[3] == pytest.approx(want, rel=1e-6)
     assert want not in losses[::2]
-    assert len(step_fn._executors._traced) == 1
-    assert [len(rows) for rows in step_fn._executors._traced.values()] == [2]
+    assert len({kind for kind, _ in step_fn._executors._traced}) == 1
+    assert len(step_fn._executors._traced) == 2
 
 
 def test_what_is_not_read_is_of_no_account() -> None:
@@ -372,7 +372,7 @@ def test_what_is_not_read_is_of_no_account() -> None:
         trainer.log.append(trainer.step)
         trainer.t = float("2.0")  # an equal one
         assert loss(step_fn, state) == 12.0
-    assert sum(map(len, step_fn._executors._traced.values())) == 1
+    assert len(step_fn._executors._traced) == 1
 
 
 def test_many_recordings_are_told_of_by_name() -> None:
@@ -380,11 +380,11 @@ def test_many_recordings_are_told_of_by_name() -> None:
     step_fn, state = made(lambda p, x: base(p, x) * held["temperature"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for i in range(MAX_SIGNATURES + 2):
+        for i in range(MAX_RECORDINGS + 2):
             held["temperature"] = float(i)
             assert loss(step_fn, state) == 6.0 * i
     (message,) = [str(w.message) for w in caught if "recorded" in str(w.message)]
-    assert f"held['temperature'] from {MAX_SIGNATURES - 1.0} to {float(MAX_SIGNATURES)}" in message
+    assert f"held['temperature'] from {MAX_RECORDINGS - 1.0} to {float(MAX_RECORDINGS)}" in message
 
 
 # --------------------------------------------------------------------------- learning rates
