@@ -10,10 +10,13 @@ from fzero.checkpoint.foreign.safetensors import export_safetensors
 from fzero.checkpoint.format.folders import latest
 from fzero.checkpoint.format.reader import Reader
 from fzero.checkpoint.load import load
+from fzero.checkpoint.partial import LoadReport, PartialLoad, load_partial
 from fzero.checkpoint.resume import StopOnSignal, sample_order
 from fzero.checkpoint.save import save
 
 __all__ = [
+    "LoadReport",
+    "PartialLoad",
     "Reader",
     "StopOnSignal",
     "deepspeed_param_groups",
@@ -21,6 +24,7 @@ __all__ = [
     "import_deepspeed_universal",
     "latest",
     "load",
+    "load_partial",
     "sample_order",
     "save",
     "wait",

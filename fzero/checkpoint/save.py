@@ -144,6 +144,8 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
     flat = flatten(params, opt_state)
     ranks = ranks_of(flat.tensors.values(), timeout)
     step = _step_of(opt_state) if step is None else step
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CheckpointError(f"step={step!r} must be an int >= 0: it names the checkpoint.")
     asked = {"path": str(where), "step": str(step), "keep": str(keep), "overwrite": str(overwrite)}
     # before the plan, which each rank makes by itself and which is the same if these are
     _agree(flat, ranks, asked)

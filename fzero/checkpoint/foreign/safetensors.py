@@ -10,6 +10,7 @@ https://huggingface.co/docs/hub/models-adding-libraries for the names of the fil
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,15 @@ from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.writer import ST_DTYPES, write_file
 from fzero.checkpoint.progress import progress
 from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
-from fzero.checkpoint.sources import Lazy, LazyReader, Source, names_of, shared_prefix
+from fzero.checkpoint.sources import (
+    Lazy,
+    LazyReader,
+    Rename,
+    Source,
+    names_of,
+    our_names,
+    renamed_params,
+)
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree
 
@@ -157,28 +166,32 @@ def is_safetensors(path: Path) -> bool:
     return inside or path.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def open_safetensors(path: Path, wanted: Sequence[str], on_bytes: Callable[[int], None]) -> Source:
+def open_safetensors(
+    path: Path,
+    wanted: Sequence[str],
+    on_bytes: Callable[[int], None],
+    rename: Rename | None = None,
+) -> Source:
     """A safetensors file, or what an index lists, as a source of parameters.
 
     Args:
         path: of the file, the index, or the folder with either.
         wanted: our keys.
         on_bytes: called with the bytes of each piece that is read.
+        rename: see `our_names`.
 
     Raises:
         CheckpointError: a file is damaged, missing, or not in the folder.
     """
     found = {name: file for file in _members(path) for name in _names_in(file)}
-    prefix = shared_prefix(names_of(wanted), found)
-    leaves = {
-        f"params.{name.removeprefix(prefix)}": _lazy(file, name)
-        for name, file in found.items()
-        if name.startswith(prefix)
-    }
+    ours = our_names(names_of(wanted), list(found), rename)
+    leaves = {f"params.{to}": _lazy(found[name], name) for name, to in ours.items()}
     reader = LazyReader(leaves, on_bytes)
     # sizes, not contents: to compare those would cost a reading of all files
     identity = json.dumps(sorted((name, file.stat().st_size) for name, file in found.items()))
-    return Source(str(path), reader, reader.read_metadata(), identity=identity)
+    renamed = renamed_params(ours, rename)
+    source = Source(str(path), reader, reader.read_metadata(), identity=identity)
+    return replace(source, renamed=renamed, names=list(found))
 
 
 def _whole(name: str, x: Any, dtype: torch.dtype | None) -> Whole:
