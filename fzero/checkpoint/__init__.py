@@ -5,6 +5,7 @@ params, opt_state = fzero.checkpoint.load("runs/a", params, opt_state)
 """
 
 from fzero.checkpoint.background import wait
+from fzero.checkpoint.client import client_state
 from fzero.checkpoint.foreign.deepspeed import deepspeed_param_groups, import_deepspeed_universal
 from fzero.checkpoint.foreign.safetensors import export_safetensors
 from fzero.checkpoint.format.folders import latest
@@ -19,6 +20,7 @@ __all__ = [
     "PartialLoad",
     "Reader",
     "StopOnSignal",
+    "client_state",
     "deepspeed_param_groups",
     "export_safetensors",
     "import_deepspeed_universal",
