@@ -103,3 +103,11 @@ def test_what_an_engine_can_not_do_is_refused() -> None:
         engine.optimizer.step(lambda: 0.0)
     with pytest.raises(BackwardError, match="multi_transform"):
         engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@pytest.mark.parametrize("lr", ["fast", None, True, [0.1], {}, -1.0, float("nan"), torch.ones(2)])
+def test_what_is_no_rate_is_refused_in_words(lr: Any) -> None:
+    engine = fzero.Engine(nn.Linear(2, 1), SGD(lr=0.1))
+    with pytest.raises(ConfigError, match=r"engine\.lr = "):
+        engine.lr = lr
+    assert engine.lr == pytest.approx(0.1)
