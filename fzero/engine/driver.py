@@ -23,6 +23,7 @@ from fzero.engine import events, phases
 from fzero.engine.attach import gather_around, install, owned_hook
 from fzero.engine.autograd import accumulates, current_node, left_in, own, scaled, watch
 from fzero.engine.backward_state import BackwardState
+from fzero.engine.compiled import CompiledCalls
 from fzero.engine.correction import Correction
 from fzero.engine.forward import Door, Forward
 from fzero.engine.frozen import Wishes
@@ -96,6 +97,7 @@ class Driver:
         self._wishes = Wishes(self.params, leaves)
         self._order: list[int] = list(reversed(self._registered))  # of gradients, as they come
         self._versions = self.writes.versions()  # of before a forward without the engine's call
+        self.compiled = None if self.units is None else CompiledCalls(self.units)
 
     # --- what its engine asks ---
 
@@ -131,6 +133,8 @@ class Driver:
         """A pass through the module begins, on all ranks unless they are in a local block."""
         evaluates = not torch.is_grad_enabled()
         if self.units is not None:
+            assert self.compiled is not None
+            self.compiled.find(self.writes.modules)
             if self.is_at_rest:
                 self.units.reshard()  # engine.state may have been written since they were gathered
             if evaluates:
