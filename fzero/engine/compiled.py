@@ -41,8 +41,12 @@ class CompiledCalls:
             for name in _CALLS:
                 # as torch has put it there: a class's own forward is none
                 call = module.__dict__.get(name)
-                if call is None or isinstance(call, _Call) or not _is_compiled(module, name):
+                if call is None or not _is_compiled(module, name):
                     continue
+                if isinstance(call, _Call):
+                    if call.units is self.units:
+                        continue
+                    call = call.call  # of an engine that is gone
                 self._wrapped[module, name] = call
                 setattr(module, name, _Call(module, call, self.units))
 
