@@ -46,7 +46,7 @@ def test_a_loop_of_fsdp2_has_the_same_losses_on_an_engine(tmp_path: Path) -> Non
     for key in ("loss", "norm", "lr"):
         assert after[key] == pytest.approx(before[key], rel=1e-5), key
     assert after["right"] == before["right"]
-    assert before["loss"][-1] < before["loss"][0]
+    assert before["loss"][4] < before["loss"][0]  # of the same rows
     theirs, ours = (
         torch.load(tmp_path / name / "weights.pt", weights_only=True)
         for name in ("before", "after")
