@@ -121,7 +121,6 @@ LAWS = {
     "checkpoint/ranks": "checkpoint/test_save.py: ranks_that_differ_are_told",
     "checkpoint/sources": "checkpoint/foreign/test_foreign.py: a_checkpoint_of_fsdp2_loads",
     "checkpoint/foreign/dcp": "checkpoint/foreign/test_foreign.py: a_checkpoint_of_fsdp2_loads",
-    "checkpoint/foreign/deepspeed": "checkpoint/foreign/test_foreign.py: deepspeed_universal",
     "checkpoint/format/boxes": "checkpoint/test_trees.py: boxes_are_what_dtensors_hold",
     "checkpoint/format/disk": "checkpoint/test_kills.py: a_kill_at_any_call_loses_nothing",
     "checkpoint/format/folders": "checkpoint/test_lineage.py: any_history_keeps_what_it_stands_on",

@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "export":
             command.add_argument("out", type=Path, metavar="OUT", nargs="?")
             command.add_argument("--dtype", help="such as bfloat16; as stored if not given")
+            command.add_argument("--overwrite", action="store_true", help="replace what is there")
     args = cli.parse_args(arguments)
     try:
         if args.command == "verify":
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "inspect":
             _say(table(manifest.read(folder)))
         else:
-            _export(folder, args.out or folder.parent / f"{folder.name}-safetensors", args.dtype)
+            out = args.out or folder.parent / f"{folder.name}-safetensors"
+            _export(folder, out, args.dtype, overwrite=args.overwrite)
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -66,7 +68,7 @@ def _verify(path: Path) -> int:
     return 1 if damaged else 0
 
 
-def _export(folder: Path, out: Path, dtype: str | None) -> None:
+def _export(folder: Path, out: Path, dtype: str | None, *, overwrite: bool) -> None:
     found = manifest.read(folder)
     try:
         to = None if dtype is None else manifest.dtype_of(dtype.removeprefix("torch."))
@@ -79,7 +81,8 @@ def _export(folder: Path, out: Path, dtype: str | None) -> None:
     ]
     if not leaves:
         raise CheckpointError(f"{folder} holds no params, so there is nothing to export.")
-    _say(str(write_folder(out.absolute(), leaves, ranks_of([], 60.0))))
+    ranks = ranks_of([], 60.0)
+    _say(str(write_folder(out.absolute(), leaves, ranks, overwrite=overwrite)))
 
 
 def _stored(folder: Path, found: Manifest, key: str, dtype: torch.dtype) -> Whole:

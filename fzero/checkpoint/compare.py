@@ -47,7 +47,7 @@ class Report:
                 ],
             ),
         ]
-        return "; ".join(f"{what}: {_shorten(keys)}" for what, keys in parts if keys)
+        return "; ".join(f"{what}: {shorten(keys)}" for what, keys in parts if keys)
 
 
 def compare(flat: Flat, metadata: Metadata, scalars: Mapping[str, Scalar]) -> Report:
@@ -95,11 +95,12 @@ def refuse(report: Report, where: str, *, strict: bool, cast: bool) -> None:
         )
 
 
-def _kind(x: object) -> str:
-    return "a tensor" if isinstance(x, Tensor | TensorStorageMetadata) else f"the value {x!r}"
-
-
-def _shorten(keys: Iterable[str]) -> str:
+def shorten(keys: Iterable[str]) -> str:
+    """The first of them, and how many more there are."""
     keys = list(keys)
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return ", ".join(keys[:SHOWN]) + more
+
+
+def _kind(x: object) -> str:
+    return "a tensor" if isinstance(x, Tensor | TensorStorageMetadata) else f"the value {x!r}"

@@ -2,13 +2,13 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
 
 from fzero.checkpoint import background
 from fzero.checkpoint.compare import Report, compare, refuse
@@ -16,30 +16,61 @@ from fzero.checkpoint.flatten import Flat, flatten
 from fzero.checkpoint.format import folders, manifest
 from fzero.checkpoint.format.reader import Reader
 from fzero.checkpoint.lineage import UNKNOWN
-from fzero.checkpoint.progress import progress
-from fzero.checkpoint.ranks import on_every_rank, ranks_of
+from fzero.checkpoint.progress import Progress, progress
+from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
 from fzero.checkpoint.sources import Source
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree
 
 
-def fill(
+@dataclass(frozen=True)
+class Opened:
+    """A source that all ranks have open, and the leaves that it is to fill.
+
+    Args:
+        flat: the leaves.
+        ranks: that load together.
+        source: the same on all of them.
+        shown: told of the bytes that are read.
+    """
+
+    flat: Flat
+    ranks: Ranks
+    source: Source
+    shown: Progress
+
+    def read(self, skip: Set[str], cut: Set[str] = frozenset()) -> tuple[PyTree, PyTree]:
+        """The trees, filled; all ranks call it.
+
+        Args:
+            skip: keys that stay as they are.
+            cut: keys of leaves of two shapes, which take the elements that both have.
+        """
+        source = replace(self.source, metadata=_as_wanted(self.source.metadata, self.flat, cut))
+        on_every_rank(
+            self.ranks, "whether they have read it", lambda: _read(self.flat, source, skip), UNREAD
+        )
+        self.shown.close()
+        return self.flat.rebuild({k: v for k, v in source.scalars.items() if k not in skip})
+
+
+def open_on_every_rank(
     choose: Callable[[], str],
     open_source: Callable[[str, Flat, Callable[[int], None]], Source],
     params_like: PyTree,
     opt_state_like: PyTree,
-    *,
-    strict: bool,
-    cast: bool,
     timeout: float | None,
-) -> tuple[PyTree, PyTree]:
-    """`load` from any kind of source.
+) -> Opened:
+    """One source for all ranks, whoever wrote it.
 
     Args:
         choose: on the leading rank, says where the source is.
         open_source: opens it there, on every rank.
-        params_like, opt_state_like, strict, cast, timeout: as for `load`.
+        params_like, opt_state_like, timeout: as for `load`.
+
+    Raises:
+        CheckpointError: it can't be opened, or ranks don't see the same.
     """
     # What is to be loaded may be what is still being written.
     background.wait()
@@ -60,8 +91,28 @@ def fill(
         raise CheckpointError(
             f"ranks see different checkpoints at {found}. All ranks must reach the same folder."
         )
-    source = opened[0]
-    report = compare(flat, source.metadata, source.scalars)
+    return Opened(flat, ranks, opened[0], shown)
+
+
+def fill(
+    choose: Callable[[], str],
+    open_source: Callable[[str, Flat, Callable[[int], None]], Source],
+    params_like: PyTree,
+    opt_state_like: PyTree,
+    *,
+    strict: bool,
+    cast: bool,
+    timeout: float | None,
+) -> tuple[PyTree, PyTree]:
+    """`load` from any kind of source.
+
+    Args:
+        choose, open_source: as for `open_on_every_rank`.
+        params_like, opt_state_like, strict, cast, timeout: as for `load`.
+    """
+    opened = open_on_every_rank(choose, open_source, params_like, opt_state_like, timeout)
+    ranks, source = opened.ranks, opened.source
+    report = compare(opened.flat, source.metadata, source.scalars)
     unsaved = _unsaved_buffers(source, report)
     if unsaved and ranks.leads:
         warnings.warn(
@@ -75,16 +126,28 @@ def fill(
     if (report.missing or report.extra or report.misshapen) and ranks.leads:
         warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=3)
     # what is let pass stays as it was in the trees that were given
-    skip = {*report.missing, *report.misshapen, *unsaved}
-    on_every_rank(ranks, "whether they have read it", lambda: _read(flat, source, skip), UNREAD)
+    trees = opened.read({*report.missing, *report.misshapen, *unsaved})
     # only what was read whole is gone back to
-    shown.close()
-    _remember(Path(found), state=opt_state_like is not None)
-    return flat.rebuild({k: v for k, v in source.scalars.items() if k not in skip})
+    _remember(Path(source.where), state=opt_state_like is not None)
+    return trees
+
+
+def _as_wanted(metadata: Metadata, flat: Flat, cut: Set[str]) -> Metadata:
+    """The metadata with the shapes that are asked for, of leaves of which a part is read.
+
+    The boxes stay as they are stored: a planner reads where they and this rank's part overlap, and
+    what lies outside of either is left alone.
+    """
+    stored = dict(metadata.state_dict_metadata)
+    for key in cut:
+        there = stored[key]
+        assert isinstance(there, TensorStorageMetadata)  # none else has a shape
+        stored[key] = replace(there, size=flat.tensors[key].shape)
+    return replace(metadata, state_dict_metadata=stored)
 
 
 @torch.no_grad()
-def _read(flat: Flat, source: Source, skip: set[str]) -> None:
+def _read(flat: Flat, source: Source, skip: Set[str]) -> None:
     """Read into masters and whatever has none, then into the rounded copies of masters."""
     for key, value in source.values.items():
         if key in flat.tensors and key not in skip:

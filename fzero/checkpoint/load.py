@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fzero.checkpoint.fill import fill
@@ -10,7 +11,7 @@ from fzero.checkpoint.foreign import dcp
 from fzero.checkpoint.foreign.safetensors import is_safetensors, open_safetensors
 from fzero.checkpoint.format import folders, manifest
 from fzero.checkpoint.format.reader import Reader
-from fzero.checkpoint.sources import Source
+from fzero.checkpoint.sources import Rename, Source, names_of, one_each, split_key
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree
 
@@ -59,8 +60,8 @@ def load(
     """
     where = Path(path)
     return fill(
-        lambda: _choose(where),
-        _open,
+        lambda: choose(where),
+        open_source,
         params_like,
         opt_state_like,
         strict=strict,
@@ -69,7 +70,8 @@ def load(
     )
 
 
-def _choose(path: Path) -> str:
+def choose(path: Path) -> str:
+    """Where the checkpoint is that `load` takes for a path; on the leading rank."""
     # one checkpoint itself, before a folder of them: whoever names a step means that step
     if (path / manifest.NAME).exists() or (path / dcp.NAME).exists() or is_safetensors(path):
         return str(path.absolute())
@@ -83,14 +85,34 @@ def _choose(path: Path) -> str:
     return str(newest.absolute())
 
 
-def _open(where: str, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
+def open_source(
+    where: str, flat: Flat, on_bytes: Callable[[int], None], rename: Rename | None = None
+) -> Source:
+    """What is there, by the files that it has."""
     path = Path(where)
     if (path / manifest.NAME).exists():
         reader = Reader(path, on_bytes)
         found = reader.manifest
         # the manifest has a checksum of each block: who reads the same one reads the same bytes
         identity = found.dumps()
-        return Source(where, reader, found.metadata(), found.scalars, identity=identity)
+        stored = [*found.leaves, *found.scalars]
+        params = {*names_of(stored)}
+        parts = {key: split_key(key, params) for key in stored}
+        ours = {key: _renamed(*parts[key], rename) for key in stored}
+        one_each(ours)
+        leaves = {ours[key]: leaf for key, leaf in found.leaves.items()}
+        scalars = {ours[key]: value for key, value in found.scalars.items()}
+        # it reads by the names that are asked for
+        reader.manifest = replace(found, leaves=leaves, scalars=scalars)
+        source = Source(where, reader, reader.manifest.metadata(), scalars, identity=identity)
+        renamed = {to: key for key, to in ours.items() if to != key}
+        return replace(source, renamed=renamed, names=[n for _, n in parts.values() if n])
     if is_safetensors(path):
-        return open_safetensors(path, list(flat.tensors), on_bytes)
-    return dcp.open_dcp(path, flat, on_bytes)
+        return open_safetensors(path, list(flat.tensors), on_bytes, rename)
+    return dcp.open_dcp(path, flat, on_bytes, rename)
+
+
+def _renamed(head: str, name: str | None, rename: Rename | None) -> str:
+    """What a key is to be called."""
+    to = None if name is None or rename is None else rename(name)
+    return head + (to if to is not None else name or "")

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from fzero.checkpoint import background
+from fzero.checkpoint.client import compared, encode
 from fzero.checkpoint.flatten import Flat, Scalar, flatten, placement_of
 from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.boxes import Chunk, plan_save
@@ -80,6 +81,7 @@ def save(
     overwrite: bool = False,
     asynchronous: bool = False,
     timeout: float | None = None,
+    client_state: Any = None,
 ) -> Path:
     """Write a checkpoint; every rank must call it. It appears only once it is whole.
 
@@ -102,14 +104,17 @@ def save(
             thread. Training may go on at once. An error is raised by the next `save`, `load` or
             `wait`, or else printed when the program ends.
         timeout: seconds that ranks wait for each other; None: as long as the process group does.
+        client_state: what else belongs to the run, the same on every rank; `client_state(path)`
+            gives it back. None, numbers, texts, bytes, small dense tensors, and lists, tuples and
+            dicts of these: what needs no code to be read.
 
     Returns:
         The folder of the checkpoint; with `asynchronous`, where it will be.
 
     Raises:
-        CheckpointError: on every rank: ranks differ, a leaf can't be stored, the step is there
-            already and whole, another process keeps saving to this folder, the disk is full, a rank
-            is gone. Earlier ones are as they were.
+        CheckpointError: on every rank: ranks differ, a leaf or `client_state` can't be stored, the
+            step is there already and whole, another process keeps saving to this folder, the disk
+            is full, a rank is gone. Earlier ones are as they were.
 
     Examples:
         >>> import tempfile
@@ -122,7 +127,7 @@ def save(
     if not isinstance(overwrite, bool):
         raise CheckpointError(f"overwrite={overwrite!r} must be True or False.")
     with background.turn():
-        options = _Options(step, keep, overwrite, asynchronous, timeout)
+        options = _Options(step, keep, overwrite, asynchronous, timeout, encode(client_state))
         return _save(Path(path).absolute(), params, opt_state, options)
 
 
@@ -137,16 +142,19 @@ class _Options(NamedTuple):
     overwrite: bool
     asynchronous: bool
     timeout: float | None
+    client: Any  # encoded
 
 
 def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> Path:
-    step, keep, overwrite, asynchronous, timeout = options
+    step, keep, overwrite, asynchronous, timeout, client = options
     flat = flatten(params, opt_state)
     ranks = ranks_of(flat.tensors.values(), timeout)
     step = _step_of(opt_state) if step is None else step
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CheckpointError(f"step={step!r} must be an int >= 0: it names the checkpoint.")
     asked = {"path": str(where), "step": str(step), "keep": str(keep), "overwrite": str(overwrite)}
     # before the plan, which each rank makes by itself and which is the same if these are
-    _agree(flat, ranks, asked)
+    _agree(flat, ranks, asked | compared(client))
     chunks = plan_save(flat.tensors, ranks.members)
     mine = {i: _value_of(flat, c) for i, c in enumerate(chunks) if c.rank == ranks.index}
     total = sum(x.nbytes for x in mine.values())
@@ -164,7 +172,7 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
             # a copy on the host, too: the next step writes over these tensors
             mine = {i: x.to("cpu", copy=True) for i, x in mine.items()}
         shown = progress(f"saving step {step}", total, shown=ranks.leads)
-        metadata = _metadata(flat, step, lineage, chunks, ranks)
+        metadata = _metadata(flat, step, lineage, chunks, ranks, client)
         job = Job(
             ranks, where, Path(folder), step, keep, replaces, metadata, chunks, mine, shown, lock
         )
@@ -362,7 +370,7 @@ def _prepare(
 
 
 def _metadata(
-    flat: Flat, step: int, lineage: Any, chunks: Sequence[Chunk], ranks: Ranks
+    flat: Flat, step: int, lineage: Any, chunks: Sequence[Chunk], ranks: Ranks, client: Any
 ) -> Metadata:
     boxes: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in flat.tensors}
     for chunk in chunks:
@@ -379,6 +387,7 @@ def _metadata(
             "world": len(ranks.members),
             "scalars": scalars,
             "lineage": parse(lineage),
+            "client": client,
         },
     )
 

@@ -1,7 +1,7 @@
 """What can be loaded, whoever wrote it, as one value: a reader and its leaves."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,8 +17,14 @@ from torch.futures import Future
 
 from fzero.checkpoint.flatten import Scalar
 from fzero.checkpoint.format.pieces import pieces
+from fzero.errors import CheckpointError
 
 Region = tuple[slice, ...]
+
+# From a name in a checkpoint to a name of ours; None where it stays what it would be.
+Rename = Callable[[str], str | None]
+
+BUFFERS = "opt_state.model_state."
 
 # Fields of the states of fzero.optim, and what torch.optim calls the same thing.
 TORCH_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
@@ -35,6 +41,8 @@ class Source:
         scalars: plain values by key.
         values: small tensors that are known already, by key; in the metadata too.
         identity: the same on all ranks if they see the same checkpoint.
+        renamed: of keys whose name was changed, by choice, what it was.
+        names: of parameters and buffers, as they are in the checkpoint.
     """
 
     where: str
@@ -43,6 +51,8 @@ class Source:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     values: Mapping[str, Tensor] = field(default_factory=dict)
     identity: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    names: Sequence[str] = ()
 
 
 class Lazy(NamedTuple):
@@ -141,6 +151,79 @@ def shared_prefix(names: Sequence[str], foreign: Iterable[str]) -> str:
     found = {key[: -len(n)] for n in names[:3] for key in there if f".{key}".endswith(f".{n}")}
     ranked = [(-sum(f"{p}{n}" in there for n in names), len(p), p) for p in found]
     return min(ranked)[2] if ranked else ""
+
+
+def our_names(
+    names: Sequence[str], foreign: Sequence[str], rename: Rename | None
+) -> dict[str, str]:
+    """Foreign names of parameters, and what they are here.
+
+    Args:
+        names: of our parameters.
+        foreign: theirs.
+        rename: the user's choice, which is final; what it doesn't choose loses the prefix that most
+            of it shares. None: what is not below that prefix is left out, too.
+
+    Raises:
+        CheckpointError: two of theirs would be one of ours.
+
+    >>> our_names(["a.w", "b.w"], ["m.a.w", "m.c.w", "x"], {"m.c.w": "b.w"}.get)
+    {'m.a.w': 'a.w', 'm.c.w': 'b.w', 'x': 'x'}
+    """
+    chosen = {} if rename is None else {k: to for k in foreign if (to := rename(k)) is not None}
+    rest = [k for k in foreign if k not in chosen]
+    prefix = shared_prefix(names, rest)
+    found = {k: k.removeprefix(prefix) for k in rest if rename or k.startswith(prefix)}
+    ours = {k: (chosen | found)[k] for k in foreign if k in chosen or k in found}
+    one_each(ours)
+    return ours
+
+
+def one_each(ours: Mapping[str, str]) -> None:
+    """Return if no two leaves of a checkpoint are to be one of ours.
+
+    Raises:
+        CheckpointError: names the two.
+    """
+    taken: dict[str, str] = {}
+    for theirs, to in ours.items():
+        if taken.setdefault(to, theirs) != theirs:
+            raise CheckpointError(
+                f"{taken[to]} and {theirs} of the checkpoint would both be {to!r}. A leaf is "
+                "filled by one: rename one of them to something else."
+            )
+
+
+def renamed_params(ours: Mapping[str, str], rename: Rename | None) -> dict[str, str]:
+    """Keys of ours that `rename` chose, and the names that they had.
+
+    >>> renamed_params({"m.a": "a", "m.b": "c"}, {"m.b": "c"}.get)
+    {'params.c': 'm.b'}
+    """
+    chosen = {} if rename is None else {to: k for k, to in ours.items() if rename(k) is not None}
+    return {f"params.{to}": name for to, name in chosen.items() if to != name}
+
+
+def split_key(key: str, names: Container[str]) -> tuple[str, str | None]:
+    """A key of ours as what stands before a name, and the name: of a parameter or a buffer.
+
+    Args:
+        key: of a checkpoint.
+        names: of the parameters, which an optimizer's keys end in.
+
+    >>> split_key("opt_state.inner.mu.a.w", ["w", "a.w"]), split_key("opt_state.step", ["w"])
+    (('opt_state.inner.mu.', 'a.w'), ('opt_state.step', None))
+    """
+    for head in ("params.", BUFFERS):
+        if key.startswith(head):
+            return head, key.removeprefix(head)
+    at = key.find(".")
+    # the longest name first
+    while at >= 0:
+        if key[at + 1 :] in names:
+            return key[: at + 1], key[at + 1 :]
+        at = key.find(".", at + 1)
+    return key, None
 
 
 def moment_of(key: str, names: Sequence[str]) -> tuple[str, str] | None:

@@ -1,5 +1,8 @@
 """The factor on each gradient of a task, beyond what its backward has multiplied in."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from fzero.engine.stepper import Stepper
@@ -19,6 +22,7 @@ class Correction:
 
     Attributes:
         divides: whether the backward of now is to be divided by `accum_steps`.
+        weight: of this rank's gradients among all ranks'; see [Note: along for the ride].
         factor: on each gradient of the running task; None: 1.
         carried: the loss scale that the running task carries.
     """
@@ -26,17 +30,19 @@ class Correction:
     def __init__(self, accum_steps: int, stepper: Stepper) -> None:
         self.accum_steps, self.stepper = accum_steps, stepper
         self.divides = True
+        self.weight = 1.0
         self.factor: Tensor | float | None = None
         self.carried: Tensor | None = None
 
     @property
     def undivided(self) -> float:
-        """What takes the division back where there is to be none."""
-        return 1.0 if self.divides else float(self.accum_steps)
+        """What takes the division back where there is to be none; times the weight."""
+        return self.weight * (1.0 if self.divides else float(self.accum_steps))
 
     def open(self) -> None:
         """A task begins."""
-        self.factor, self.carried = None if self.divides else self.undivided, None
+        plain = self.divides and self.weight == 1
+        self.factor, self.carried = None if plain else self.undivided, None
 
     def carries(self, scale: Tensor) -> None:
         """The running task's gradients carry `scale` from here on.
@@ -56,6 +62,15 @@ class Correction:
         assert own is not None, "without a loss scale none is applied"
         if scale is not own.scale:  # another engine's, or one that has changed since
             self.factor = own.scale / scale.to(own.scale.device) * self.undivided
+
+    def apply(self, grads: Sequence[Tensor]) -> None:
+        """Multiply gradients by the factor, in place."""
+        if not grads or self.factor is None:
+            return
+        if self.weight == 0:  # not multiplied: what counts for nothing may be infinite
+            torch._foreach_zero_(list(grads))
+        else:
+            torch._foreach_mul_(list(grads), self.factor)
 
     def of_aside(self, *, scaled: bool) -> Tensor | float:
         """The factor on what a backward inside a forward brought, which carries no scale."""

@@ -23,8 +23,10 @@ from fzero.engine import events, phases
 from fzero.engine.attach import gather_around, install, owned_hook
 from fzero.engine.autograd import accumulates, current_node, left_in, own, scaled, watch
 from fzero.engine.backward_state import BackwardState
+from fzero.engine.compiled import CompiledCalls
 from fzero.engine.correction import Correction
 from fzero.engine.forward import Door, Forward
+from fzero.engine.frozen import Wishes
 from fzero.engine.grouping import plan_order
 from fzero.engine.losses import Losses
 from fzero.engine.parts import Parts
@@ -92,7 +94,10 @@ class Driver:
         )
         self.handles += Door(me).install(model)
         self.writes = Writes(model, self.params, leaves, self.stepper, lazy=self.units is not None)
+        self._wishes = Wishes(self.params, leaves)
+        self._order: list[int] = list(reversed(self._registered))  # of gradients, as they come
         self._versions = self.writes.versions()  # of before a forward without the engine's call
+        self.compiled = None if self.units is None else CompiledCalls(self.units)
 
     # --- what its engine asks ---
 
@@ -128,12 +133,35 @@ class Driver:
         """A pass through the module begins, on all ranks unless they are in a local block."""
         evaluates = not torch.is_grad_enabled()
         if self.units is not None:
+            assert self.compiled is not None
+            self.compiled.find(self.writes.modules)
             if self.is_at_rest:
                 self.units.reshard()  # engine.state may have been written since they were gathered
             if evaluates:
                 self.units.evaluate()
+        if not evaluates and self.is_at_rest and not self.state.is_local:
+            self._settle()
         if not self.state.is_local:
             self.journal.enter("evaluation" if evaluates else "forward")
+
+    def _settle(self) -> None:
+        """See which parameters are trained; see [Note: frozen between steps]."""
+        wishes = self._wishes
+        if not wishes.changed(grows=not self.reducer.is_empty):
+            return
+        plan = self.stepper.plan
+        wishes.agree(plan)
+        leaves = wishes.now()
+        self.stepper.train(leaves)
+        self.reducer.leaves = leaves
+        self._group()
+
+    def _group(self) -> None:
+        """Reduce what is trained, in the order in which it is likely to come."""
+        leaves, alone = self.reducer.leaves, self.stepper.plan.axes.world == 1
+        grouping = plan_order(self._grouping, leaves, self._order, self.cfg, alone=alone)
+        self.reducer.buckets = grouping.buckets
+        self.rules = self.rules._replace(buckets=grouping.masks if self.rules.reduces else ())
 
     def _end(self) -> None:
         """A pass has ended; after an evaluation no backward will free what it has gathered."""
@@ -170,6 +198,15 @@ class Driver:
         if now is None or not self.rules.scaled:
             return loss
         return scaled(loss, now.scale, self.scale_applied)
+
+    @property
+    def weight(self) -> float:
+        """Of this rank's gradients and losses among all ranks'; 0 where its data is over."""
+        return self._correction.weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._correction.weight = self.losses.weight = weight
 
     @property
     def is_at_rest(self) -> bool:
@@ -364,7 +401,7 @@ class Driver:
                 kind = type(action)
                 if kind is events.Take:
                     if self._correction.factor is not None:
-                        grad.mul_(self._correction.factor)
+                        self._correction.apply([grad])
                     self.reducer.take(index, grad)
                 elif kind is events.TakeEarly:
                     self.reducer.take_early(index, action.forward, grad)  # pyright: ignore
@@ -387,8 +424,7 @@ class Driver:
     def _take_all(self) -> None:
         factor, writes = self._correction.factor, self.reducer.accumulates
         grads = left_in(self.params, self._deferred or (), alone=writes or factor is not None)
-        if factor is not None and grads:
-            torch._foreach_mul_(list(grads.values()), factor)
+        self._correction.apply([*grads.values()])
         self.reducer.take_all(grads)
 
     # --- a task is over ---
@@ -430,10 +466,10 @@ class Driver:
             f"engine {self.journal.number}, order of gradients", mine, plan.mesh, self.cfg.timeout
         )
         order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
-        grouping = plan_order(self._grouping, reducer.leaves, list(order), self.cfg)
-        reducer.buckets = grouping.buckets
+        self._order = list(order)
+        self._group()
         (counts,) = reducer.anywhere(inside)
-        self.rules = self.rules._replace(buckets=grouping.masks, counts=counts)
+        self.rules = self.rules._replace(counts=counts)
 
     # --- the update ---
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from fzero.engine.building import build
 from fzero.engine.driver import Driver
 from fzero.engine.face import EngineOptimizer
 from fzero.engine.forward import no_loss
+from fzero.engine.join import join
 from fzero.engine.module_state import LoadedKeys
 from fzero.engine.names import Names
 from fzero.engine.parts import build_parts
@@ -29,6 +30,8 @@ from fzero.optim import as_optimizer
 from fzero.state.builder import Recording
 from fzero.state.opt_state import OptState
 from fzero.tree import PyTree
+
+Batch = TypeVar("Batch")
 
 
 class Engine:
@@ -46,7 +49,8 @@ class Engine:
 
     Args:
         model: any module, on the device it trains on, the same on every rank. What has
-            `requires_grad=False` is frozen, as what `cfg.frozen` names. Or a function without
+            `requires_grad=False` is frozen for good, as what `cfg.frozen` names; the rest can be
+            frozen and unfrozen between steps. Or a function without
             arguments that builds it, from the same seed on every rank: then no rank ever holds the
             whole model at stage 3. Its values are those of a call, bit for bit.
         opt: one of `fzero.optim`, or any object with optax's `init` and `update`. Without it
@@ -122,7 +126,7 @@ class Engine:
         self.cfg = frozen_too(cfg, params)
         if broadcast:
             take_the_first_ranks(model, self.cfg)
-        self._has_opt = opt is not None
+        self._has_opt, self._averages = opt is not None, gradient_reduction == "mean"
         self._parts = build_parts(
             model,
             params,
@@ -199,7 +203,7 @@ class Engine:
             )
         shown = loss.detach().clone()
         # another copy: the caller may write to the one that is returned
-        self._driver.losses.given.append(shown.clone().reshape(()))
+        self._driver.losses.give(shown.clone().reshape(()))
         return shown / self.cfg.accum_steps if scale_wrt_gas else shown
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -229,6 +233,42 @@ class Engine:
             yield
         finally:
             self._driver.on(events.SyncResumed())
+
+    def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """This rank's batches, and after them its last one again until every rank's are through.
+
+        For loaders of different lengths: all ranks run the same number of rounds. What a rank
+        brings once its data is over counts for nothing, neither in gradients nor in
+        `metrics["loss"]`: these are means over the ranks that have data (as of
+        `torch.distributed.algorithms.join` with `divide_by_initial_world_size=False`). The body of
+        the loop runs all the same, with `has_data` False. Each round costs one exchange of eight
+        bytes, which the host waits for.
+
+        Args:
+            loader: of any length, but one batch at the least if any rank has one.
+
+        Yields:
+            Batches, the same number on every rank.
+
+        Raises:
+            RankMismatchError: a rank has no batch at all, or does not come.
+            BackwardError: inside a forward or a backward.
+
+        Examples:
+            >>> import fzero
+            >>> engine = Engine(nn.Linear(3, 1), fzero.optim.sgd(0.1))
+            >>> for x in engine.join([torch.ones(2, 3)] * 4):
+            ...     engine(x).sum().backward()
+            ...     engine.step()
+            >>> engine.global_steps
+            4
+        """
+        return join(self._driver, self._parts, loader, averages=self._averages)
+
+    @property
+    def has_data(self) -> bool:
+        """False in a round of `join` that runs this rank's last batch again."""
+        return self._driver.weight != 0
 
     # --- evaluation ---
 
@@ -507,7 +547,10 @@ class Engine:
         return self._face
 
     def full_params(self) -> dict[str, Tensor]:
-        """Copies of the full parameters by name. At stage 3 every rank must call it."""
+        """Copies of the full parameters by name, with all digits of their masters if there are any.
+
+        At stage 3 every rank must call it, and from stage 1 on where there are masters.
+        """
         self._driver.recover()
         return self._parts.full_params()
 

@@ -56,18 +56,17 @@ class EngineOptimizer(torch.optim.Optimizer):
             raise BackwardError("engine.optimizer was used after its engine was gone.")
         return engine
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore
-        """`engine.step()`.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
+        """`engine.step()`, after `closure()` if there is one; what that returned.
 
-        Raises:
-            BackwardError: with a closure: an engine does not run forward and backward again.
+        It is called once, as by torch's optimizers but LBFGS: it runs forward and backward.
         """
+        loss = None
         if closure is not None:
-            raise BackwardError(
-                "engine.optimizer.step(closure): an engine takes one update from the backwards "
-                "that were there. Call forward and backward yourself, then step()."
-            )
+            with torch.enable_grad():
+                loss = closure()
         self._alive().step()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`engine.zero_grad()`."""

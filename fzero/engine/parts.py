@@ -46,28 +46,23 @@ class Parts(NamedTuple):
     registered: Sequence[int]
 
     def full_params(self) -> dict[str, Tensor]:
-        """Copies of the full parameters by name; a collective where they are sharded."""
-        sharded = self.stepper.plan.cfg.stage == 3
-        if sharded:
-            self.journal.enter("full_params")
-        full: dict[str, Tensor] = {}
-        for index in self.registered:
-            leaf, value = self.reducer.leaves[index], self.stepper.locals[index].detach()
-            if sharded:
-                value = self.transport.whole(value, leaf)
-            full[leaf.name] = value.clone()
-        return full
+        """`full_values` by name."""
+        full = self.full_values("full_params")
+        return {self.reducer.leaves[index].name: value for index, value in full.items()}
 
     def full_value(self, index: int) -> Tensor:
         """A copy of one leaf, full: of its master where there is one; else as `full_values`."""
         return self._whole(index, self._masters("full_param"))
 
-    def full_values(self) -> dict[int, Tensor]:
+    def full_values(self, what: str = "state_dict") -> dict[int, Tensor]:
         """Copies of what is trained, full, by index: masters where there are such.
 
         A collective where parameters or masters are sharded.
+
+        Args:
+            what: asks, as other ranks are told.
         """
-        masters = self._masters("state_dict")
+        masters = self._masters(what)
         return {index: self._whole(index, masters) for index in self.registered}
 
     def _masters(self, what: str) -> dict[int, Tensor]:

@@ -177,6 +177,11 @@ class Reducer:
         )
         return any(index in there for there in (*states, *self.early.values()))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no leaf has a gradient anywhere, between two tasks."""
+        return not (self.present or self.unreduced or self.reduced or self.early or self.pending)
+
     def anywhere(self, *here: bool) -> list[bool]:
         """Whether any rank says so; all of them must ask."""
         flags = torch.tensor(here, dtype=torch.float32).to(self.device)

@@ -58,6 +58,8 @@ def release(
     full = parts.full_values()  # the last collective: what raises, raises before anything changed
     if driver.units is not None:
         driver.units.reshard()
+    if driver.compiled is not None:
+        driver.compiled.remove()
     for handle in driver.handles:
         handle.remove()
     for index, now in driver.params.items():

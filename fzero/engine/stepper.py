@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
 
 from fzero import tree
 from fzero.engine.buffers import Buffers
+from fzero.engine.frozen import Subset, subset
 from fzero.errors import ConfigError, FzeroError, ShardError
+from fzero.layout import LeafLayout
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim.compose import MultiState
 from fzero.optim.inject import InjectState
@@ -47,23 +49,36 @@ class Stepper:
         self.buffers, self.reduced = buffers, reduced
         double = any(leaf.dtype == torch.float64 for leaf in plan.sharding.layout)
         self.loss_dtype = torch.float64 if double else torch.float32
-        self.half: UpdateProgram | None = None
+        # by what they train: the updates that there were; the last is the one of now
+        self._subsets: dict[tuple[LeafLayout, ...], Subset] = {}
+        self.train(tuple(plan.sharding.layout))
         self.watch = Watch()
+
+    def train(self, leaves: tuple[LeafLayout, ...]) -> None:
+        """From now on update what is trainable of these; see [Note: frozen between steps]."""
+        found = self._subsets.pop(leaves, None)
+        if found is None:
+            found = subset(self.plan, leaves, self.opt_state, self.locals)
+        while len(self._subsets) >= _MAX_SUBSETS:
+            del self._subsets[next(iter(self._subsets))]
+        self._subsets[leaves] = self._now = found
 
     def update(self, grads: list[Tensor], losses: Sequence[Tensor]) -> None:
         """One step.
 
         Args:
-            grads: of the trained leaves, scaled to sum to the mean, or summed already.
+            grads: of what is trained now, scaled to sum to the mean, or summed already.
             losses: of this rank's micro-batches, as far as they are known.
 
         Raises:
             FzeroError: with `on_nonfinite="raise"`, a gradient is not finite and nothing was
                 changed; or a dynamic loss scale is exhausted.
         """
-        plan, cfg, state = self.plan, self.plan.cfg, self.opt_state
+        now, state = self._now, self.opt_state
+        plan, cfg = now.plan, now.plan.cfg
         self.watch.look()
         local = LocalState.of(state._replace(model_state=None), dtensors=plan.opt.foreign)
+        local = now.local(local)
         scale = LossScaleState(*local.scale) if local.scale else None
         known = [loss.to(self.loss_dtype) for loss in losses]
         loss = torch.stack(known).mean() if known else torch.zeros((), dtype=self.loss_dtype)
@@ -74,13 +89,13 @@ class Stepper:
         if cfg.nonfinite_policy == "raise":
             refuse_nonfinite(loss, grads, plan, int(state.step))
         trained, _ = plan.sharding.layout.divide(self.locals)
-        if self.half is None:
-            self.half = UpdateProgram(plan, local, reduced=self.reduced)
-        if not self.half.hold():
+        if now.half is None:
+            now.half = UpdateProgram(plan, local, reduced=self.reduced)
+        if not now.half.hold():
             size = int(cfg.bucket_mb * 2**20)
-            self.half.trace(trained, local, grads, loss, [], bucket_bytes=size)
+            now.half.trace(trained, local, grads, loss, [], bucket_bytes=size)
         lr = rate_of(plan.opt, state.inner)  # before the update writes over the state
-        updated = self.half(trained, local, grads, loss, [])
+        updated = now.half(trained, local, grads, loss, [])
         self.buffers.agree()
         # the update wants some loss; of one that nobody named nothing can be told
         loss = updated.loss if losses else torch.full_like(updated.loss, torch.nan)
@@ -89,7 +104,8 @@ class Stepper:
         advance = 1 if scale is None else ~updated.nonfinite
         inner = state.inner
         if updated.inner is not None:
-            inner = tree.unflatten(local.inner_spec, map(like, updated.inner, tree.leaves(inner)))
+            old = now.local(LocalState.of(state, dtensors=True)).inner
+            inner = now.put(inner, list(map(like, updated.inner, old)))
         self.opt_state = state._replace(
             step=state.step + advance, inner=inner, loss_scale=updated.loss_scale, metrics=metrics
         )
@@ -128,9 +144,7 @@ class Stepper:
         if isinstance(lr, Mapping):
             self._set_rates(lr)
             return
-        value = float(lr)
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"engine.lr = {lr!r}; it must be a finite number >= 0.")
+        value = _number("engine.lr", lr)
         rates = list(_injected(self.opt_state.inner))
         before = [float(x) for x in rates]
         for x in rates:
@@ -150,9 +164,10 @@ class Stepper:
         state = self.opt_state.inner
         parts = state.inner if isinstance(state, MultiState) else {}
         found = {label: list(_injected(part)) for label, part in parts.items()}
+        if not rates:
+            raise ConfigError("engine.lr = {}: it names no label, so no rate would change.")
         for label, lr in rates.items():
-            if not 0 <= float(lr) < math.inf:
-                raise ConfigError(f"engine.lr[{label!r}] = {lr!r}; it must be a number >= 0.")
+            _number(f"engine.lr[{label!r}]", lr)
             if not found.get(label):
                 known = ", ".join(repr(label) for label, tensors in found.items() if tensors)
                 raise FzeroError(
@@ -232,6 +247,10 @@ class Stepper:
         )
 
 
+# As many of them as a schedule of freezing may go through, and come back to.
+_MAX_SUBSETS = 8
+
+
 def _pairs(what: str, mine: PyTree, theirs: PyTree) -> list[tuple[Any, Any]]:
     """Leaves of two trees that must be alike."""
     (own, spec), (new, other) = tree.flatten(mine), tree.flatten(theirs)
@@ -249,6 +268,21 @@ def _pairs(what: str, mine: PyTree, theirs: PyTree) -> list[tuple[Any, Any]]:
 def _shown(spec: tree.Spec, leaves: Sequence[Any]) -> str:
     text = str(spec)
     return f"{len(leaves)} leaves in {text if len(text) < 200 else text[:200] + '...'}"
+
+
+def _number(what: str, lr: Any) -> float:
+    """A learning rate as a number.
+
+    Raises:
+        ConfigError: it is none, or not finite and >= 0.
+    """
+    value = math.nan
+    one = isinstance(lr, Tensor) and lr.numel() == 1 and not lr.is_complex()
+    if one or (isinstance(lr, SupportsFloat) and not isinstance(lr, Tensor | bool)):
+        value = float(lr)
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{what} = {lr!r}; it must be a finite number >= 0.")
+    return value
 
 
 def _injected(state: PyTree) -> Iterator[Tensor]:

@@ -110,16 +110,17 @@ class Writes:
 
         Raises:
             FzeroError: as `same_module`; or a parameter has been given other memory, or is to be
-                trained or not to be trained from now on.
+                trained and was frozen when the engine was made.
         """
         self.same_module()
         for index, param in self.params.items():
             leaf, own = self.leaves[index], self.stepper.locals[index]
-            if param.requires_grad != leaf.trainable:
+            if param.requires_grad and not leaf.trainable:
                 raise FzeroError(
-                    f"the parameter {leaf.name!r} has requires_grad={param.requires_grad}, and had "
-                    f"{leaf.trainable} when the engine was made: what is trained is settled then. "
-                    "Set it back, or make another engine from engine.full_params()."
+                    f"the parameter {leaf.name!r} has requires_grad=True, and had False when the "
+                    "engine was made, or Config(frozen=...) names it: there is no room for its "
+                    "optimizer state. Make the engine while it requires a gradient, and freeze it "
+                    "then, with requires_grad_(False), until it is to be trained."
                 )
             if self.lazy:
                 continue

@@ -1,6 +1,7 @@
 """States to save: how a job is set up, values that are known, and what a tree holds in full."""
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,9 @@ class Job(NamedTuple):
     accum: int = 1
 
 
-def make(job: Job, seed: int) -> tuple[Any, Any, fzero.TrainStep]:
+def make(
+    job: Job, seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES
+) -> tuple[Any, Any, fzero.TrainStep]:
     """Params and state of a job, every value known from the seed and the leaf's name."""
     mesh = None
     if job.replicas > 1:
@@ -57,8 +60,9 @@ def make(job: Job, seed: int) -> tuple[Any, Any, fzero.TrainStep]:
     opt = fzero.optim.chain(fzero.optim.scale_by_adam(), fzero.optim.scale(-1e-3))
     step_fn = fzero.make_train_step(_loss, opt, cfg)
     model_state = {"seen": torch.zeros(3), "batches": torch.zeros((), dtype=torch.int64)}
-    full = {name: _values(f"params.{name}", shape, seed) for name, shape in SHAPES.items()}
-    full["positions"] = (full["positions"] * 1000).long()
+    full = {name: _values(f"params.{name}", shape, seed) for name, shape in shapes.items()}
+    if "positions" in full:
+        full["positions"] = (full["positions"] * 1000).long()
     params, opt_state = step_fn.init(full, model_state)
     for path, leaf in zip(tree.paths(opt_state), tree.leaves(opt_state), strict=True):
         if not path.startswith(".master"):

@@ -12,7 +12,10 @@ from fzero.checkpoint.format import disk
 
 # What can be cut off half-way, with something of it done.
 TORN = ("append", "remove")
-CALLS = ("make_folder", "create", "append", "sync", "sync_folder", "rename", "exchange", "remove")
+CALLS = (
+    *("make_folder", "create", "append", "sync", "sync_folder"),
+    *("rename", "exchange", "remove", "link", "unlink"),
+)
 
 
 @contextlib.contextmanager

@@ -179,16 +179,15 @@ def test_an_engine_is_freed(lazy: bool) -> None:
     assert watched() is None
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_what_is_trained_is_settled_once(frozen: bool) -> None:
+def test_what_was_frozen_from_the_start_stays_so() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    model[0].requires_grad_(not frozen)
+    model[0].requires_grad_(False)
     engine = fzero.Engine(model, SGD)
-    model[0].requires_grad_(frozen)
+    model[0].requires_grad_(True)
     engine(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(fzero.FzeroError, match=f"requires_grad={frozen}, and had {not frozen}"):
+    with pytest.raises(fzero.FzeroError, match=r"requires_grad=True, and had False.*no room"):
         engine.step()
-    model[0].requires_grad_(not frozen)  # as a GAN does between its steps
+    model[0].requires_grad_(False)  # as a GAN does between its steps
     engine.step()
 
 

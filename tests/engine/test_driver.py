@@ -22,7 +22,7 @@ KINDS: list[dict[str, Any]] = [
 
 SURFACE = {
     *("backward", "scale", "no_sync", "step", "zero_grad", "is_gradient_accumulation_boundary"),
-    *("eval", "train", "local_forward", "gathered"),
+    *("eval", "train", "local_forward", "gathered", "join", "has_data"),
     *("state", "state_dict", "load_state_dict", "full_params", "full_grad", "parameters"),
     *("full_param", "set_full_grad", "local_grad", "set_local_grad"),
     *("module", "cfg", "device", "lr", "metrics", "global_steps", "release", "optimizer"),

@@ -99,7 +99,64 @@ def test_what_an_engine_can_not_do_is_refused() -> None:
     engine = fzero.Engine(nn.Linear(2, 1), SGD(lr=0.1))
     assert engine.optimizer is engine.optimizer
     assert "lr=0.1" in repr(engine.optimizer)
-    with pytest.raises(BackwardError, match="closure"):
+    with pytest.raises(BackwardError, match="no backward"):
         engine.optimizer.step(lambda: 0.0)
     with pytest.raises(BackwardError, match="multi_transform"):
         engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@pytest.mark.parametrize("lr", ["fast", None, True, [0.1], {}, -1.0, float("nan"), torch.ones(2)])
+def test_what_is_no_rate_is_refused_in_words(lr: Any) -> None:
+    engine = fzero.Engine(nn.Linear(2, 1), SGD(lr=0.1))
+    with pytest.raises(ConfigError, match=r"engine\.lr = "):
+        engine.lr = lr
+    assert engine.lr == pytest.approx(0.1)
+
+
+def test_a_grad_scaler_is_told_what_takes_its_place() -> None:
+    engine = fzero.Engine(nn.Linear(3, 1), SGD(lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(engine(torch.ones(2, 3)).square().mean()).backward()
+    before = engine.full_params()
+    with pytest.raises(BackwardError, match=r"Config\(loss_scale='dynamic'\) in place of a Grad"):
+        scaler.step(engine.optimizer)
+    assert all(torch.equal(x, before[name]) for name, x in engine.full_params().items())
+
+
+def test_a_loop_that_owns_its_optimizers_steps_an_engine() -> None:
+    # as Lightning's: a closure, hooks on step, groups and state read and written, a scheduler
+    torch.manual_seed(0)
+    engine = fzero.Engine(nn.Linear(3, 1), SGD(lr=0.1))
+    optimizer: torch.optim.Optimizer = engine.optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    plain = nn.Linear(3, 1)
+    plain.load_state_dict(engine.state_dict())
+
+    def closure() -> Any:
+        loss = engine(torch.ones(2, 3)).square().mean()
+        optimizer.zero_grad()  # between forward and backward, as Lightning does
+        loss.backward()
+        return loss
+
+    for lr in (0.1, 0.05):
+        loss: Any = optimizer.step(closure)
+        schedule.step()
+        expected = plain(torch.ones(2, 3)).square().mean()
+        torch.testing.assert_close(loss, expected)
+        for p, g in zip(
+            plain.parameters(), torch.autograd.grad(expected, [*plain.parameters()]), strict=True
+        ):
+            p.data -= lr * g
+    for name, value in engine.full_params().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    assert seen == ["before", "after"] * 2
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.025)]
+    saved = optimizer.state_dict()
+    engine.lr = 1.0
+    optimizer.load_state_dict(saved)
+    assert engine.lr == pytest.approx(0.025)
+    assert engine.global_steps == 2

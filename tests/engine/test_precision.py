@@ -292,3 +292,24 @@ def test_a_step_function_goes_on_from_an_engine(precision: Any) -> None:
         engine.step()
         for a, b in zip(tree.leaves(state[0]), tree.leaves(engine.state[0]), strict=True):
             assert torch.equal(local_tensor(a), local_tensor(b))
+
+
+def _digits(stage: int) -> None:
+    torch.manual_seed(0)
+    engine = fzero.Engine(
+        nn.Linear(5, 3), fzero.optim.sgd(0.1), fzero.Config(stage, precision="bf16")
+    )
+    engine(torch.ones(2, 5)).float().sum().backward()
+    engine.step()
+    full, state = engine.full_params(), engine.state_dict()
+    assert list(full) == [name for name, _ in engine.module.named_parameters()]
+    for name, value in full.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, engine.full_param(name))
+        assert torch.equal(value, state[name])
+        assert not torch.equal(value, value.bfloat16().float())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_full_parameters_have_the_digits_of_their_masters_at_every_stage(stage: int) -> None:
+    run_ranks(2, _digits, stage)

@@ -9,6 +9,7 @@ import enum
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from fzero.checkpoint.flatten import Flat
-from fzero.checkpoint.sources import Source, is_step, moment_of, names_of, shared_prefix
+from fzero.checkpoint.sources import (
+    Rename,
+    Source,
+    is_step,
+    moment_of,
+    names_of,
+    our_names,
+    renamed_params,
+)
 from fzero.errors import CheckpointError
 
 NAME = ".metadata"
@@ -54,7 +63,9 @@ _RECORDS = {
 _TEXTS = {("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 
-def open_dcp(path: Path, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
+def open_dcp(
+    path: Path, flat: Flat, on_bytes: Callable[[int], None], rename: Rename | None = None
+) -> Source:
     """A checkpoint of `torch.distributed.checkpoint` as a source.
 
     Parameters are found under the names that they have there, whatever one prefix stands before all
@@ -64,6 +75,7 @@ def open_dcp(path: Path, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
         path: the folder with the `.metadata`.
         flat: what is to be filled.
         on_bytes: called with the bytes of each tensor that is read.
+        rename: see `our_names`.
 
     Raises:
         CheckpointError: the metadata is damaged, asks for code, or leads out of the folder.
@@ -72,11 +84,9 @@ def open_dcp(path: Path, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
     foreign = {k: v for k, v in there.tensors.items() if isinstance(v, TensorStorageMetadata)}
     names = names_of(flat.tensors)
     # an optimizer's keys end in the names of parameters, too
-    prefix = shared_prefix(names, [k for k in foreign if not k.startswith("optim")])
-    ours: dict[str, str] = {}
-    for key in foreign:
-        if key.startswith(prefix) and not key.startswith("optim"):
-            ours[f"params.{key.removeprefix(prefix)}"] = key
+    theirs = [key for key in foreign if not key.startswith("optim")]
+    found = our_names(names, theirs, rename)
+    ours = {f"params.{to}": key for key, to in found.items()}
     for key in flat.tensors:
         if (moment := moment_of(key, names)) is not None:
             ending = f".{moment[0]}.{moment[1]}"
@@ -91,7 +101,9 @@ def open_dcp(path: Path, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
             TensorProperties(dtype=value.dtype), value.shape, []
         )
     identity = repr(sorted((key, tuple(x.size)) for key, x in foreign.items()))
-    return Source(str(path), reader, metadata, values=values, identity=identity)
+    renamed = renamed_params(found, rename)
+    source = Source(str(path), reader, metadata, values=values, identity=identity)
+    return replace(source, renamed=renamed, names=theirs)
 
 
 class _There:

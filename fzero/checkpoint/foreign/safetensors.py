@@ -7,9 +7,13 @@ References: https://huggingface.co/docs/safetensors/index#format, and
 https://huggingface.co/docs/hub/models-adding-libraries for the names of the files.
 """
 
+import contextlib
 import json
 import os
+import re
+import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +29,15 @@ from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.writer import ST_DTYPES, write_file
 from fzero.checkpoint.progress import progress
 from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
-from fzero.checkpoint.sources import Lazy, LazyReader, Source, names_of, shared_prefix
+from fzero.checkpoint.sources import (
+    Lazy,
+    LazyReader,
+    Rename,
+    Source,
+    names_of,
+    our_names,
+    renamed_params,
+)
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree
 
@@ -42,6 +54,7 @@ def export_safetensors(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    overwrite: bool = False,
     timeout: float | None = None,
 ) -> Path:
     """Write full parameters as safetensors that `transformers` loads; every rank must call it.
@@ -53,6 +66,9 @@ def export_safetensors(
         params: pytree of tensors or DTensors; names are its keys joined by dots.
         dtype: what floating leaves are converted to; None leaves them.
         max_file_bytes: a file is closed before it would grow beyond this, unless one leaf does.
+        overwrite: replace an export that is there. The old one stays readable until all files of
+            the new one are written (that needs room for both); then they take their places, the
+            index last. Without it that is an error.
         timeout: seconds that ranks wait for each other; None: as long as the process group does.
 
     Returns:
@@ -72,7 +88,7 @@ def export_safetensors(
     names = [key.removeprefix("params.") for key in keys("params", params)]
     ranks = ranks_of([x for x in leaves if isinstance(x, Tensor)], timeout)
     items = [_whole(name, x, dtype) for name, x in zip(names, leaves, strict=True)]
-    return write_folder(Path(path).absolute(), items, ranks, max_file_bytes)
+    return write_folder(Path(path).absolute(), items, ranks, max_file_bytes, overwrite=overwrite)
 
 
 class Whole(NamedTuple):
@@ -92,7 +108,12 @@ class Whole(NamedTuple):
 
 
 def write_folder(
-    folder: Path, leaves: Sequence[Whole], ranks: Ranks, max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path,
+    leaves: Sequence[Whole],
+    ranks: Ranks,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    *,
+    overwrite: bool = False,
 ) -> Path:
     """`export_safetensors` of leaves that are made one at a time."""
     bad = [f"{leaf.name} ({leaf.dtype})" for leaf in leaves if leaf.dtype not in ST_DTYPES]
@@ -106,49 +127,107 @@ def write_folder(
     files = [f"model-{i:05d}-of-{len(members):05d}.safetensors" for i in range(1, len(members) + 1)]
     shown = progress(f"exporting to {folder}", sum(sizes), shown=ranks.leads)
 
-    def prepare() -> None:
-        if ranks.leads:
-            disk.make_folder(folder)
-            there = [n for n in (*files, INDEX, SINGLE) if (folder / n).exists()]
-            if there:
-                raise CheckpointError(
-                    f"{folder} has {', '.join(there[:3])} already. Export to another folder, or "
-                    "remove them first."
-                )
+    def prepare() -> str | None:
+        if not ranks.leads:
+            return None
+        disk.make_folder(folder)
+        there = [n for n in (*files, INDEX, SINGLE) if (folder / n).exists()]
+        if there and not overwrite:
+            raise CheckpointError(
+                f"{folder} has {', '.join(there[:3])} already. Export to another folder, remove "
+                "them first, or pass overwrite=True."
+            )
+        return secrets.token_hex(4)
 
     def write(number: int) -> None:
-        name, rows = files[number], [leaves[i] for i in members[number]]
+        rows = [leaves[i] for i in members[number]]
         # each file has one writer, and the ranks take turns
         if number % len(ranks.members) != ranks.index:
             # a gather needs all ranks, also those that don't write
             for leaf in rows:
                 leaf.make(False)
             return
-        part = folder / f".{name}.part"
-        part.unlink(missing_ok=True)  # of an export that was cut short
         described = [(leaf.name, leaf.dtype, leaf.shape) for leaf in rows]
         tensors = (_made(leaf) for leaf in rows)
+        part = folder / parts[number]
         write_file(part, described, tensors, about={"format": "pt"}, on_bytes=shown)
-        disk.rename(part, folder / name)
 
     def finish() -> None:
         if ranks.leads:
-            where = {
-                leaves[i].name: file for file, f in zip(files, members, strict=True) for i in f
-            }
-            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
-            part = folder / f".{INDEX}.part"
-            part.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            disk.rename(part, folder / INDEX)
-            disk.sync_folder(folder)
+            rows = [(leaves[i].name, k) for k, f in enumerate(members) for i in f]
+            _publish(folder, parts, files, rows, sum(sizes))
 
-    on_every_rank(ranks, "whether the folder is there", prepare, _UNWRITTEN)
-    for number, name in enumerate(files):
-        on_every_rank(ranks, f"whether {name} is written", partial(write, number), _UNWRITTEN)
+    # Of this export alone: what another left may be what its index names.
+    token = on_every_rank(ranks, "whether the folder is there", prepare, _UNWRITTEN)[0]
+    parts = [f".{name}.{token}.part" for name in files]
+    try:
+        for number, name in enumerate(files):
+            on_every_rank(ranks, f"whether {name} is written", partial(write, number), _UNWRITTEN)
+    except CheckpointError:
+        if ranks.leads:  # a full disk needs the room back
+            for part in parts:
+                with contextlib.suppress(OSError):
+                    disk.unlink(folder / part)
+        raise
     # Last: readers find the files through the index, and by then all are there.
     on_every_rank(ranks, "whether the index is written", finish, _UNWRITTEN)
     shown.close()
     return folder
+
+
+def _publish(
+    folder: Path,
+    parts: Sequence[str],
+    files: Sequence[str],
+    rows: Sequence[tuple[str, int]],
+    total: int,
+) -> None:
+    """Give files that are written the names that they are found by, on one rank.
+
+    [Note: one export or the other] Whoever reads through the index finds all of the old export or
+    all of the new one, wherever this is cut short: the index names the new files first under the
+    names that they were written under, then those get their own, then the index follows.
+
+    Args:
+        folder: they are in.
+        parts: their names so far.
+        files: their names from now on.
+        rows: each leaf's name, and the number of its file.
+        total: bytes of all leaves.
+    """
+
+    def write_index(names: Sequence[str]) -> None:
+        where = {leaf: names[number] for leaf, number in rows}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        part = folder / f".{INDEX}.part"
+        disk.unlink(part)  # of an export that was cut short
+        file = disk.create(part)
+        try:
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            disk.append(file, memoryview(text.encode()))
+            disk.sync(file)
+        finally:
+            os.close(file)
+        disk.rename(part, folder / INDEX)
+        disk.sync_folder(folder)
+
+    replaced = (folder / INDEX).exists() or (folder / SINGLE).exists()
+    if replaced:
+        write_index(parts)
+        # transformers takes it before any index
+        disk.unlink(folder / SINGLE)
+    for part, name in zip(parts, files, strict=True):
+        disk.unlink(folder / name)
+        disk.link(folder / part, folder / name)
+    write_index(files)
+    for file in list(folder.iterdir()):
+        # of the export that was there: it has no place in the index any more
+        old = replaced and _EXPORTED.fullmatch(file.name) and file.name not in files
+        if old or file.name in parts:
+            disk.unlink(file)
+
+
+_EXPORTED = re.compile(r"\.?model-\d{5,}-of-\d{5,}\.safetensors(\.[0-9a-f]{8})?(\.part)?")
 
 
 def is_safetensors(path: Path) -> bool:
@@ -157,28 +236,32 @@ def is_safetensors(path: Path) -> bool:
     return inside or path.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def open_safetensors(path: Path, wanted: Sequence[str], on_bytes: Callable[[int], None]) -> Source:
+def open_safetensors(
+    path: Path,
+    wanted: Sequence[str],
+    on_bytes: Callable[[int], None],
+    rename: Rename | None = None,
+) -> Source:
     """A safetensors file, or what an index lists, as a source of parameters.
 
     Args:
         path: of the file, the index, or the folder with either.
         wanted: our keys.
         on_bytes: called with the bytes of each piece that is read.
+        rename: see `our_names`.
 
     Raises:
         CheckpointError: a file is damaged, missing, or not in the folder.
     """
     found = {name: file for file in _members(path) for name in _names_in(file)}
-    prefix = shared_prefix(names_of(wanted), found)
-    leaves = {
-        f"params.{name.removeprefix(prefix)}": _lazy(file, name)
-        for name, file in found.items()
-        if name.startswith(prefix)
-    }
+    ours = our_names(names_of(wanted), list(found), rename)
+    leaves = {f"params.{to}": _lazy(found[name], name) for name, to in ours.items()}
     reader = LazyReader(leaves, on_bytes)
     # sizes, not contents: to compare those would cost a reading of all files
     identity = json.dumps(sorted((name, file.stat().st_size) for name, file in found.items()))
-    return Source(str(path), reader, reader.read_metadata(), identity=identity)
+    renamed = renamed_params(ours, rename)
+    source = Source(str(path), reader, reader.read_metadata(), identity=identity)
+    return replace(source, renamed=renamed, names=list(found))
 
 
 def _whole(name: str, x: Any, dtype: torch.dtype | None) -> Whole:

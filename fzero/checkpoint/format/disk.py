@@ -63,6 +63,22 @@ def exchange(one: Path, other: Path) -> bool:
     return rename(here, names[0], here, names[1], swap) == 0
 
 
+def link(old: Path, new: Path) -> None:
+    """A second name for a file; where the file system has none, the new name in place of the old.
+
+    Then readers who look for the old one are told that a file is missing.
+    """
+    try:
+        os.link(old, new)
+    except OSError:
+        os.rename(old, new)
+
+
+def unlink(file: Path) -> None:
+    """Remove a file, if it is there."""
+    file.unlink(missing_ok=True)
+
+
 def lock(folder: Path) -> int | None:
     """Take hold of a folder until `unlock`, or until this process ends.
 

@@ -97,6 +97,7 @@ class Manifest:
         scalars: plain Python values by key.
         files: by name.
         lineage: which checkpoints it comes from.
+        client: what a user keeps beside it, encoded; see `fzero.checkpoint.client`.
     """
 
     step: int
@@ -105,6 +106,7 @@ class Manifest:
     scalars: dict[str, Scalar] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
     lineage: Lineage = UNKNOWN
+    client: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -160,6 +162,9 @@ class Manifest:
                 for key, leaf in self.leaves.items()
             },
         }
+        if self.client is not None:
+            # last: `peek` must find the lineage in the first bytes
+            body["client"] = self.client
         return json.dumps({"checksum": _digest(body), "manifest": body})
 
 
@@ -260,7 +265,13 @@ def _parse(found: Any, where: str) -> Manifest:
             _refuse(where, key, f"the value {value!r:.60}, not a bool, int, float or str")
     lineage = parse_lineage(body["lineage"]) if "lineage" in body else UNKNOWN
     return Manifest(
-        _count(body["step"]), _count(body["world"]), leaves, dict(body["scalars"]), files, lineage
+        _count(body["step"]),
+        _count(body["world"]),
+        leaves,
+        dict(body["scalars"]),
+        files,
+        lineage,
+        body.get("client"),
     )
 
 

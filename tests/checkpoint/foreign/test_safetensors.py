@@ -12,6 +12,7 @@ from torch import Tensor
 import fzero
 from fzero.checkpoint import export_safetensors, load
 from tests.checkpoint.cases import Job, full, make
+from tests.checkpoint.faults import watched
 from tests.ranks import run_ranks
 
 
@@ -72,6 +73,58 @@ def test_files_that_are_there_are_not_overwritten(tmp_path: Path) -> None:
     export_safetensors(tmp_path, _tree())
     with pytest.raises(fzero.CheckpointError, match="already"):
         export_safetensors(tmp_path, _tree())
+
+
+class Cut(BaseException):
+    """In place of a kill."""
+
+
+def _cut_at(at: int) -> Any:
+    def act(number: int, name: str, args: Any) -> None:
+        if number == at:
+            raise Cut
+
+    return act
+
+
+# Another number of files, the same number, and one file as transformers calls it.
+@pytest.mark.parametrize("before", [60, 100, None])
+def test_an_export_that_is_replaced_is_one_or_the_other(before: int | None, tmp_path: Path) -> None:
+    old = {"a": torch.zeros(16), "b": torch.zeros(12)}
+    new = {"a": torch.ones(16), "b": torch.ones(12)}
+
+    def there(folder: Path) -> Path:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        if before is None:
+            safetensors.torch.save_file(old, folder / "model.safetensors")
+        else:
+            export_safetensors(folder, old, max_file_bytes=before)
+        return folder
+
+    def read(folder: Path) -> float:
+        found, _ = load(folder, {name: torch.full_like(x, 7.0) for name, x in old.items()})
+        values = {x.item() for leaf in found.values() for x in leaf.unique()}
+        assert len(values) == 1
+        return values.pop()
+
+    how: dict[str, Any] = {"max_file_bytes": 60, "overwrite": True}
+    whole = there(tmp_path / "whole")
+    with watched(lambda number, name, args: None) as calls:
+        export_safetensors(whole, new, **how)
+    seen = []
+    for at in range(len(calls)):
+        folder = there(tmp_path / str(at))
+        with pytest.raises(Cut), watched(_cut_at(at)):
+            export_safetensors(folder, new, **how)
+        seen.append(read(folder))
+        export_safetensors(folder, new, **how)
+        assert read(folder) == 1.0
+        files = sorted(file.name for file in folder.iterdir())
+        assert files == sorted(file.name for file in whole.iterdir())
+        assert len(files) == 4
+    assert seen == sorted(seen)
+    assert set(seen) == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("which", ["file", "index", "folder"])

@@ -1,0 +1,203 @@
+"""What is frozen and unfrozen between steps: trained as plain torch trains it, its state kept."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fzero
+from tests.engine.parity import data
+from tests.ranks import run_fresh, run_ranks
+
+NAMES = [f"{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")]
+
+
+def _module() -> nn.Module:
+    torch.manual_seed(3)
+    layers = nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)
+    return nn.Sequential(*layers).double()
+
+
+def _frozen(step: int, seed: int) -> set[str]:
+    """Which are frozen in a step: some, none, all but one."""
+    draws = random.Random(seed * 100 + step // 2)
+    return set(draws.sample(NAMES, draws.choice([0, 2, 3, 5])))
+
+
+def _freeze(module: nn.Module, frozen: set[str]) -> None:
+    for name, p in module.named_parameters():
+        p.requires_grad_(name not in frozen)
+
+
+def _plain(world: int, accum: int, seed: int) -> list[dict[str, Tensor]]:
+    module = _module()
+    opt = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    seen = []
+    for step in range(8):
+        _freeze(module, _frozen(step, seed))
+        opt.zero_grad()
+        for i in range(accum):
+            x = torch.cat([data(rank, step * accum + i) for rank in range(world)])
+            (module(x).square().mean() / accum).backward()
+        opt.step()
+        seen.append({name: p.detach().clone() for name, p in module.named_parameters()})
+    return seen
+
+
+def _engine(stage: int, accum: int, seed: int) -> list[dict[str, Tensor]]:
+    rank = dist.get_rank()
+    opt = fzero.optim.sgd(0.1, momentum=0.9, weight_decay=0.1)
+    cfg = fzero.Config(stage, accum_steps=accum, bucket_mb=0.0003)
+    engine = fzero.Engine(_module(), opt, cfg)
+    seen = []
+    for step in range(8):
+        frozen = _frozen(step, seed)
+        _freeze(engine.module, frozen)
+        for i in range(accum):
+            engine(data(rank, step * accum + i)).square().mean().backward()
+        reducer = engine._parts.reducer
+        sent = {reducer.leaves[i].name for bucket in reducer.buckets for i in bucket}
+        assert sent == {*NAMES} - frozen  # nothing travels for what is frozen
+        held = {reducer.leaves[i].name for i in {**reducer.reduced, **reducer.unreduced}}
+        assert held == {*NAMES} - frozen
+        assert all(engine.full_grad(name) is None for name in sorted(frozen))
+        engine.step()
+        seen.append(engine.full_params())
+    assert engine.global_steps == 8
+    return seen
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_is_plain_torchs(stage: int, accum: int) -> None:
+    expected = _plain(2, accum, stage)
+    for found in run_ranks(2, _engine, stage, accum, stage):
+        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            for name, value in theirs.items():
+                torch.testing.assert_close(ours[name], value, msg=f"step {step}, {name}")
+
+
+def _state_of(engine: fzero.Engine, name: str) -> list[Tensor]:
+    params, opt_state = fzero.unshard(engine.state)
+    inner = opt_state.inner
+    found = [params[name], inner.mu[name], inner.nu[name]]
+    return found + ([opt_state.master[name]] if opt_state.master else [])
+
+
+def _keeps(stage: int, how: dict[str, Any]) -> None:
+    x = data(dist.get_rank()).float()
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    engine = fzero.Engine(module, fzero.optim.adamw(0.1), fzero.Config(stage, **how))
+
+    def step() -> None:
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+
+    step()
+    before = _state_of(engine, "0.weight")
+    module[0].requires_grad_(False)
+    others = _state_of(engine, "2.weight")
+    step()
+    step()
+    for old, new in zip(before, _state_of(engine, "0.weight"), strict=True):
+        assert torch.equal(old, new)
+    for old, new in zip(others, _state_of(engine, "2.weight"), strict=True):
+        assert not torch.equal(old, new)
+    module[0].requires_grad_(True)
+    step()
+    assert not torch.equal(before[1], _state_of(engine, "0.weight")[1])
+    assert engine.global_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "how"),
+    [
+        (0, {}),
+        (1, {"clip_norm": 0.1}),
+        (2, {"precision": "bf16"}),
+        (3, {"precision": "bf16"}),
+        (3, {"precision": "fp16", "loss_scale": 128.0}),
+    ],
+)
+def test_what_is_frozen_keeps_its_values_and_state_bit_for_bit(
+    stage: int, how: dict[str, Any]
+) -> None:
+    run_ranks(2, _keeps, stage, how)
+
+
+def _alone(stage: int) -> None:
+    engine = fzero.Engine(_module(), fzero.optim.sgd(0.1), fzero.Config(stage, timeout=20))
+    if dist.get_rank() == 1:
+        engine.module[0].requires_grad_(False)
+
+    def train() -> None:
+        for i in range(2):  # a rank may hear of it when it comes again
+            engine(data(dist.get_rank(), i)).square().mean().backward()
+            engine.step()
+
+    with pytest.raises(fzero.RankMismatchError):
+        train()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_that_freeze_different_parameters_are_told(stage: int) -> None:
+    run_fresh(2, _alone, stage)
+
+
+def test_what_brought_a_gradient_is_updated_as_by_torch() -> None:
+    plain, module = _module(), _module()
+    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = fzero.Engine(module, fzero.optim.sgd(0.1))
+    for net in (plain, engine):
+        inner: Any = net if isinstance(net, nn.Module) else net.module
+        inner[0].requires_grad_(False)
+        net(data(0)).square().mean().backward()
+        inner[0].requires_grad_(True)  # in the midst of a step: from the next backward on
+        inner[2].requires_grad_(False)
+        net(data(1)).square().mean().backward()
+    opt.step()
+    engine.step()
+    for name, value in engine.full_params().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def test_a_forward_of_another_leaves_the_set_alone() -> None:
+    engine = fzero.Engine(_module(), fzero.optim.sgd(0.1))
+    for _ in range(2):
+        engine.module.requires_grad_(False)  # a critic, while its generator is trained
+        x = data(0).requires_grad_()
+        engine(x).sum().backward()
+        assert x.grad is not None
+        engine.module.requires_grad_(True)
+        before = engine.full_params()
+        engine(data(1)).square().mean().backward()
+        engine.step()
+        assert all(not torch.equal(x, before[name]) for name, x in engine.full_params().items())
+
+
+def test_an_optimizer_of_others_is_frozen_too() -> None:
+    class Signs:
+        def init(self, params: Any) -> Any:
+            return {"mu": {k: torch.zeros_like(p) for k, p in params.items() if p is not None}}
+
+        def update(self, grads: Any, state: Any, params: Any = None) -> Any:
+            mu = {k: 0.5 * m + grads[k] for k, m in state["mu"].items()}
+            return {k: None if g is None else -0.1 * mu[k].sign() for k, g in grads.items()}, {
+                "mu": mu
+            }
+
+    engine = fzero.Engine(_module(), Signs())
+    engine.module[0].requires_grad_(False)
+    before = engine.full_params()
+    for _ in range(2):
+        engine(data(0)).square().mean().backward()
+        engine.step()
+    after = engine.full_params()
+    assert {name for name in NAMES if torch.equal(before[name], after[name])} == {
+        "0.weight",
+        "0.bias",
+    }
