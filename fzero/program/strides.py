@@ -33,6 +33,17 @@ def alike(a: Tensor, b: Tensor) -> bool:
     return a.layout != torch.strided or agree(a.shape, a.stride(), b.stride())
 
 
+def layout_of(x: Tensor) -> tuple[int, ...] | None:
+    """What tells apart how two tensors of one shape lie in memory; None of a dense one.
+
+    A slice of one row is dense whatever its stride along that dim.
+
+    >>> layout_of(torch.ones(2, 9)[:1, :4]), layout_of(torch.ones(3, 2).t())
+    (None, (1, 2))
+    """
+    return None if x.is_contiguous() else x.stride()
+
+
 def shown(x: Tensor) -> str:
     """Shape, dtype and strides, for messages."""
     text = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"

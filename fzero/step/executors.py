@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fzero.config import Config
 from fzero.errors import FzeroError, RankMismatchError
 from fzero.program.collector import collector_paused
 from fzero.program.fitting import MAX_RUNG, NothingFits
+from fzero.program.strides import layout_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.alternatives import alternatives
@@ -195,7 +195,7 @@ class Executors:
 
 
 def _key(local: LocalState, batch: list[Tensor], frame: Frame) -> Any:
-    shapes = [(x.shape, x.stride(), x.dtype, x.device) for x in batch]
+    shapes = [(x.shape, layout_of(x), x.dtype, x.device) for x in batch]
     return ((local.state_spec, frame), *shapes)
 
 
@@ -223,5 +223,4 @@ def _warn_of_shapes(old: list[Any], new: Any) -> None:
 def _describe(leaf: tuple[Any, ...]) -> str:
     shape, stride, dtype, device = leaf
     text = f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
-    dense = torch.empty(shape, device="meta").stride()
-    return text if stride == dense else f"{text} with strides {stride}"
+    return text if stride is None else f"{text} with strides {stride}"

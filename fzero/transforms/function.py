@@ -21,6 +21,7 @@ from fzero.errors import ConfigError, RankMismatchError, ShardError, TraceError
 from fzero.functional.transforms import in_transform
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.program import Program
+from fzero.program.strides import layout_of
 from fzero.transforms.agreement import Agreement
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import warn_of_recordings
@@ -301,8 +302,8 @@ def _without_graph(x: Any) -> Any:
 def _kind(x: Tensor) -> Any:
     if isinstance(x, DTensor):
         local = x._local_tensor
-        return (x._spec, local.shape, local.stride(), local.dtype, local.device)
-    return (x.shape, x.stride(), x.dtype, x.device)
+        return (x._spec, local.shape, layout_of(local), local.dtype, local.device)
+    return (x.shape, layout_of(x), x.dtype, x.device)
 
 
 def _arguments(fn: Callable[..., Any], second: str | None) -> list[str]:

@@ -130,6 +130,15 @@ def test_a_closure_that_changes_is_recorded_anew() -> None:
     assert (inner(p, x)[0], outer(p, x)["w"][0]) == (6, 3)
 
 
+def test_a_dense_argument_is_one_kind_whatever_it_is_cut_from() -> None:
+    calls = []
+    double = fzero.sharded(lambda p, x: calls.append(x.shape) or x * p["w"])
+    p, text = {"w": torch.full((), 2.0)}, torch.ones(1, 20)
+    for end in range(8, 20):
+        assert double(p, text[:, :end][:, -8:]).sum() == 16
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("executor", ["traced", "eager"])
 def test_random_numbers_are_a_function_of_the_call(executor: Any) -> None:
     cfg = fzero.Config(executor=executor)
