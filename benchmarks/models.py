@@ -64,7 +64,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.ln(x))

@@ -12,6 +12,7 @@ A pass is a function from a `Program` to a `Program`. `Config(passes=(fn, ...))`
 from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
 from fzero.program.graph import copy_graph, output_node, phases, placeholders, tensors_of
+from fzero.program.passes.overlap import overlap
 from fzero.program.passes.rewrite import call, is_gather, is_reduction, legalise
 from fzero.program.passes.users import (
     calls,
@@ -37,6 +38,7 @@ __all__ = [
     "leaf_and_axis",
     "legalise",
     "output_node",
+    "overlap",
     "phases",
     "placeholders",
     "replace_value",

@@ -65,12 +65,14 @@ class Config:
         bucket_mb: MiB of gathered bytes that share one collective.
         prefetch: how many buckets ahead gathers are launched. None: 1 where a transfer overlaps
             with computation, 0 over gloo, where both take the same cores and it only costs memory.
+            `fzero.passes.overlap` goes by estimated times and a cap in bytes instead.
         gather_together: globs over module names, each gathered as one (for modules that only some
             ranks run).
         opaque: globs over names of modules that run as plain PyTorch inside of the Program, one
             node each (see `fzero.opaque`); or "auto": the smallest that can't be recorded.
-        executor: "traced" runs the Program, "eager" stages nothing out, "inductor" compiles the
-            Program.
+        executor: "traced" runs the Program as generated code; "inductor" compiles the operators
+            between its collectives when it first runs, and runs what can't be compiled generated:
+            see docs/staging.md; "eager" stages nothing out.
         donate: reuse the memory of the inputs; False leaves them untouched.
         offload: "cpu" keeps masters and optimizer state in host memory, pinned where there is a
             GPU, and updates them there; parameters stay on the device in the compute dtype.

@@ -12,7 +12,7 @@ import linecache
 import operator
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +27,20 @@ from fzero.program.sites import SITE
 from fzero.program.strides import agree, restored
 
 Executable = Callable[..., list[Any]]
+
+
+class Boxed(NamedTuple):
+    """What is called with one list that only it holds, so that it can let go of what is in it.
+
+    Args:
+        run: the function.
+    """
+
+    run: Callable[[list[Any]], Any]
+
+    def __call__(self, given: list[Any]) -> Any:
+        """Run it."""
+        return self.run(given)
 
 
 def compile_program(program: Program) -> Executable:
@@ -197,6 +211,12 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
             continue
         elif node.op == "output":
             lines.append(f"return {show(list(node.args[0]))}")
+        elif isinstance(node.target, Boxed):
+            # its operands go before it runs: from then on only the list has them
+            dropped = "".join(f"{name} = " for name in last_use.pop(node, ()))
+            lines.append(f"boxed = {show(node.args[0])}")
+            lines.append(f"{dropped}None")
+            lines.append(f"{node.name} = {bind(node.target.run, 'region')}(boxed)")
         else:
             lines.append(_statement(node, show, bind, then))
         if dead := last_use.get(node):

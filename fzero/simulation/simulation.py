@@ -126,7 +126,7 @@ def check_world(cfg: Config, world_size: int | tuple[int, int]) -> tuple[int, ..
             f"{math.prod(shape)} of its own. Pass mesh=None, and world_size=(replicate, shard) for "
             "a mesh of two axes."
         )
-    if cfg.executor != "traced":
+    if cfg.executor == "eager":
         raise ConfigError(
             f"Config.executor={cfg.executor!r} makes no Program, and a simulation reads one. Pass "
             "executor='traced'."

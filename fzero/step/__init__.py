@@ -1,1 +1,1 @@
-"""One training step: gradients, update, and the two executors."""
+"""One training step: gradients, update, and the executors."""

@@ -201,7 +201,7 @@ def _key(local: LocalState, batch: list[Tensor], frame: Frame) -> Any:
 
 def _thrift(executor: Executor) -> tuple[int, ...]:
     """What a rank could still do to hold less: the smallest of all ranks' counts."""
-    rung = executor.program.rung if isinstance(executor, Traced) else None
+    rung = executor.gradient_fn.program.rung if isinstance(executor, Traced) else None
     return () if rung is None else (MAX_RUNG - rung,)
 
 

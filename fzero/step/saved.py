@@ -255,7 +255,7 @@ def _resumed(
     rung: int | None,
 ) -> tuple[Traced, list[str]]:
     """The step, and what has changed of its update alone, which is recorded then."""
-    gradient_fn = _recorded(entry["gradients"], {"model_fn": model_fn}, tensors)
+    gradient_fn = _recorded(entry["gradients"], {"model_fn": model_fn}, tensors, plan)
     if rung is not None and gradient_fn.program.rung != rung:
         raise Gone([f"the plan for the memory limit from {gradient_fn.program.rung} to {rung}"])
     signature.state_out = signature.state
@@ -263,14 +263,16 @@ def _resumed(
     update, changed = None, []
     if entry["update"] is not None:
         try:
-            update = _recorded(entry["update"], {"the optimizer": plan.opt}, tensors)
+            update = _recorded(entry["update"], {"the optimizer": plan.opt}, tensors, plan)
         except Gone as gone:
             changed = gone.differences
     half = GradientHalf(signature, gradient_fn)
     return make(like=half, rung=rung, update=update), changed
 
 
-def _recorded(half: Json, roots: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Recorded:
+def _recorded(
+    half: Json, roots: Mapping[str, Any], tensors: Mapping[str, Tensor], plan: Plan
+) -> Recorded:
     resumed = Resumed(roots, half["notes"])
     literals: list[Tensor] = []
 
@@ -283,7 +285,7 @@ def _recorded(half: Json, roots: Mapping[str, Any], tensors: Mapping[str, Tensor
     program = Program.decoded(half["program"], constant)
     program = dataclasses.replace(program, literals=tuple(literals))
     params = [(name, resumed.tensor(at)) for name, at in half["params"]]
-    return Recorded.resumed(program, resumed.notes, params)
+    return Recorded.resumed(program, resumed.notes, params, plan.cfg.executor)
 
 
 # ------------------------------------------------------------------------------------ aux

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
+from fzero.program import Program
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS
 from fzero.program.fitting import NothingFits
 from fzero.program.graph import Held, output_node, tensors_of
@@ -96,19 +97,18 @@ class Traced:
         self.shared = shared_outputs(gradients)[: len(plan.trained)]
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
         self.update_program = UpdateProgram(plan, local, reduced=not reduces_once(cfg))
-        self.program = gradients
         # an optimizer that knows nothing of shards runs as it is, and is not recorded
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
             if update is not None:
-                made = self.update_program.resume(update, trained, local, grads, loss, state)
+                self.update_program.resume(update, trained, local, grads, loss, state)
             else:
                 given: list[Held] = []
                 if not cfg.donate:
                     pairs = zip(trained, plan.names[0], strict=True)
                     given = [Held(x.nbytes, PARAMETERS, name) for x, name in pairs]
                     given += held_rows(plan, local)
-                made = self.update_program.trace(
+                self.update_program.trace(
                     trained,
                     local,
                     grads,
@@ -125,12 +125,17 @@ class Traced:
                     ],
                     bucket_bytes=settled[1],
                 )
-            self.program = gradients.then(made)
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)
         sizes = [part.bucket_bytes for part in self.program.parts()]
         self.bucket_bytes = (sizes[0], sum(sizes[1:]))
         self.collectives = signature_of(self.program, plan.mesh, cfg.named_passes)
+
+    @property
+    def program(self) -> Program:
+        """The Program of the gradients, and that of the update after it."""
+        gradients, update = self.gradient_fn.program, self.update_program.recorded
+        return gradients if update is None else gradients.then(update.program)
 
     @property
     def notes(self) -> Notes:

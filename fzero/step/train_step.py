@@ -362,11 +362,6 @@ def _check_available(cfg: Config, opt: Optimizer) -> None:
             "is not recorded, so what its update holds can't be told before it runs. Use one of "
             "fzero.optim, or memory_limit=None."
         )
-    if cfg.executor == "inductor":
-        raise ConfigError(
-            "Config.executor='inductor' is not supported by make_train_step; 'traced' runs the "
-            "Program as it is."
-        )
 
 
 def _takes_state(model_fn: ModelFn) -> bool:

@@ -218,7 +218,8 @@ class UpdateProgram:
             )
             return run_passes(insert_seeds(program), cfg.named_passes, late=True)
 
-        recorded = Recorded(Notes({"the optimizer": self.plan.opt}), record, passes)
+        notes = Notes({"the optimizer": self.plan.opt})
+        recorded = Recorded(notes, record, passes, self.plan.cfg.executor)
         self._recorded.add(None, recorded)
         return recorded.program
 

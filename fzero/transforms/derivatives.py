@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero import zero
-from fzero.config import Config
+from fzero.config import Config, as_config
 from fzero.distributed.collectives import all_reduce, phase
 from fzero.distributed.mesh import Axes
 from fzero.errors import ConfigError, FzeroError
@@ -31,7 +31,7 @@ from fzero.numerics.casts import widened
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE
 from fzero.transforms.call import Call, Results, like, mean
 from fzero.transforms.frames import Frame, stacked, take_apart
-from fzero.transforms.function import Function, check_callable, check_config, positions
+from fzero.transforms.function import Function, check_callable, positions
 from fzero.transforms.lazily import Lazily
 from fzero.transforms.loss import check_loss, summable
 from fzero.transforms.micro import micro_batches
@@ -66,7 +66,7 @@ def sharded(
         >>> predict(params, torch.tensor(3.0))
         tensor([3., 6.])
     """
-    name, cfg = check_callable("sharded", fn), check_config("sharded", cfg)
+    name, cfg = check_callable("sharded", fn), as_config("sharded", cfg)
     if reduce not in (None, "mean", "sum"):
         raise ConfigError(f"sharded: reduce={reduce!r}; it must be 'mean', 'sum' or None.")
 
@@ -118,7 +118,7 @@ def value_and_grad(
         >>> fzero.value_and_grad(lambda params, x: (params["w"] ** 2 * x).sum())(params, 3.0)
         (tensor(15.), {'w': tensor([ 6., 12.])})
     """
-    name, cfg = check_callable("value_and_grad", fn), check_config("value_and_grad", cfg)
+    name, cfg = check_callable("value_and_grad", fn), as_config("value_and_grad", cfg)
     numbers = positions("value_and_grad", "argnums", argnums)
     if not numbers:
         raise ConfigError("value_and_grad: argnums=(); name at least one argument.")
@@ -174,7 +174,7 @@ def jvp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Function:
         >>> square({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})
         (tensor([9.]), tensor([6.]))
     """
-    name, cfg = check_callable("jvp", fn), check_config("jvp", cfg)
+    name, cfg = check_callable("jvp", fn), as_config("jvp", cfg)
 
     def body(params: PyTree, tangents: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
         call = Call(fn, cfg, (0,), (params, *args), kwargs)
@@ -215,7 +215,7 @@ def vjp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Callable[..., A
         >>> pullback(torch.tensor([1.0, 10.0]))
         {'w': tensor([ 2., 20.])}
     """
-    name, cfg = check_callable("vjp", fn), check_config("vjp", cfg)
+    name, cfg = check_callable("vjp", fn), as_config("vjp", cfg)
 
     def value_of(*args: Any, **kwargs: Any) -> PyTree:
         call = Call(fn, cfg, (0,), args, kwargs)
@@ -272,7 +272,7 @@ def hvp(fn: Callable[..., Tensor], cfg: Config | None = None) -> Function:
         >>> cube({"w": torch.tensor([2.0])}, {"w": torch.tensor([1.0])})
         ({'w': tensor([12.])}, {'w': tensor([12.])})
     """
-    name, cfg = check_callable("hvp", fn), check_config("hvp", cfg)
+    name, cfg = check_callable("hvp", fn), as_config("hvp", cfg)
 
     def body(params: PyTree, vectors: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
         call = Call(fn, cfg, (0,), (params, *args), kwargs)

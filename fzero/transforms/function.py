@@ -200,7 +200,7 @@ def jit(
         ({'w': tensor([0.9000, 0.9000])}, tensor(2.))
     """
     name = check_callable("jit", fn)
-    cfg = check_config("jit", cfg)
+    cfg = as_config("jit", cfg)
     numbers = positions("jit", "donate_argnums", donate_argnums)
     return Function(name, fn, fn, cfg, donate_argnums=numbers, takes_parts=False)
 
@@ -239,18 +239,6 @@ def check_callable(what: str, fn: Any) -> str:
             "parameters takes (which random numbers it draws). Give it another name."
         )
     return getattr(fn, "__name__", type(fn).__name__)
-
-
-def check_config(what: str, cfg: Any) -> Config:
-    """The config of a function; None is the default one.
-
-    Raises:
-        ConfigError: it is something else, or asks for an executor that there isn't.
-    """
-    cfg = as_config(what, cfg)
-    if cfg.executor == "inductor":
-        raise ConfigError(f"{what}: Config.executor='inductor' is not supported; use 'traced'.")
-    return cfg
 
 
 def no_program() -> TraceError:

@@ -1,6 +1,7 @@
 """A flat function, recorded once and compiled: what every staged-out function comes down to."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.collector import collector_paused
 from fzero.program.graph import placeholders, tensors_of
+from fzero.program.inductor import compile_regions
 from fzero.program.program import Pass
 from fzero.transforms.notes import ONE_AT_A_TIME, Notes
 from fzero.transforms.saved_notes import Gone
@@ -27,35 +29,62 @@ class Recorded:
         notes: takes down what the function reads from outside.
         record: records it.
         passes: make the Program fit to run.
+        executor: "traced" runs it as generated code, "inductor" compiles its regions.
 
     Raises:
         TraceError: the function can't be recorded.
     """
 
-    def __init__(self, notes: Notes, record: Callable[[], Program], passes: Pass) -> None:
+    def __init__(
+        self,
+        notes: Notes,
+        record: Callable[[], Program],
+        passes: Pass,
+        executor: str = "traced",
+    ) -> None:
         with ONE_AT_A_TIME, collector_paused(), calls_noted() as called:
             program = passes(notes.record(record))
-        self._take(program, notes, list({id(x): (name, x) for name, x in called}.values()))
+        module_params = list({id(x): (name, x) for name, x in called}.values())
+        self._take(program, notes, module_params, executor)
 
     @classmethod
     def resumed(
-        cls, program: Program, notes: Notes, module_params: Sequence[tuple[str, Tensor]]
+        cls,
+        program: Program,
+        notes: Notes,
+        module_params: Sequence[tuple[str, Tensor]],
+        executor: str = "traced",
     ) -> "Recorded":
         """What another process has recorded, whose notes hold here.
 
         Args:
             module_params: parameters of the modules that it called, with their names.
+            executor: as of a new one.
         """
         made = cls.__new__(cls)
-        made._take(program, notes, module_params)
+        made._take(program, notes, module_params, executor)
         return made
 
     def _take(
-        self, program: Program, notes: Notes, module_params: Sequence[tuple[str, Tensor]]
+        self,
+        program: Program,
+        notes: Notes,
+        module_params: Sequence[tuple[str, Tensor]],
+        executor: str,
     ) -> None:
         self.program, self.notes, self.module_params = program, notes, module_params
-        self.run = compile_program(program)
+        if executor == "inductor":
+            self.run = compile_regions(program, self._tell)
+        else:
+            self.run = compile_program(program)
         self.seeded = "key" in program.inputs
+
+    def _tell(self, line: str) -> None:
+        """Say in the Program's log what became of it when it was compiled."""
+        word = line.partition(":")[0]
+        # one that was saved says what became of it then
+        log = [old for old in self.program.log if old.partition(":")[0] != word]
+        self.program = replace(self.program, log=(*log, line))
 
     def hold(self) -> bool:
         """Whether all that was read from outside while recording is as it was."""

@@ -118,7 +118,7 @@ def staged_out(
         )
         return last(program)
 
-    return Recorded(notes, record, passes)
+    return Recorded(notes, record, passes, cfg.executor)
 
 
 @dataclass(frozen=True)
@@ -220,11 +220,15 @@ class TracedFunction:
             bucket_bytes=bucket_bytes[0] if bucket_bytes else None,
             last=lambda program: own_outputs(program, donated),
         )
-        self.program = self.recorded.program
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)  # results that need memory of their own
         self.bucket_bytes = (self.program.bucket_bytes,)
         self.collectives = signature_of(self.program, mesh, cfg.named_passes)
+
+    @property
+    def program(self) -> Program:
+        """What it runs."""
+        return self.recorded.program
 
     def hold(self) -> bool:
         """Whether all that was read from outside while recording is as it was."""

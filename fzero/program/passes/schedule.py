@@ -39,7 +39,7 @@ def arrange(graph: fx.Graph, prefetch: int | None) -> int:
         # the first of a segment has no wait before it to overlap with
         for turn, node in enumerate(gathers[1:], 1):
             # before that wait, not after it: then both are in flight at once
-            _move_before(_launch_part(node), _wait_of(gathers[max(turn - prefetch, 0)]))
+            _move_before(launch_part(node), wait_of(gathers[max(turn - prefetch, 0)]))
     reductions = [n for n in launches if not n.meta["bucket"].gathers]
     order = order_of(graph)
     for node, following in itertools.zip_longest(reductions, reductions[1:]):
@@ -54,11 +54,12 @@ def arrange(graph: fx.Graph, prefetch: int | None) -> int:
     return prefetch
 
 
-def _wait_of(launch: fx.Node) -> fx.Node:
+def wait_of(launch: fx.Node) -> fx.Node:
+    """What awaits a collective."""
     return next(iter(launch.users))
 
 
-def _launch_part(launch: fx.Node) -> list[fx.Node]:
+def launch_part(launch: fx.Node) -> list[fx.Node]:
     """The launch and what is made for it alone: its buffer, casts of shards, and what a user's pass
     computes to send."""
     (pack,) = launch.all_input_nodes
@@ -93,7 +94,7 @@ def _delay(launch: fx.Node, following: fx.Node | None, order: Mapping[fx.Node, i
 
     Or to before what reads it, if that is earlier.
     """
-    wait = _wait_of(launch)
+    wait = wait_of(launch)
     (unpack,) = wait.users
     # the parts go along: left behind they would read what is not there yet
     nodes = [wait, unpack, *unpack.users]
