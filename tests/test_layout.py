@@ -24,7 +24,7 @@ DTYPES = [
 ]
 worlds = st.integers(1, 9)
 shapes = st.lists(st.integers(0, 11), max_size=4).map(tuple)
-laws = settings(max_examples=60, deadline=None)
+laws = settings(max_examples=60)
 
 
 @st.composite

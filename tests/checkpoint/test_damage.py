@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _saved(tmp_path_factory.mktemp("run"))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_flipped_bit_is_found(data: Any, saved: Path) -> None:
     file = data.draw(st.sampled_from([_file(saved), saved / "manifest.json"]))

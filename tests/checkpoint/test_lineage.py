@@ -111,7 +111,7 @@ moves = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(script=st.lists(moves, min_size=3, max_size=14))
 def test_any_history_keeps_what_it_stands_on(script: list[tuple[Any, ...]]) -> None:
     path = Path(tempfile.mkdtemp())

@@ -9,7 +9,7 @@ import fzero
 from fzero.checkpoint import sample_order
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(samples=st.integers(1, 300), batch=st.integers(1, 40), seed=st.integers(0, 2**40))
 def test_every_epoch_sees_every_sample_once(samples: int, batch: int, seed: int) -> None:
     steps = -(-3 * samples // batch)
@@ -23,7 +23,7 @@ def test_every_epoch_sees_every_sample_once(samples: int, batch: int, seed: int)
         assert not torch.equal(epochs[0], torch.arange(samples))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(step=st.integers(0, 10**9), samples=st.integers(1, 10**12), seed=st.integers(0, 2**40))
 def test_any_world_shares_the_same_batch(step: int, samples: int, seed: int) -> None:
     whole = sample_order(step, samples=samples, batch=12, seed=seed)

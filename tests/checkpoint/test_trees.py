@@ -98,7 +98,7 @@ def bits(x: Any) -> Any:
     return x.dtype, tuple(x.shape), flat.view(torch.uint8).tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(params=trees, opt_state=trees)
 def test_what_is_saved_is_what_is_loaded(params: Any, opt_state: Any) -> None:
     with tempfile.TemporaryDirectory() as run:
@@ -109,7 +109,7 @@ def test_what_is_saved_is_what_is_loaded(params: Any, opt_state: Any) -> None:
         assert list(map(bits, tree.leaves(ours))) == list(map(bits, tree.leaves(theirs)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(of=trees)
 @example(of={"a.b": 1, "a": {"b": 2}})
 @example(of=[{"w": 1}, {"w.0": [2], "w": [{"0": 3}]}])
@@ -118,7 +118,7 @@ def test_every_leaf_has_a_key_of_its_own(of: Any) -> None:
     assert len(set(found)) == len(found) == len(tree.leaves(of))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shape=shapes, itemsize=st.sampled_from([1, 2, 8]), limit=st.integers(1, 64))
 def test_pieces_cover_a_tensor_in_order(shape: Any, itemsize: int, limit: int) -> None:
     x = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -132,7 +132,7 @@ def test_pieces_cover_a_tensor_in_order(shape: Any, itemsize: int, limit: int) -
         at += piece.nbytes
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shape=shapes, data=st.data(), mesh=st.lists(st.integers(1, 4), min_size=1, max_size=2))
 def test_boxes_are_what_dtensors_hold(shape: Any, data: Any, mesh: list[int]) -> None:
     from torch.distributed.tensor import Replicate, Shard

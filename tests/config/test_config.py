@@ -112,7 +112,7 @@ def test_every_field_is_tried_and_explained() -> None:
     assert {field for field, *_ in ILLEGAL} >= fields - {"mesh"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(configs)
 def test_a_config_is_a_value(fields) -> None:
     cfg = Config(**fields)
@@ -136,7 +136,7 @@ def test_what_is_of_programs_is_a_value_where_there_is_one(field: str, value: An
             cfg.replace(executor="eager")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(configs, configs)
 def test_replace_and_describe_see_every_field(first, second) -> None:
     a, b = Config(**first), Config(**{**first, **second})

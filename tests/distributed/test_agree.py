@@ -43,7 +43,7 @@ _items = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(_items, _items), min_size=1, max_size=4))
 def test_raises_exactly_when_the_items_differ_and_says_the_same_everywhere(
     cases: list[tuple[Items, Items]],

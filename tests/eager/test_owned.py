@@ -173,7 +173,6 @@ hooks = st.lists(number, max_size=2)
 configs = st.fixed_dictionaries({"stage": st.integers(0, 3), "accum_steps": st.integers(1, 2)})
 relaxed = settings(
     max_examples=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

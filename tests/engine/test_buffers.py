@@ -76,7 +76,7 @@ def one_step(engine: Any, step: int) -> dict[str, Tensor]:
 
 
 # ---- one rule
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_what_all_ranks_agree_on_keeps_every_bit(data: Any) -> None:
     dtype = data.draw(st.sampled_from([*DTYPES, torch.float16, torch.int32, torch.uint8]))
@@ -93,7 +93,7 @@ def test_what_all_ranks_agree_on_keeps_every_bit(data: Any) -> None:
     torch.testing.assert_close(found, x, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(world=st.integers(2, 9), seed=st.integers(0, 2**30), dtype=st.sampled_from(DTYPES))
 def test_others_become_the_mean_or_the_first_ranks(
     world: int, seed: int, dtype: torch.dtype

@@ -22,7 +22,6 @@ LEAVES = 5
 
 @settings(
     max_examples=10_000,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(st.binary(min_size=30, max_size=100))

@@ -49,9 +49,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_any_program_on_one_rank() -> None:
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
-    )
+    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=30))
 
 
 def run(program: Sequence[tuple[str, int, int]], stage: int, fields: dict[str, Any]) -> None:
@@ -61,7 +59,6 @@ def run(program: Sequence[tuple[str, int, int]], stage: int, fields: dict[str, A
 
 @settings(
     max_examples=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(

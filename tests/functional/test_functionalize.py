@@ -184,7 +184,7 @@ def seeded(fn, *args):
 # --- laws ---
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases)
 def test_apply_is_the_module_bit_for_bit_and_leaves_it_alone(case) -> None:
     module, x = build(*case)
@@ -201,7 +201,7 @@ def test_apply_is_the_module_bit_for_bit_and_leaves_it_alone(case) -> None:
         assert torch.equal(new_buffers[name], buffer)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases)
 def test_only_the_passed_tensors_count(case) -> None:
     """The same module with other values in it gives what the passed values say."""
@@ -215,7 +215,7 @@ def test_only_the_passed_tensors_count(case) -> None:
         assert torch.equal(out, seeded(module, x))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases)
 def test_gradients_are_those_of_backward(case) -> None:
     name, training, seed = case
@@ -235,7 +235,7 @@ def test_gradients_are_those_of_backward(case) -> None:
         torch.testing.assert_close(grads[leaf], expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases)
 def test_stages_out_through_a_module_on_meta(case) -> None:
     name, training, seed = case

@@ -63,7 +63,7 @@ def _torch_is_left_alone() -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------- plain autograd
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     depth=st.integers(1, 4),
     kept=st.sampled_from([None, "mm", "two", "none"]),

@@ -174,7 +174,7 @@ quiet = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@settings(max_examples=4, deadline=None, suppress_health_check=quiet)
+@settings(max_examples=4, suppress_health_check=quiet)
 @given(case=cases)
 def test_strides_and_splits_change_no_number(world: int, case: Case) -> None:
     holds(case, world)
@@ -182,7 +182,7 @@ def test_strides_and_splits_change_no_number(world: int, case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@settings(max_examples=25, deadline=None, suppress_health_check=quiet)
+@settings(max_examples=25, suppress_health_check=quiet)
 @given(case=cases)
 def test_strides_and_splits_change_no_number_at_length(world: int, case: Case) -> None:
     holds(case, world)

@@ -43,7 +43,7 @@ RULES = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rule=RULES, overflows=st.lists(st.booleans(), min_size=1, max_size=12))
 def test_a_step_follows_the_rule_on_any_pattern(rule: LossScale, overflows: list[bool]) -> None:
     step_fn, state = make(rule, executor="eager")

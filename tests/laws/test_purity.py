@@ -152,7 +152,7 @@ def _broken(params: Any, config: dict[str, Any], optimizer: str) -> list[str]:
     return broken
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(_calls)
 def test_a_step_is_pure(call: tuple[Any, dict[str, Any], str]) -> None:
     assert _broken(*call) == []
@@ -162,7 +162,7 @@ def _all_broken(calls: list[tuple[Any, dict[str, Any], str]]) -> list[list[str]]
     return [_broken(*call) for call in calls]
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.lists(_calls, min_size=3, max_size=3))
 def test_a_step_on_two_ranks_is_pure(calls: list[tuple[Any, dict[str, Any], str]]) -> None:
     assert run_ranks(2, _all_broken, calls, timeout=120) == [[[]] * len(calls)] * 2

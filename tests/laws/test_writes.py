@@ -237,7 +237,7 @@ OPS = st.tuples(st.sampled_from([*WRITES, "step", "step", "bad"]), st.integers(1
 @pytest.mark.parametrize("make", ["traced", "eager", "engine"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_written_counts(stage: int, make: str) -> None:
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=8)
     @given(
         st.sampled_from([None, "bf16", "fp16", "bf16+cpu", "+cpu"]),
         st.lists(OPS, min_size=1, max_size=4),
@@ -430,7 +430,7 @@ def test_what_has_no_parameters_may_come_and_go() -> None:
         engine(torch.ones(1, 2))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 3 * 2**16), max_size=4), st.sampled_from([1, 2, 3]), st.booleans())
 def test_one_written_element_is_found_wherever_it_is(
     sizes: list[int], columns: int, strided: bool

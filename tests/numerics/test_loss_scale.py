@@ -46,7 +46,7 @@ rules = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cfg=rules, pattern=st.lists(st.booleans(), max_size=30))
 def test_follows_the_rule_on_any_pattern(cfg: LossScale, pattern: list[bool]) -> None:
     state, model = loss_scale.init(cfg), Model(cfg)
@@ -56,7 +56,7 @@ def test_follows_the_rule_on_any_pattern(cfg: LossScale, pattern: list[bool]) ->
         assert state.hysteresis.item() == model.left
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cfg=rules, pattern=st.lists(st.booleans(), max_size=30))
 def test_is_exhausted_by_an_overflow_that_cannot_back_off(cfg, pattern) -> None:
     state, model = loss_scale.init(cfg), Model(cfg)
@@ -86,7 +86,7 @@ def test_a_flag_on_the_cpu_raises_at_once() -> None:
     watch.look()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cfg=rules, finite=st.booleans())
 def test_update_is_pure_and_keeps_dtypes(cfg: LossScale, finite: bool) -> None:
     before = loss_scale.init(cfg)

@@ -20,7 +20,7 @@ dtypes = st.sampled_from([*FLOATS, torch.int32, torch.int64, torch.bool, torch.c
 trees = st.dictionaries(st.text("abc", min_size=1), dtypes, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(leaves=trees, dtype=st.sampled_from([*FLOATS, None]))
 def test_cast_changes_floating_leaves_only(leaves, dtype) -> None:
     tree = {name: torch.ones(2, dtype=d) for name, d in leaves.items()}
@@ -47,7 +47,7 @@ def kept(leaves: dict[str, torch.dtype], precision: Precision, **how: Any) -> Le
     return plan_leaf_dtypes(tensors, paths, precision, **{"trained": [True] * len(leaves), **how})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(leaves=trees, preset=st.sampled_from(["bf16", "fp16"]), apart=st.booleans())
 def test_presets_keep_float32_masters_of_floating_leaves(leaves, preset, apart) -> None:
     leaves = {k: d for k, d in leaves.items() if d != torch.float64}

@@ -18,14 +18,14 @@ ALL_BITS = torch.arange(2**16, dtype=torch.int32)
 floats = st.floats(-(2.0**126), 2.0**126, width=32)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(value=floats)
 def test_the_mean_over_all_bits_is_the_number_itself(value: float) -> None:
     rounded = stochastically(torch.full((2**16,), value), ALL_BITS)
     assert rounded.double().mean().item() == value
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(value=floats, bits=st.integers(-(2**31), 2**31 - 1))
 def test_rounds_to_a_neighbour(value: float, bits: int) -> None:
     x = torch.tensor(value)
@@ -50,7 +50,7 @@ def test_what_is_not_finite_stays() -> None:
         assert stochastically(payload, drawn.expand(2)).isnan().all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
     world=st.integers(1, 5),

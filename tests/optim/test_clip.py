@@ -14,7 +14,7 @@ powers = st.sampled_from([0.5, 1.0, 2.0, 3.0, 17.0, 200.0, math.inf])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     p=powers,
     leaves=st.lists(

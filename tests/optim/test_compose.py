@@ -13,7 +13,7 @@ from tests.optim.zoo import SEEDS, SHAPES, assert_close, clone, gradients, plus,
 
 
 @given(shapes=SHAPES, seed=SEEDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_global_norm_is_the_norm_of_the_concatenation(shapes, seed):
     values = random_tree(shapes, seed, torch.float32, torch.bfloat16, torch.float64)
     together = torch.cat([leaf.double().flatten() for leaf in tree.leaves(values)])
@@ -30,7 +30,7 @@ def test_global_norm_of_half_precision_is_summed_in_float32():
 
 
 @given(shapes=SHAPES, seed=SEEDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_clipping_has_torchs_numbers(shapes, seed):
     grads = gradients(random_tree(shapes, seed, torch.float64), seed)
     for max_norm in (0.5, 1e6):
@@ -129,7 +129,7 @@ def test_an_empty_tree_is_a_step_too():
 
 @pytest.mark.parametrize("max_bytes", [None, 0, 60, 100, 10**9])
 @given(shapes=SHAPES, seed=SEEDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_groups_hold_every_leaf_once_and_no_more_bytes_than_asked(max_bytes, shapes, seed):
     leaves = tree.leaves(random_tree(shapes, seed, torch.float32, torch.float64))
 

@@ -22,7 +22,7 @@ from tests.optim.zoo import (
 )
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
-few = settings(max_examples=15, deadline=None)
+few = settings(max_examples=15)
 
 
 @every_optimizer

@@ -97,7 +97,7 @@ def _all_stages(case: dict[str, Any], batches: Tensor) -> list[tuple[Any, list[A
     executor=st.sampled_from(["traced", "eager"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=4, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_a_mask_decides_by_whole_leaves_whatever_the_sharding(
     world: int, shapes: list[tuple[int, ...]], mask: str, frozen: str, executor: str, seed: int
 ) -> None:

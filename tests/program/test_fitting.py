@@ -54,7 +54,7 @@ def run_step(
     return [*losses, *fzero.unshard(state[0]).values()], program
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     depth=st.integers(1, 3),
     width=st.sampled_from([8, 24]),

@@ -29,7 +29,7 @@ def model(request: Any) -> Iterator[tuple[Program, Liveness]]:
         yield base, Liveness(laid(base), CPU)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.data())
 def test_the_model_is_the_memory_of_the_passes(
     model: tuple[Program, Liveness], data: st.DataObject

@@ -124,7 +124,7 @@ def brute_force(program: Program, inputs: list[Any]) -> list[int]:
     return found
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=5),
     st.integers(1, 4),

@@ -67,7 +67,7 @@ def stays(program: Program) -> list[str]:
     return [str(n.target) for n in program.graph.nodes if fixed(n) and n.name[:6] != "region"]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     widths=st.lists(st.integers(1, 9), min_size=2, max_size=6),
     dropout=st.sampled_from([0.0, 0.5]),

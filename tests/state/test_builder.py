@@ -153,7 +153,7 @@ _FILLS: list[Callable[[Tensor], Any]] = [
 ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from(range(len(_FILLS)))), max_size=12),

@@ -88,7 +88,7 @@ def _wrong(drawn: list[Any], hybrid: bool) -> list[str]:
 
 @pytest.mark.parametrize(("world", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
 def test_unshard_undoes_shard(world: int, hybrid: bool) -> None:
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=8)
     @given(st.lists(trees(leaves()), min_size=1, max_size=6))
     def law(drawn: list[Any]) -> None:
         assert run_ranks(world, _wrong, drawn, hybrid) == [[]] * world
@@ -96,7 +96,7 @@ def test_unshard_undoes_shard(world: int, hybrid: bool) -> None:
     law()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(trees(leaves()))
 def test_without_a_process_group_too(full: Any) -> None:
     assert not dist.is_initialized()

@@ -95,7 +95,7 @@ trees = st.recursive(
 
 
 @given(value=trees)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_taken_apart_is_put_together_as_it_was(value: Any) -> None:
     tensors, frame = take_apart(value)
     assert _same(value, frame.unflatten(tensors))

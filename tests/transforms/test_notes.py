@@ -315,7 +315,7 @@ def test_what_is_read_from_outside_counts_at_every_call(name: str) -> None:
     assert recorded == 1
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([1.0, 2.0])), max_size=6))
 def test_a_step_is_plain_python_whatever_changes_between_calls(
     writes: list[tuple[str, float]],

@@ -72,7 +72,7 @@ def _fills(node: Any) -> bool:
     return "bucket" in node.meta or any(isinstance(x, Bucket) for x in node.args)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     widths=WIDTHS,
     bucket=st.sampled_from([200, 2000, 20000]),

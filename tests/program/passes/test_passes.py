@@ -41,7 +41,7 @@ PIPELINE: list[Callable[[Program], Program]] = [
     insert_seeds,
 ]
 WIDTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6)
-few = settings(max_examples=8, deadline=None)
+few = settings(max_examples=8)
 
 
 def prefixes(program: Program) -> list[Program]:
@@ -231,7 +231,7 @@ def shuffled_graphs(draw: Any) -> tuple[fx.Graph, list[fx.Node], bool]:
     return graph, nodes, order == inner
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(shuffled_graphs())
 def test_legalise_makes_any_order_legal_and_keeps_a_legal_one(drawn: Any) -> None:
     graph, nodes, legal = drawn

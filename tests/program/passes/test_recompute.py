@@ -52,7 +52,7 @@ def base() -> Program:
     return before_the_pass()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_every_set_of_values_keeps_the_promises_and_holds_no_more(
     base: Program, data: st.DataObject

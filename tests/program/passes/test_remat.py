@@ -111,7 +111,7 @@ def _layers(tree: Any) -> int:
     return tree if isinstance(tree, int) else sum(map(_layers, tree))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(tree=nestings(), front_end=st.sampled_from(sorted(FRONT_ENDS)), kept=st.booleans())
 def test_any_nesting_of_regions_gives_the_same_gradients(
     tree: Any, front_end: str, kept: bool

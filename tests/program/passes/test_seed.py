@@ -34,7 +34,7 @@ def masks() -> Program:
     return number_sites(trace_program("masks", [("make_fx", fn)], [torch.ones(64)], ["x"]))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(WORDS, min_size=1, max_size=4), st.integers(0, 3), WORDS)
 def test_mix_depends_on_every_word(words: list[int], place: int, other: int) -> None:
     assert mix(*words) == mix(*words)
@@ -44,7 +44,7 @@ def test_mix_depends_on_every_word(words: list[int], place: int, other: int) -> 
     assert (mix(*changed) == mix(*words)) == (changed == words)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(WORDS, WORDS, st.integers(0, 2**31))
 def test_same_key_same_masks_whatever_ran_before(key: int, other: int, before: int) -> None:
     run = compile_program(insert_seeds(masks()))

@@ -29,7 +29,7 @@ def same_bytes(program: Program) -> None:
         assert sketch.timeline_at(size, prefetch) == list(timeline(built.graph)), (size, prefetch)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     widths=st.lists(st.integers(1, 9), min_size=2, max_size=5),
     world=st.sampled_from([2, 3]),
