@@ -67,6 +67,7 @@ class Traced:
         update: Recorded | None = None,
     ) -> None:
         self.plan = plan
+        self._whole: tuple[Program, Program, Program] | None = None
         cfg, layout = plan.cfg, plan.sharding.layout
         shared = like if like is not None and like.gradient_fn.hold() else None
         self.signature = shared.signature if shared else signature_for(plan, local, batch_spec)
@@ -135,7 +136,13 @@ class Traced:
     def program(self) -> Program:
         """The Program of the gradients, and that of the update after it."""
         gradients, update = self.gradient_fn.program, self.update_program.recorded
-        return gradients if update is None else gradients.then(update.program)
+        if update is None:
+            return gradients
+        made = self._whole
+        # not for good: inductor notes in a Program's log what it could not compile
+        if made is None or made[0] is not gradients or made[1] is not update.program:
+            made = self._whole = (gradients, update.program, gradients.then(update.program))
+        return made[2]
 
     @property
     def notes(self) -> Notes:

@@ -281,6 +281,8 @@ class Update:
 
     def _publish(self, targets: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """Write what was updated into the params: full ones on every rank, a bucket at a time."""
+        if not params:
+            return
         leaves = self.layout.trained
         if any(x.device != p.device for x, p in zip(targets, params, strict=True)):
             # cast first: half the bytes travel
