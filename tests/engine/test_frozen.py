@@ -143,7 +143,7 @@ def _alone(stage: int) -> None:
         train()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2)), 3])
 def test_ranks_that_freeze_different_parameters_are_told(stage: int) -> None:
     run_fresh(2, _alone, stage)
 

@@ -125,7 +125,8 @@ def test_results_are_the_same_bit_for_bit() -> None:
     assert run_ranks(2, _same_results, cases) == [True, True]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_waits_less_by_estimate_than_with_any_fixed_distance(stage: int) -> None:
     # a link on which a layer's leaves take about as long as it computes
     hardware = replace(CPU, link_bandwidth=3e8, link_latency=1e-6)
