@@ -140,6 +140,7 @@ class LazyParameter(Tensor):
     leaf_index: int
     source: ParameterSource
     geometry: Geometry | None
+    conjugate = False  # of a view: torch keeps this bit beside its geometry
 
     fzero_plain = True
     grad = grad_of_owned  # pyright: ignore[reportAssignmentType]
@@ -236,7 +237,10 @@ class LazyParameter(Tensor):
 def _full(x: "LazyLeaf | LazyParameter") -> Tensor:
     full = x.source.full(x.leaf_index)
     # a view is taken anew every time: what was gathered for the operator before may be freed by now
-    return full if x.geometry is None else full.as_strided(*x.geometry)
+    if x.geometry is None:
+        return full
+    view = full.as_strided(*x.geometry)
+    return view.conj() if x.conjugate else view
 
 
 def _written(
@@ -266,7 +270,9 @@ def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwa
                 f"the parameter {x.leaf.name!r} was viewed as {y.dtype}, and what is written to "
                 "such a view would be lost at stage 3. View a copy: p.clone().view(dtype)."
             )
-        return LazyParameter(x.source, x.leaf_index, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
+        view = LazyParameter(x.source, x.leaf_index, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
+        view.conjugate = y.is_conj()
+        return view
 
     with outside_inference():  # autograd gives every view a count of versions
         view = func(_full(x), *rest, **(kwargs or {}))

@@ -74,5 +74,7 @@ class Correction:
 
     def of_aside(self, *, scaled: bool) -> Tensor | float:
         """The factor on what a backward inside a forward brought, which carries no scale."""
+        if self.weight == 0:
+            return 0.0
         own = self.stepper.opt_state.loss_scale
         return own.scale * self.undivided if scaled and own is not None else self.undivided

@@ -73,6 +73,7 @@ class Driver:
         self.losses = Losses()
         self._forwards = itertools.count()
         self._gone: deque[int] = deque()  # forwards that are over, not told yet
+        self._open: set[int] = set()  # forwards of this step that a backward may yet reach
         self._busy = False  # between an event and the state that follows from it
         self._thread = threading.get_ident()
         self._calling = False  # inside the engine's own call
@@ -127,6 +128,7 @@ class Driver:
         self.on(events.ForwardEnded(forward.number, torch.is_grad_enabled()))
         if torch.is_grad_enabled():
             forward.hook(out)
+            self._open.add(forward.number)
         self._end()
 
     def _begin(self) -> None:
@@ -147,7 +149,8 @@ class Driver:
     def _settle(self) -> None:
         """See which parameters are trained; see [Note: frozen between steps]."""
         wishes = self._wishes
-        if not wishes.changed(grows=not self.reducer.is_empty):
+        # what an earlier forward of this step has read may yet get a gradient
+        if not wishes.changed(grows=not self.reducer.is_empty or bool(self._open)):
             return
         plan = self.stepper.plan
         wishes.agree(plan)
@@ -257,6 +260,7 @@ class Driver:
     def output_reached(self, forward: int, loss: Tensor | None) -> None:
         """A gradient has come to an output of a forward, which may have had a loss."""
         self.on(events.OutputReached(forward, current_task()))
+        self._open.discard(forward)
         self._came = True
         if self._node is None:
             self._node = current_node()
@@ -267,6 +271,7 @@ class Driver:
         """Nobody can call backward on its outputs any more."""
         # The collector comes whenever it likes: between an event and the state that follows, or in
         # another thread. So it is noted, and told with the next event.
+        self._open.discard(forward)
         self._gone.append(forward)
         if not self._busy and threading.get_ident() == self._thread:
             self._tell_gone()
@@ -490,5 +495,6 @@ class Driver:
 
     def _clear(self) -> None:
         """No gradients, and no losses that they are of."""
+        self._open.clear()
         self.reducer.clear()
         self.losses.clear()

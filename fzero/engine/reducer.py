@@ -265,7 +265,10 @@ class Reducer:
         """What the task has of a leaf and no longer holds then, or None."""
         grad = self.pending.pop(index, None)
         for early, factor in self.borrowed.pop(index, ()):  # stays, should the task raise
-            grad = early * factor if grad is None else grad.add_(early * factor)
+            # not multiplied by 0: what counts for nothing may be infinite
+            nothing = isinstance(factor, float) and factor == 0
+            brought = torch.zeros_like(early) if nothing else early * factor
+            grad = brought if grad is None else grad.add_(brought)
         return grad
 
     def _send(self, indices: Sequence[int], grads: list[Tensor]) -> Handle:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero.config import Config
@@ -223,4 +224,5 @@ def _warn_of_shapes(old: list[Any], new: Any) -> None:
 def _describe(leaf: tuple[Any, ...]) -> str:
     shape, stride, dtype, device = leaf
     text = f"{str(dtype).removeprefix('torch.')} {tuple(shape)} on {device}"
-    return text if stride is None else f"{text} with strides {stride}"
+    dense = torch.empty(shape, device="meta").stride()
+    return text if stride in (None, dense) else f"{text} with strides {stride}"

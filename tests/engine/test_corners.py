@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -342,3 +343,42 @@ def _looks_alone() -> None:
             engine.step()
             if torch.distributed.get_rank() == 0:  # to save or print them
                 assert engine.full_params()["weight"].shape == (1, 2)
+
+
+class _Turned(nn.Module):
+    """A frozen complex parameter, read through its conjugate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.w = nn.Parameter(torch.randn(6, 5, dtype=torch.float64))
+        turn = torch.randn(5, 4, dtype=torch.complex128)
+        self.turn = nn.Parameter(turn, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x @ self.w) * (1 + 2j)
+        return (
+            (h @ self.turn.conj()).imag.mean()
+            + (self.turn.mH @ h.mT).real.sum()
+            + (h @ self.turn).imag.mean()
+        )
+
+
+def _conjugates() -> float:
+    x = [torch.randn(3, 6, dtype=torch.float64, generator=_seeded(r)) for r in range(2)]
+    plain = _Turned()
+    (sum(map(plain, x)) / 2).backward()  # pyright: ignore
+    engine = fzero.Engine(_Turned(), fzero.optim.sgd(0.1), fzero.Config(3))
+    engine(x[dist.get_rank()]).backward()
+    found = engine.full_grad("w")
+    assert found is not None
+    assert plain.w.grad is not None
+    return (found - plain.w.grad).abs().max().item()
+
+
+def _seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def test_a_view_keeps_its_conjugation() -> None:
+    assert max(run_ranks(2, _conjugates)) < 1e-12

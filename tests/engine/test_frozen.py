@@ -201,3 +201,37 @@ def test_an_optimizer_of_others_is_frozen_too() -> None:
         "0.weight",
         "0.bias",
     }
+
+
+def _frozen_in_between(stage: int, apart: bool) -> float:
+    """Two forwards, the second with the first layer frozen; the farthest from plain torch."""
+    rank = dist.get_rank()
+    module = _module()
+    opt = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = fzero.Engine(_module(), fzero.optim.sgd(0.1), fzero.Config(stage))
+
+    def losses(net: Any, first: nn.Module, number: int) -> list[Tensor]:
+        one = net(data(number, 0)).square().mean()
+        first.requires_grad_(False)
+        two = net(data(number, 1)).square().mean()
+        first.requires_grad_(True)
+        return [one, two]
+
+    for number in range(2):
+        sum(losses(module, module[0], number)).backward()  # pyright: ignore
+    for p in module.parameters():
+        assert p.grad is not None
+        p.grad /= 2
+    opt.step()
+    mine = losses(engine, engine.module[0], rank)  # pyright: ignore
+    for loss in mine if apart else [sum(mine)]:
+        loss.backward()  # pyright: ignore
+    engine.step()
+    found = engine.full_params()
+    return max((found[name] - p).abs().max().item() for name, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_an_earlier_forward_read_still_counts(stage: int, apart: bool) -> None:
+    assert max(run_ranks(2, _frozen_in_between, stage, apart)) < 1e-12

@@ -127,3 +127,31 @@ def test_alone_it_is_the_loader() -> None:
     engine = fzero.Engine(_module(), fzero.optim.sgd(0.1))
     assert list(engine.join(range(3))) == [0, 1, 2]
     assert list(engine.join([])) == []
+
+
+class _Penalised(nn.Module):
+    """A backward inside of the forward, whose gradients are infinite if asked to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.factor = _module(), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        (_loss(self.net, x) * self.factor).backward()
+        return self.net(x)
+
+
+def _early_and_infinite(precision: str | None) -> bool:
+    rank = dist.get_rank()
+    module = _Penalised().to(torch.float32)
+    engine = fzero.Engine(module, fzero.optim.sgd(0.1), fzero.Config(2, precision=precision))  # pyright: ignore
+    for x in engine.join(data(rank, i).float() for i in range(1 + 2 * rank)):
+        module.factor = 1.0 if engine.has_data else math.inf
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    return all(x.isfinite().all().item() for x in engine.full_params().values())
+
+
+@pytest.mark.parametrize("precision", [None, "fp16"])
+def test_what_does_not_count_may_come_early(precision: str | None) -> None:
+    assert all(run_ranks(2, _early_and_infinite, precision))

@@ -139,6 +139,18 @@ def test_a_dense_argument_is_one_kind_whatever_it_is_cut_from() -> None:
     assert len(calls) == 1
 
 
+def test_images_of_one_channel_keep_their_memory_format() -> None:
+    conv = fzero.sharded(lambda p, x: torch.conv2d(torch.conv2d(x, p["a"]), p["b"]).view(-1))
+    p = {"a": torch.randn(4, 1, 3, 3), "b": torch.randn(5, 4, 3, 3)}
+    x = torch.randn(3, 1, 8, 8)
+    wanted = conv(p, x)
+    last = x.to(memory_format=torch.channels_last)
+    assert last.is_contiguous()
+    with pytest.raises((RuntimeError, fzero.FzeroError)):
+        conv(p, last)  # as plain torch does: what comes out can't be viewed
+    assert torch.equal(conv(p, x), wanted)
+
+
 @pytest.mark.parametrize("executor", ["traced", "eager"])
 def test_random_numbers_are_a_function_of_the_call(executor: Any) -> None:
     cfg = fzero.Config(executor=executor)
