@@ -3,8 +3,8 @@
 [Note: frozen between steps] An engine has room for all that required a gradient when it was made:
 masters and the optimizer's state. Which of it a step trains is read off `requires_grad` in forward:
 a leaf that requires none travels in no bucket, has no gradient and no update, and its state stays.
-While a step has gradients already, or a forward whose backward may come, the set only grows: what has
-brought one is updated, as by torch.optim, whatever is set before `step()`.
+While a step has gradients already, or a forward whose backward may come, the set only grows: what
+has brought one is updated, as by torch.optim, whatever is set before `step()`.
 """
 
 from collections.abc import Mapping, Sequence
