@@ -71,19 +71,12 @@ def all_to_all_single(
 
 
 def all_gather_into_tensor(x: Tensor, world: int, group: str, circle: Circle | None = None) -> Any:
-    """Every rank's tensor, end to end.
-
-    Of two ranks, each sends its own to the other, straight to where it stays.
-    """
+    """Every rank's tensor, end to end."""
     met = _watched(group, circle)
     if met is None:
         return torch.ops._c10d_functional.all_gather_into_tensor(x, world, group)
-    pg, circle = met
     out = x.new_empty((x.shape[0] * world, *x.shape[1:]))
-    if world == 2:
-        parts = out.view(2, -1)
-        parts[pg.rank()].copy_(x.view(-1))
-        return Flying(out, _swap(parts[1 - pg.rank()], x.view(-1), pg, circle), circle)
+    pg, circle = met
     circle.sent += 1
     return Flying(out, pg._allgather_base(out, x, _timed(AllgatherOptions(), circle)), circle)
 
@@ -91,37 +84,58 @@ def all_gather_into_tensor(x: Tensor, world: int, group: str, circle: Circle | N
 def reduce_scatter_tensor(
     x: Tensor, op: str, world: int, group: str, circle: Circle | None = None
 ) -> Any:
-    """This rank's part of the sum.
-
-    Of two ranks, each gets the other's part of its own: gloo's own reduce-scatter is an all-reduce
-    whose rest is thrown away.
-    """
+    """This rank's part of the sum."""
     met = _watched(group, circle) if op == "sum" else None
     if met is None:
         return torch.ops._c10d_functional.reduce_scatter_tensor(x, op, world, group)
-    pg, circle = met
     out = x.new_empty((x.shape[0] // world, *x.shape[1:]))
-    if world == 2:
-        parts = x.view(2, *out.shape)
-        own, others = parts[pg.rank()], parts[1 - pg.rank()]
-        return Flying(out, _swap(out, others, pg, circle), circle, own)
+    pg, circle = met
     circle.sent += 1
     options = _timed(dist.ReduceScatterOptions(), circle)
     return Flying(out, pg._reduce_scatter_base(out, x, options), circle)
 
 
+def _gather_bucket(x: Tensor, world: int, group: str, circle: Circle | None = None) -> Any:
+    """`all_gather_into_tensor`; of two ranks, each sends its own to where the other wants it.
+
+    For buckets alone: gloo tells an all-to-all from an all-gather, and so a rank that has gone
+    another way, to an `unshard` say, from one that has come. It aborts where sizes of one kind
+    differ.
+    """
+    met = _watched(group, circle) if world == 2 else None
+    if met is None:
+        return all_gather_into_tensor(x, world, group, circle)
+    pg, circle = met
+    out = x.new_empty((x.shape[0] * world, *x.shape[1:]))
+    parts = out.view(2, -1)
+    parts[pg.rank()].copy_(x.view(-1))
+    return Flying(out, _swap(parts[1 - pg.rank()], x.view(-1), pg, circle), circle)
+
+
+def _reduce_bucket(x: Tensor, op: str, world: int, group: str, circle: Circle | None = None) -> Any:
+    """`reduce_scatter_tensor`; of two ranks, each gets the other's part of its own sum.
+
+    Gloo's own reduce-scatter is an all-reduce whose rest is thrown away.
+    """
+    met = _watched(group, circle) if world == 2 and op == "sum" else None
+    if met is None:
+        return reduce_scatter_tensor(x, op, world, group, circle)
+    pg, circle = met
+    out = x.new_empty((x.shape[0] // 2, *x.shape[1:]))
+    parts = x.view(2, *out.shape)
+    own, others = parts[pg.rank()], parts[1 - pg.rank()]
+    return Flying(out, _swap(out, others, pg, circle), circle, own)
+
+
 LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        f"_c10d_functional::{function.__name__}": function
-        for function in (
-            all_reduce,
-            all_to_all_single,
-            all_gather_into_tensor,
-            reduce_scatter_tensor,
-        )
+        "_c10d_functional::all_reduce": all_reduce,
+        "_c10d_functional::all_to_all_single": all_to_all_single,
+        "_c10d_functional::all_gather_into_tensor": _gather_bucket,
+        "_c10d_functional::reduce_scatter_tensor": _reduce_bucket,
     }
 )
-"""What launches each of torch's operators, by its name."""
+"""What launches a bucket, by the name of torch's operator that carries it."""
 
 
 def wait(flying: Any) -> Tensor:

@@ -65,6 +65,7 @@ class LazyLeaf(Tensor):
     leaf_index: int
     source: Source
     geometry: Geometry | None = None  # views of it are plain tensors: it is gathered first
+    conjugate = False
 
     # results are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore

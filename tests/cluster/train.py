@@ -37,14 +37,19 @@ def main(way: str, steps: int, folder: str | None) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     cfg = fzero.Config(stage=3, mesh=mesh)
     step, state = _trainer(way, model, fzero.optim.sgd(0.5, momentum=0.9), cfg, folder)
-    print(f"rank {rank} starts at step {state()}", flush=True)
+    say(f"rank {rank} starts at step {state()}")
     while (number := state()) < steps:
         rows = torch.Generator().manual_seed(1000 * number + rank)
         loss = step(torch.randn(8, WIDTH, generator=rows))
-        print(f"rank {rank} step {number + 1} loss {loss:.9f}", flush=True)
+        say(f"rank {rank} step {number + 1} loss {loss:.9f}")
         if "FZERO_PAUSE" in os.environ:  # so that somebody can pull a cable in between
             time.sleep(float(os.environ["FZERO_PAUSE"]))
-    print(f"rank {rank} done", flush=True)
+    say(f"rank {rank} done")
+
+
+def say(text: str) -> None:
+    """Print a line at once: ranks share a log, and `print` writes the end of a line by itself."""
+    os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
 def _trainer(way, model, opt, cfg, folder):
@@ -79,5 +84,5 @@ if __name__ == "__main__":
         main(sys.argv[1], int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None)
     except BaseException as error:
         rank = os.environ["RANK"]
-        print(f"rank {rank} ended with {type(error).__name__}: {error}", flush=True)
+        say(f"rank {rank} ended with {type(error).__name__}: {error}")
         raise
