@@ -6,16 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fzero.distributed.buckets import (
-    EXCHANGE,
-    GATHER,
-    KINDS,
-    REDUCE_SCATTER,
-    Bucket,
-    asked_for,
-    bucket_of,
-    goes_alone,
-)
+from fzero.distributed.buckets import EXCHANGE, KINDS, Bucket, asked_for, bucket_of, goes_alone
 from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
 from fzero.program.graph import UPDATE, is_mutable, is_op, segments, tensors_of
@@ -85,7 +76,7 @@ def groups_of(graph: fx.Graph, kind: str, size: int) -> list[Group]:
         # by segment too: a bucket over its border would keep leaves of forward for backward
         key = (asked.dtype, asked.axis.group, number, depth[node])
         movable = not (in_place and phase == UPDATE)
-        if kind in (GATHER, REDUCE_SCATTER) and goes_alone(asked.leaf, asked.nbytes, asked.axis):
+        if goes_alone(asked.leaf, asked.nbytes, asked.axis):
             done.append(Group(kind, number, phase, movable, [node], asked.nbytes))
             continue
         group = open_groups.get(key)
