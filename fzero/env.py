@@ -45,9 +45,11 @@ def report(environ: Mapping[str, str] = os.environ) -> str:
 def _facts(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for name in _PACKAGES:
         try:
-            yield name, importlib.metadata.version(name)
+            found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield name, "not installed"
+            found = "not installed"
+        # of its own mouth: that names the build (CUDA or not), too
+        yield name, torch.__version__ if name == "torch" else found
     yield "Python", f"{platform.python_version()}, {platform.platform()}"
     yield "processor", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

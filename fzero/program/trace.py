@@ -146,7 +146,9 @@ def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    if isinstance(x, FakeTensor):  # of another Program: the same tensor in this mode
+    # A fake tensor of another Program is to be the same in this mode. A number is made anew, too:
+    # from 2.15 on torch reads its value, which would count as read by the function.
+    if isinstance(x, FakeTensor) or (type(x) is Tensor and x.dim() == 0 and not x.requires_grad):
         with mode:
             return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
     return mode.from_tensor(x, static_shapes=True)
