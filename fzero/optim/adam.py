@@ -13,7 +13,15 @@ from torch import Tensor
 from fzero import tree
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
-from fzero.optim.foreach import by_group, cast_like, leaves_like, scale_, zero_step, zeros_like
+from fzero.optim.foreach import (
+    by_group,
+    cast_like,
+    leaves_like,
+    scale_,
+    scaled,
+    zero_step,
+    zeros_like,
+)
 from fzero.optim.inplace import in_place
 from fzero.optim.transforms import decay_tree, scale_tree
 
@@ -35,12 +43,12 @@ class AdamState(NamedTuple):
 
 
 def scale_by_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, amsgrad: bool = False
+    b1: float | Tensor = 0.9, b2: float = 0.999, eps: float = 1e-8, amsgrad: bool = False
 ) -> Optimizer:
     """Adam's direction: the running mean over the root of the running mean square.
 
     Args:
-        b1: Decay of the mean, in [0, 1).
+        b1: Decay of the mean, in [0, 1); or a 0-d tensor, which may change from step to step.
         b2: Decay of the mean square, in [0, 1).
         eps: Added to the root.
         amsgrad: Divide by the root of the largest mean square so far.
@@ -58,7 +66,8 @@ def scale_by_adam(
         Kingma and Ba, arXiv:1412.6980, algorithm 1; Reddi et al., arXiv:1904.09237, algorithm 2.
         As in torch, the largest mean square is kept as it is and corrected for its bias when used.
     """
-    check.fraction("scale_by_adam", b1=b1, b2=b2)
+    check.decay_rate("scale_by_adam", b1=b1)
+    check.fraction("scale_by_adam", b2=b2)
     check.positive("scale_by_adam", eps=eps)
 
     def init(params: Params) -> AdamState:
@@ -78,7 +87,7 @@ def scale_by_adam(
         ) -> tuple[list[Tensor], ...]:
             *before, grads = rest
             grads = cast_like(grads, mu)
-            mu = list(torch._foreach_lerp(mu, grads, 1.0 - b1))
+            mu = _mean(mu, grads, b1)
             nu = list(torch._foreach_mul(nu, b2))
             torch._foreach_addcmul_(nu, grads, grads, 1.0 - b2)
             largest = [list(torch._foreach_maximum(old, nu)) for old in before]
@@ -257,6 +266,14 @@ def _adam(
         return state
 
     return Optimizer(moments.init, update, apply_, rates=rate_by_step(lr))
+
+
+def _mean(mu: list[Tensor], grads: list[Tensor], b1: float | Tensor) -> list[Tensor]:
+    """The running means with one more gradient in them."""
+    if not isinstance(b1, Tensor):
+        return list(torch._foreach_lerp(mu, grads, 1.0 - b1))
+    # a weight that is a tensor is lerp's only if it has the shape of its leaf
+    return list(torch._foreach_add(scaled(mu, b1), scaled(grads, 1.0 - b1)))
 
 
 def _moments(spec: tree.Spec, state: AdamState) -> tuple[list[Tensor], ...]:
