@@ -291,7 +291,7 @@ class ClientGroups:
         return ((str(i), group) for i, group in enumerate(self.client.param_groups))
 
     def _numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        numbers = {key: group.get(key) for key in self.rule.keys}
+        numbers: dict[str, Any] = {key: group.get(key) for key in self.rule.keys}
         return numbers | ({"betas": numbers["betas"][1:]} if self.cycles else {})
 
     def _transform(self) -> optim.Optimizer:
