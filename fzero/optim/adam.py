@@ -94,7 +94,7 @@ def scale_by_adam(
             nu = list(torch._foreach_mul(nu, b2))
             torch._foreach_addcmul_(nu, grads, grads, 1.0 - b2)
             largest = [list(torch._foreach_maximum(old, nu)) for old in before]
-            roots = torch._foreach_sqrt(largest[0] if largest else nu)
+            roots = list(torch._foreach_sqrt(largest[0] if largest else nu))
             _scale_each_(roots, [_share(b2, t).rsqrt() for t in steps])
             torch._foreach_add_(roots, eps)
             updates = list(torch._foreach_div(mu, roots))
