@@ -84,8 +84,8 @@ def _refuse_among(rows: list[_Row]) -> None:
 
 def _extent(x: Tensor) -> tuple[int, int]:
     """The first byte of its storage that a tensor may have, and what comes after its last one."""
-    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    start = x.storage_offset()
+    last = sum(int((n - 1) * s) for n, s in zip(x.shape, x.stride(), strict=True))
+    start = int(x.storage_offset())
     return start * x.element_size(), (start + last + 1) * x.element_size()
 
 
