@@ -90,16 +90,14 @@ def _extent(x: Tensor) -> tuple[int, int]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on one storage have an element in common."""
-    (first, stop), (start, last) = _extent(a), _extent(b)
-    if stop <= start or last <= first:
-        return False
+    """Whether two tensors whose extents overlap have an element in common."""
     if (_is_dense(a) and _is_dense(b)) or a.element_size() != b.element_size():
         return True
 
     def look() -> bool:
         low = min(a.storage_offset(), b.storage_offset())
-        marks = torch.zeros(max(stop, last) // a.element_size() - low, dtype=torch.bool)
+        end = max(_extent(a)[1], _extent(b)[1]) // a.element_size()
+        marks = torch.zeros(end - low, dtype=torch.bool)
         at = [marks.as_strided(x.shape, x.stride(), x.storage_offset() - low) for x in (a, b)]
         at[0].fill_(True)
         return bool(at[1].any())

@@ -19,10 +19,10 @@ Geometry = tuple[list[int], list[int], int]
 @st.composite
 def geometries(draw: st.DrawFn) -> Geometry:
     """Sizes, strides and offset of a view of few elements."""
-    dims = draw(st.integers(0, 3))
+    dims = draw(st.integers(0, 2))
     sizes = draw(st.lists(st.integers(0, 3), min_size=dims, max_size=dims))
     strides = draw(st.lists(st.integers(0, 6), min_size=dims, max_size=dims))
-    return sizes, strides, draw(st.integers(0, 12))
+    return sizes, strides, draw(st.integers(0, 9))
 
 
 def elements(geometry: Geometry) -> set[int]:
@@ -32,13 +32,13 @@ def elements(geometry: Geometry) -> set[int]:
     return {offset + sum(map(int.__mul__, index, strides)) for index in every}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(geometries(), min_size=2, max_size=4), st.data())
 def test_two_tensors_are_refused_iff_one_is_trained_and_they_have_an_element_in_common(
     views: list[Geometry], data: st.DataObject
 ) -> None:
     flat = torch.zeros(64)
-    kinds = [data.draw(st.sampled_from(["trained", "frozen", "buffer"])) for _ in views]
+    kinds = [data.draw(st.sampled_from(["trained", "trained", "frozen", "buffer"])) for _ in views]
     # parameters come first: a message names them before what is in their place
     rows = [
         (kind, str(i), flat.as_strided(*view))
