@@ -91,7 +91,7 @@ def _extent(x: Tensor) -> tuple[int, int]:
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors whose extents overlap have an element in common."""
-    if (_is_dense(a) and _is_dense(b)) or a.element_size() != b.element_size():
+    if (a.is_contiguous() and b.is_contiguous()) or a.element_size() != b.element_size():
         return True
 
     def look() -> bool:
@@ -103,10 +103,6 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         return bool(at[1].any())
 
     return apart(look)  # the tensors may be fake ones, and their mode in force
-
-
-def _is_dense(x: Tensor) -> bool:
-    return (_extent(x)[1] - _extent(x)[0]) // x.element_size() == x.numel()
 
 
 def _shared(first: _Row, second: _Row) -> ShardError:
