@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fzero.errors import FzeroError, ShardError, TraceError
 from fzero.functional.differentiate import nodes_behind
-from fzero.functional.fit import check_device, check_fit
+from fzero.functional.fit import check_device, check_fit, check_structure
 from fzero.functional.opaque import wrap_forwards
 from fzero.functional.owners import noted
 from fzero.functional.plain import check_plain, hook_on
@@ -155,7 +155,11 @@ def _no_mix(params: Mapping[str, Tensor]) -> Iterator[None]:
 
 def _check_params(plan: SlotTable) -> None:
     """Raise for a parameter whose class or hooks a function of plain tensors would lose."""
-    named = [(slots.name, slots.tensor(plan)) for slots in plan.params]
+    try:
+        named = [(slots.name, slots.tensor(plan)) for slots in plan.params]
+    except KeyError:  # a parameter has left its slot, as by a parametrization
+        check_structure(plan)
+        raise
     for name, param in named:
         check_plain(name, param)
     refuse_hooks(named)

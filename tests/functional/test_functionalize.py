@@ -565,6 +565,12 @@ def test_a_module_rebuilt_since_is_refused() -> None:
     with pytest.raises(ShardError, match=r"changed its submodules.*functionalize again"):
         apply(params, torch.ones(1, 4))
 
+    module = nn.Linear(3, 3)
+    apply, params = functionalize(module)
+    parametrize.register_parametrization(module, "weight", nn.Identity())
+    with pytest.raises(ShardError, match=r"changed its submodules.*functionalize again"):
+        apply(params, torch.ones(1, 3))
+
     module = Containers()
     apply, params = functionalize(module)
     module.shortcuts = {}
