@@ -53,7 +53,9 @@ def simulate_layers(
     def sample(depth: int, like: Program | None = None) -> _Sample:
         model_fn, params, batch = make(depth)
         sizes = None if like is None else _bucket_bytes(like)
-        program, mesh = lowered(model_fn, opt, cfg, params, batch, shape, bucket_bytes=sizes)
+        program, mesh = lowered(
+            model_fn, opt, cfg, params, batch, shape, hardware, bucket_bytes=sizes
+        )
         report = report_on(program, cfg, mesh, hardware, tokens_in(batch))
         return _Sample(depth, report, _sections(program, cfg))
 

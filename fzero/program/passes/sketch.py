@@ -326,6 +326,6 @@ def _stays_dense(front: Sequence[int], dim: int) -> bool:
 
 
 _COPY = "aten::_foreach_copy_"
-_MARKS = ("fzero::boundary", "fzero::phase", "_c10d_functional::wait_tensor")
+_MARKS = ("fzero::boundary", "fzero::phase", "fzero::landed", "_c10d_functional::wait_tensor")
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _NOTHING: Any = {"val": None}  # of a node that returns nothing there is no value
