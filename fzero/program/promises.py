@@ -5,8 +5,9 @@ reads, told by the nodes that made them; how often each had been written over by
 operator it is, with its numbers. Copies of a node have its promise, so a value that is computed
 again counts as the first. Views, casts, buckets and copies that only lay a value out anew are
 looked through: passes move, merge and insert those. A value that was reduced over ranks says so,
-hop by hop. One that was in the host's memory meanwhile is the same value. Fake tensors of what is read are kept too, for shapes, dtypes and strides.
-`Program.verify` holds every node to its promise, however many passes there were.
+hop by hop. One that was in the host's memory meanwhile is the same value. Fake tensors of what is
+read are kept too, for shapes, dtypes and strides. `Program.verify` holds every node to its promise,
+however many passes there were.
 """
 
 import operator

@@ -183,7 +183,7 @@ class _Stays:
                 self.views[node] = views
 
     def views_again(self) -> None:
-        """Let backward make views of its own: one of forward's would keep the value on the device."""
+        """Let backward make views of its own: one of forward's would keep the value here."""
         inside = {view for views in self.views.values() for view in views}
         copied_for(self.graph, self.late, inside)
 
