@@ -119,9 +119,9 @@ def _refuse_shards(leaves: Sequence[Tensor], paths: Sequence[str]) -> None:
 def _check_offload(offload: str | None, residence: Residence, opt: Optimizer) -> None:
     if opt.foreign and residence.masters != residence.params:
         raise ConfigError(
-            f"Config.offload={offload!r} keeps the optimizer's state in host memory while the "
-            f"ranks' collectives run on {residence.params.type}, and an optimizer that knows nothing "
-            "of shards needs collectives for its state. Use one of fzero.optim, or leave the state "
+            f"Config.offload={offload!r} keeps the optimizer's state in host memory while "
+            f"collectives run on {residence.params.type}, and an optimizer that knows nothing of "
+            "shards needs collectives for its state. Use one of fzero.optim, or leave the state "
             "where it is: offload=None, or 'activations'."
         )
 
