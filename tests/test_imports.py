@@ -47,7 +47,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("transforms.frames", "step"),
     ),
     "simulate": ("simulation",),
-    "checkpoint": ("errors", "tree", "distributed", "state.opt_state", "state.follow"),
+    "checkpoint": (
+        *("errors", "tree", "distributed", "optim.counts", "state.opt_state", "state.follow"),
+    ),
     "engine": (
         *("errors", "tree", "layout", "numerics", "distributed", "optim", "functional"),
         *("config", "eager", "state", "step"),

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorSto
 
 from fzero.checkpoint import background
 from fzero.checkpoint.compare import Report, compare, refuse
+from fzero.checkpoint.counted import as_stored, count_as_all
 from fzero.checkpoint.flatten import Flat, flatten
 from fzero.checkpoint.format import folders, manifest
 from fzero.checkpoint.format.reader import Reader
@@ -111,8 +112,14 @@ def fill(
         params_like, opt_state_like, strict, cast, timeout: as for `load`.
     """
     opened = open_on_every_rank(choose, open_source, params_like, opt_state_like, timeout)
+    stored = opened.source.metadata.state_dict_metadata.keys()
+    like, uncounted = as_stored(opt_state_like, stored)
+    if like is not opt_state_like:
+        opened = replace(opened, flat=flatten(params_like, like))
     ranks, source = opened.ranks, opened.source
     report = compare(opened.flat, source.metadata, source.scalars)
+    missing = (key for key in report.missing if key not in uncounted)
+    report = replace(report, missing=tuple(missing))
     unsaved = _unsaved_buffers(source, report)
     if unsaved and ranks.leads:
         warnings.warn(
@@ -126,7 +133,9 @@ def fill(
     if (report.missing or report.extra or report.misshapen) and ranks.leads:
         warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=3)
     # what is let pass stays as it was in the trees that were given
-    trees = opened.read({*report.missing, *report.misshapen, *unsaved})
+    trees = opened.read({*report.missing, *report.misshapen, *unsaved, *uncounted})
+    if uncounted:
+        count_as_all(trees[1])
     # only what was read whole is gone back to
     _remember(Path(source.where), state=opt_state_like is not None)
     return trees

@@ -76,6 +76,9 @@ class Config:
         donate: reuse the memory of the inputs; False leaves them untouched.
         offload: "cpu" keeps masters and optimizer state in host memory, pinned where there is a
             GPU, and updates them there; parameters stay on the device in the compute dtype.
+            "activations" lets a plan for `memory_limit` keep values of forward in host memory until
+            backward reads them, where the copies cost less than computing them again; "all" does
+            both. See docs/fit.md.
         seed: of all randomness in the step.
         norm_type: p of the norm that `clip_norm` bounds and `metrics["grad_norm"]` tells;
             `math.inf` for the largest magnitude.
@@ -125,7 +128,7 @@ class Config:
     opaque: str | Sequence[str] = ()
     executor: Literal["traced", "eager", "inductor"] = "traced"
     donate: bool = True
-    offload: Literal["cpu"] | None = None
+    offload: Literal["cpu", "activations", "all"] | None = None
     seed: int = 0
     norm_type: float = 2.0
     timeout: float | None = None
@@ -152,7 +155,13 @@ class Config:
                 self._refuse(field, "True or False")
         self._check_choice("on_nonfinite", ("report", "skip", "raise"))
         self._check_choice("executor", ("traced", "eager", "inductor"))
-        self._check_choice("offload", (None, "cpu"))
+        self._check_choice("offload", (None, "cpu", "activations", "all"))
+        if self.offloads_activations and self.memory_limit is None:
+            self._refuse(
+                "offload",
+                "None or 'cpu' without a memory_limit: which activations go to the host is planned "
+                "for a limit. Pass memory_limit='40GiB', say",
+            )
         if not callable(self.frozen):
             self._set_globs("frozen", "globs over leaf names, or a predicate over them")
         self._set_globs("gather_together", "globs over module names")
@@ -191,6 +200,22 @@ class Config:
             (1610612736, 1000000000)
         """
         return None if self.memory_limit is None else _bytes_of(self.memory_limit)
+
+    @property
+    def offloads_state(self) -> bool:
+        """Whether masters and optimizer state are in host memory."""
+        return self.offload in ("cpu", "all")
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether values of forward may wait for backward in host memory.
+
+        Examples:
+            >>> cfg = Config(offload="activations", memory_limit="12GiB")
+            >>> cfg.offloads_activations, cfg.offloads_state
+            (True, False)
+        """
+        return self.offload in ("activations", "all")
 
     @property
     def remat_rules(self) -> tuple[tuple[str, Policy], ...]:

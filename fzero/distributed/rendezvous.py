@@ -6,6 +6,7 @@ asked them would be the very one that hangs. Where all ranks are known to come, 
 
 from fzero.distributed.agree import first_difference
 from fzero.distributed.mesh import Mesh
+from fzero.distributed.stations import who_joins
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import RankMismatchError
 
@@ -40,9 +41,13 @@ def rendezvous(
     texts = circle.meet(key, text, hint)
     if len(set(texts)) > 1:
         items = [[(f"line {i}", line) for i, line in enumerate(t.split("\n"))] for t in texts]
+        advice = (
+            " Give every rank a batch of the same structure, shapes and dtypes in the same call."
+        )
+        joins = who_joins(dict(zip(mesh.ranks, texts, strict=True)))
         raise RankMismatchError(
-            f"{first_difference(key, items, mesh.ranks)} Their collectives would not match. Give "
-            f"every rank a batch of the same structure, shapes and dtypes in the same call.{hint}"
+            f"{first_difference(key, items, mesh.ranks)} Their collectives would not match."
+            f"{joins or advice + hint}"
         )
 
 

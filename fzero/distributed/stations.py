@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -123,7 +124,32 @@ def differ(*pairs: tuple[int, Station]) -> str:
     what = [f"rank {one} came to {here.text!r}", f"rank {other} to {there.text!r}"]
     if here.text == there.text:  # they parted before, or brought other texts
         what[1] += " by another way"
-    return f"{what[0]}, and {what[1]}: their collectives would not match.{ADVICE}"
+    joins = who_joins({rank: station.text for rank, station in pairs})
+    return f"{what[0]}, and {what[1]}: their collectives would not match.{joins or ADVICE}"
+
+
+def who_joins(texts: Mapping[int, str]) -> str:
+    """What to say where only some ranks loop over `engine.join`; "" otherwise.
+
+    Args:
+        texts: what each rank is about to do.
+
+    >>> who_joins({0: "engine 1, backward", 1: "engine 1, join"})  # doctest: +ELLIPSIS
+    ' Rank 0 trains without engine.join, over which rank 1 loops: ...'
+    """
+    at = [rank for rank, text in texts.items() if _JOIN.search(text)]
+    others = [rank for rank in texts if rank not in at]
+    if not at or not others:
+        return ""
+    verb = "trains" if len(others) == 1 else "train"
+    return (
+        f" {ranks_text(others).capitalize()} {verb} without engine.join, over which "
+        f"{ranks_text(at)} {'loops' if len(at) == 1 else 'loop'}: say `for batch in "
+        "engine.join(loader):` on every rank, whatever the length of its loader, or on none."
+    )
+
+
+_JOIN = re.compile(r"\bjoin$|^engine\.join\b")
 
 
 def _read(store: Store, keys: list[str]) -> list[bytes]:

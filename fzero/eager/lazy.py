@@ -284,3 +284,9 @@ def outside_inference() -> contextlib.AbstractContextManager[Any]:
     """Tensors made in it are ordinary ones, also under `torch.inference_mode()`."""
     inside = torch.is_inference_mode_enabled()
     return torch.inference_mode(False) if inside else contextlib.nullcontext()
+
+
+def with_versions(x: Tensor) -> Tensor:
+    """The same values, in a tensor that autograd takes, also if `x` is an inference tensor."""
+    with outside_inference():
+        return x.clone() if x.is_inference() else x

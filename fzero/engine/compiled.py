@@ -12,6 +12,9 @@ FSDP2 does with its own. Under `reshard_after_forward=False` it stays until the 
 """
 
 import contextlib
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from fzero.eager.lazy import LazyParameter
 from fzero.eager.units import Units
 from fzero.engine.outputs import tensors_in
+from fzero.errors import FzeroError
 from fzero.functional.tasks import current_task
 
 
@@ -115,6 +119,34 @@ class _Call:
                 if x.requires_grad:
                     x.register_hook(memory.free)
         memory.free()
+
+
+def explained(error: BaseException) -> FzeroError | None:
+    """What to say of an error of Dynamo's that comes of lazy parameters; None of any other.
+
+    A function that torch compiles has no slots to put plain parameters into. Given lazy ones, it
+    stops at what gathers them, which Dynamo then tries to compile: that shows in its words.
+    """
+    # imported by who compiles; private in torch, and the base of all that Dynamo raises since 2.6
+    exc: Any = sys.modules.get("torch._dynamo.exc")
+    kind = getattr(exc, "TorchDynamoException", None)
+    if kind is None or not isinstance(error, kind) or f"{_OURS}{os.sep}" not in str(error):
+        return None
+    outside = (f"{os.path.dirname(torch.__file__)}{os.sep}", f"{_OURS}{os.sep}")
+    frames = traceback.extract_tb(error.__traceback__)
+    at = [frame for frame in frames if not frame.filename.startswith(outside)]
+    where = f"{at[-1].filename}:{at[-1].lineno}, in {at[-1].name}" if at else "in forward"
+    return FzeroError(
+        f"{where}: a function compiled by torch.compile was given parameters of stage 3, which "
+        "have no memory until they are gathered, and what gathers them can't be compiled. Compile "
+        "the module that holds them instead (block.compile() or torch.compile(block)): its "
+        "parameters are gathered around the call. Or give the function gathered copies, "
+        "f(x, weight.clone())."
+    )
+
+
+# the package's folder, this one's parent
+_OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from fzero.engine import events, phases
 from fzero.engine.attach import gather_around, install, owned_hook
 from fzero.engine.autograd import accumulates, current_node, left_in, own, scaled, watch
 from fzero.engine.backward_state import BackwardState
-from fzero.engine.compiled import CompiledCalls
+from fzero.engine.compiled import CompiledCalls, explained
 from fzero.engine.correction import Correction
 from fzero.engine.forward import Door, Forward
 from fzero.engine.frozen import Wishes
@@ -114,11 +114,13 @@ class Driver:
         calling, self._calling = self._calling, True  # the door is to keep quiet meanwhile
         try:
             yield forward
-        except BaseException:
+        except BaseException as error:
             self.on(events.ForwardRaised(forward.number))
             if self.state.task is None:
                 self._broke_off(sent=False)
             self._end()
+            if self.units is not None and (told := explained(error)) is not None:
+                raise told from error
             raise
         finally:
             self._calling = calling

@@ -19,6 +19,7 @@ from fzero.distributed.agree import agree
 from fzero.distributed.mesh import is_simulated
 from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
+from fzero.optim.counts import own_counts
 from fzero.optim.whole import whole_leaves
 from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
@@ -142,6 +143,8 @@ def subset(
         targets = smaller.targets(layout.divide(locals_)[0])
         with torch.no_grad(), whole_leaves(smaller.whole):
             spec = tree.flatten(plan.opt.init(smaller.foreign_tree(targets)))[1]
+    # with counts, as the state has them by now: see [Note: counts of leaves]
+    spec = tree.flatten(own_counts(tree.unflatten(spec, range(spec.num_leaves))))[1]
     # a frozen leaf is None in a tree of parameters, and so in each such tree of the state
     paths = tree.paths(tree.unflatten(spec, range(spec.num_leaves)))
     there = {path: i for i, path in enumerate(tree.paths(opt_state.inner))}

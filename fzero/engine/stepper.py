@@ -14,6 +14,7 @@ from fzero.errors import ConfigError, FzeroError, ShardError
 from fzero.layout import LeafLayout
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim.compose import MultiState
+from fzero.optim.counts import has_counts, own_counts
 from fzero.optim.inject import InjectState
 from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState, OptState
@@ -56,12 +57,22 @@ class Stepper:
 
     def train(self, leaves: tuple[LeafLayout, ...]) -> None:
         """From now on update what is trainable of these; see [Note: frozen between steps]."""
+        if leaves != tuple(self.plan.sharding.layout):
+            self._count_leaves()  # from now on some have had fewer updates than others
         found = self._subsets.pop(leaves, None)
         if found is None:
             found = subset(self.plan, leaves, self.opt_state, self.locals)
         while len(self._subsets) >= _MAX_SUBSETS:
             del self._subsets[next(iter(self._subsets))]
         self._subsets[leaves] = self._now = found
+        self._leaves = leaves
+
+    def _count_leaves(self) -> None:
+        """Keep a count of updates for each leaf, where the optimizer corrects by one."""
+        inner = own_counts(self.opt_state.inner)
+        if tree.flatten(inner)[1] != tree.flatten(self.opt_state.inner)[1]:
+            self.opt_state = self.opt_state._replace(inner=inner)
+            self._subsets.clear()  # made for a state without
 
     def update(self, grads: list[Tensor], losses: Sequence[Tensor]) -> None:
         """One step.
@@ -222,6 +233,12 @@ class Stepper:
                 f"engine.state: opt_state is a {type(opt_state).__name__}; assign what step_fn, "
                 "step_fn.init or another engine's state returned."
             )
+        if has_counts(opt_state.inner) and not has_counts(own.inner):
+            self._count_leaves()
+            self.train(self._leaves)
+            own = self.opt_state
+        if has_counts(own.inner):  # those of a state without are all its step
+            opt_state = opt_state._replace(inner=own_counts(opt_state.inner))
         pairs = list(zip(self.locals, locals_of(leaves), strict=True))
         for what, mine, theirs in (
             ("inner", own.inner, opt_state.inner),

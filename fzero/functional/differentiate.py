@@ -1,6 +1,6 @@
 """Gradients as `loss.backward()` accumulates them, from `torch.autograd.grad`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,21 +48,35 @@ def _others(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The leaves of the graph of `loss` that are not among `inputs`, if a user's node is there."""
     ours = set(map(id, inputs))
     found: dict[int, Tensor] = {}
-    seen = {loss.grad_fn}
-    nodes: list[Any] = [loss.grad_fn]
     has_users = False
-    while nodes:
-        node = nodes.pop()
+    for node in nodes_behind(loss):
         has_users |= isinstance(node, BackwardCFunction)
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in ours:
             found[id(leaf)] = leaf
-        for below, _ in () if node is None else node.next_functions:
+    # only a user's node runs backward inside; else more leaves cost gradients for nobody
+    return list(found.values()) if has_users else []
+
+
+def nodes_behind(x: Tensor) -> Iterator[Any]:
+    """Every node of autograd's graph that a tensor comes from; a leaf's has it as `variable`.
+
+    Examples:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> [node.name() for node in nodes_behind((w * 2).sum())]
+        ['SumBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
+    """
+    seen = {x.grad_fn}
+    nodes: list[Any] = [x.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        yield node
+        for below, _ in node.next_functions:
             if below is not None and below not in seen:
                 seen.add(below)
                 nodes.append(below)
-    # only a user's node runs backward inside; else more leaves cost gradients for nobody
-    return list(found.values()) if has_users else []
 
 
 # What re-entrant checkpoints (torch's, Megatron's, DeepSpeed's, FairScale's) ask in their backward,

@@ -9,13 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fzero.errors import FzeroError, ShardError, TraceError
-from fzero.functional.fit import check_device, check_fit
+from fzero.functional.differentiate import nodes_behind
+from fzero.functional.fit import check_device, check_fit, check_structure
 from fzero.functional.opaque import wrap_forwards
 from fzero.functional.owners import noted
 from fzero.functional.plain import check_plain, hook_on
 from fzero.functional.remat_modules import wrap_remat
 from fzero.functional.slots import Buffers, Params, SlotTable, kind_of, owners_of_slots, plan_slots
 from fzero.functional.swap import clone, read_buffers, swapped
+from fzero.functional.transforms import levels_of
 from fzero.numerics.casts import Edges, as_input, as_output, edges_in
 
 
@@ -153,7 +155,11 @@ def _no_mix(params: Mapping[str, Tensor]) -> Iterator[None]:
 
 def _check_params(plan: SlotTable) -> None:
     """Raise for a parameter whose class or hooks a function of plain tensors would lose."""
-    named = [(slots.name, slots.tensor(plan)) for slots in plan.params]
+    try:
+        named = [(slots.name, slots.tensor(plan)) for slots in plan.params]
+    except KeyError:  # a parameter has left its slot, as by a parametrization
+        check_structure(plan)
+        raise
     for name, param in named:
         check_plain(name, param)
     refuse_hooks(named)
@@ -179,6 +185,25 @@ def refuse_hooks(params: Sequence[tuple[str, Tensor]]) -> None:
                 "(Config(frozen=...), fzero.optim.masked); or train with fzero.Engine, which runs "
                 "hooks of register_hook."
             )
+
+
+def refuse_past(result: Tensor) -> None:
+    """Raise a TraceError if what is differentiated depends on a module's own parameter.
+
+    That is, on one of a module that was called through `apply` since `calls_noted`: its gradient
+    would go to the module, whose values are those of before the training.
+    """
+    own = {id(x): name for name, x in _CALLED.get() or ()}
+    for level in levels_of(result) if own else ():
+        for node in nodes_behind(level):
+            name = own.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                raise TraceError(
+                    f"the function reads the module's own parameter {name!r} beside apply(params, "
+                    "...): it is not trained, and keeps the value that it had when functionalize "
+                    f"saw it. Read params[{name!r}] instead, which is what is trained. A model "
+                    "that is to stay as it was is read under torch.no_grad()."
+                )
 
 
 @contextlib.contextmanager

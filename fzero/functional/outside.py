@@ -20,6 +20,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dis import get_instructions
 from typing import Any, NamedTuple
 
@@ -133,6 +134,8 @@ class Walk:
             self._later(value.func, place)
         elif isinstance(value, weakref.ref):
             self._later(value(), place)
+        elif isinstance(value, ContextVar):
+            self._note(_Value(value).get, "value", place, value)
         elif isinstance(value, _VIEWS):  # has no name for what it shows
             for inner in gc.get_referents(value):
                 self._later(inner, place)
@@ -302,9 +305,22 @@ def object_getattr(value: Any, name: str, default: Any) -> Any:
         return default
 
 
+class _Value(NamedTuple):
+    """What a context variable says, as of an attribute."""
+
+    variable: ContextVar[Any]
+
+    def get(self, key: str, default: Any) -> Any:
+        del key
+        return self.variable.get(default)
+
+
 def put(fact: Fact, value: Any) -> None:
     """Give the holder of a fact another value under its key."""
-    if isinstance(fact.holder, dict):
+    if isinstance(fact.holder, ContextVar):
+        if value is not MISSING:
+            fact.holder.set(value)
+    elif isinstance(fact.holder, dict):
         if value is MISSING:
             fact.holder.pop(fact.key, None)
         else:

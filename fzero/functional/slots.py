@@ -7,7 +7,7 @@ passed tensors behind in a module that is registered twice.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fzero.errors import ShardError, TraceError
+from fzero.functional.memory import refuse_shared
 from fzero.numerics.precision import class_name
 
 Params = dict[str, Tensor]
@@ -86,7 +87,7 @@ def plan_slots(root: nn.Module) -> SlotTable:
         for attr, value in module.__dict__.items()
         if attr not in base and (template := template_of(value, names)) is not None
     ]
-    return SlotTable(
+    plan = SlotTable(
         root=root,
         modules=modules,
         prefixes=prefixes,
@@ -96,6 +97,30 @@ def plan_slots(root: nn.Module) -> SlotTable:
         caches=tuple(caches),
         parametrized=any(parametrize.is_parametrized(module) for module in modules),
     )
+    params, buffers = ([(s.name, s.tensor(plan)) for s in t] for t in (plan.params, plan.buffers))
+    refuse_shared(params, buffers, list(_attributes(plan, names)))
+    return plan
+
+
+def _attributes(plan: SlotTable, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that modules hold beside their slots, with their names."""
+    base = nn.Module().__dict__.keys()
+    for prefix, module in zip(plan.prefixes, plan.modules, strict=True):
+        hooks = module._forward_pre_hooks.values()
+        # torch.nn.utils.spectral_norm and its like write an attribute anew before each forward
+        written = {getattr(hook, "name", None) for hook in hooks}
+        for attr, value in module.__dict__.items():
+            if attr not in base and attr not in written:
+                where = f"{prefix}.{attr}" if prefix else attr
+                yield from ((where, x) for x in _tensors_in(value) if id(x) not in names)
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and type(value) in (list, tuple, dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, depth - 1)
 
 
 def owners_of_slots(plan: SlotTable, slots: Slots) -> set[str]:

@@ -4,6 +4,7 @@ The public alternative is none: `torch._C._functorch` is what `torch.func` is ma
 of it is seen in tests/functional/test_transforms.py.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch._C._functorch import (
     TransformType,  # pyright: ignore[reportAttributeAccessIssue]
     get_interpreter_stack,  # pyright: ignore[reportAttributeAccessIssue]
+    get_unwrapped,
     is_dead_tensor_wrapper,  # pyright: ignore[reportAttributeAccessIssue]
+    is_functorch_wrapped_tensor,
     maybe_current_level,
     maybe_get_level,
     peek_interpreter_stack,
@@ -37,6 +40,24 @@ def in_forward_mode() -> bool:
         ([True], False)
     """
     return any(one.key() == TransformType.Jvp for one in get_interpreter_stack() or ())
+
+
+def levels_of(x: Tensor) -> Iterator[Tensor]:
+    """A tensor as each `torch.func` transform has it, and at last as it is without them.
+
+    Examples:
+        >>> w, graphs = torch.ones(1, requires_grad=True), []
+        >>> def loss(x):
+        ...     graphs.extend(y.requires_grad for y in levels_of(w.sum() + x.detach()))
+        ...     return x
+        >>> _ = torch.func.grad(loss)(torch.tensor(1.0))
+        >>> graphs  # not of what is differentiated, but of what is outside of it
+        [False, True]
+    """
+    yield x
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+        yield x
 
 
 def is_over(x: Tensor) -> bool:

@@ -14,6 +14,7 @@ from fzero.optim.averages import EmaState, ema
 from fzero.optim.base import Optimizer
 from fzero.optim.clip import clip_by_global_norm, tree_global_norm, tree_norm
 from fzero.optim.compose import MaskedState, MultiState, chain, masked, multi_transform
+from fzero.optim.counts import common_count, own_counts
 from fzero.optim.deepspeed_schedules import (
     one_cycle,
     warmup_cosine_lr,
@@ -63,6 +64,7 @@ __all__ = [
     "as_optimizer",
     "chain",
     "clip_by_global_norm",
+    "common_count",
     "constant",
     "cosine",
     "ema",
@@ -79,6 +81,7 @@ __all__ = [
     "muon_labels",
     "newton_schulz",
     "one_cycle",
+    "own_counts",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",

@@ -13,7 +13,15 @@ from torch import Tensor
 from fzero import tree
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
-from fzero.optim.foreach import by_group, cast_like, leaves_like, scale_, zero_step, zeros_like
+from fzero.optim.foreach import (
+    by_group,
+    cast_like,
+    leaves_like,
+    scale_,
+    scaled,
+    zero_step,
+    zeros_like,
+)
 from fzero.optim.inplace import in_place
 from fzero.optim.transforms import decay_tree, scale_tree
 
@@ -26,21 +34,24 @@ class AdamState(NamedTuple):
         mu: Running mean of the gradients, shaped as the params.
         nu: Running mean of their squares, shaped as the params.
         nu_max: The largest `nu` so far, with amsgrad; otherwise None.
+        counts: Each leaf's own updates, 0-d float32, shaped as the params, where leaves were left
+            out of some; otherwise None, and `step` is that of every leaf.
     """
 
     step: Tensor
     mu: Params
     nu: Params
     nu_max: Params = None
+    counts: Params = None
 
 
 def scale_by_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, amsgrad: bool = False
+    b1: float | Tensor = 0.9, b2: float = 0.999, eps: float = 1e-8, amsgrad: bool = False
 ) -> Optimizer:
     """Adam's direction: the running mean over the root of the running mean square.
 
     Args:
-        b1: Decay of the mean, in [0, 1).
+        b1: Decay of the mean, in [0, 1); or a 0-d tensor, which may change from step to step.
         b2: Decay of the mean square, in [0, 1).
         eps: Added to the root.
         amsgrad: Divide by the root of the largest mean square so far.
@@ -58,7 +69,8 @@ def scale_by_adam(
         Kingma and Ba, arXiv:1412.6980, algorithm 1; Reddi et al., arXiv:1904.09237, algorithm 2.
         As in torch, the largest mean square is kept as it is and corrected for its bias when used.
     """
-    check.fraction("scale_by_adam", b1=b1, b2=b2)
+    check.decay_rate("scale_by_adam", b1=b1)
+    check.fraction("scale_by_adam", b2=b2)
     check.positive("scale_by_adam", eps=eps)
 
     def init(params: Params) -> AdamState:
@@ -69,31 +81,33 @@ def scale_by_adam(
         grads: PyTree, state: AdamState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, AdamState]:
         check.state("adam", state, AdamState)
-        step = state.step + 1
-        # In float64: at the first steps 1 - b2**t has lost four of float32's seven digits.
-        mean_share, square_share = (1.0 - b ** step.double() for b in (b1, b2))
+        leaves, spec = tree.flatten(grads)
+        step, counts = state.step + 1, [count + 1 for count in _counts(spec, state)]
 
         def kernel(
             mu: list[Tensor], nu: list[Tensor], *rest: list[Tensor]
         ) -> tuple[list[Tensor], ...]:
-            *before, grads = rest
+            *before, grads = rest[:kinds]
+            steps = rest[kinds] if counts else [step]
             grads = cast_like(grads, mu)
-            mu = list(torch._foreach_lerp(mu, grads, 1.0 - b1))
+            mu = _mean(mu, grads, b1)
             nu = list(torch._foreach_mul(nu, b2))
             torch._foreach_addcmul_(nu, grads, grads, 1.0 - b2)
             largest = [list(torch._foreach_maximum(old, nu)) for old in before]
-            roots = torch._foreach_sqrt(largest[0] if largest else nu)
-            scale_(roots, square_share.rsqrt())
+            roots = list(torch._foreach_sqrt(largest[0] if largest else nu))
+            _scale_each_(roots, [_share(b2, t).rsqrt() for t in steps])
             torch._foreach_add_(roots, eps)
             updates = list(torch._foreach_div(mu, roots))
-            scale_(updates, 1.0 / mean_share)
+            _scale_each_(updates, [1.0 / _share(b1, t) for t in steps])
             return updates, mu, nu, *largest
 
-        leaves, spec = tree.flatten(grads)
         moments = _moments(spec, state)
-        columns = by_group(kernel, *moments, leaves, outputs=1 + len(moments))
+        kinds = len(moments) - 1
+        numbers = [counts] if counts else []
+        columns = by_group(kernel, *moments, leaves, outputs=1 + len(moments), numbers=numbers)
         updates, *new = (tree.unflatten(spec, column) for column in columns)
-        return updates, AdamState(step, *new)
+        own = tree.unflatten(spec, counts) if counts else None
+        return updates, AdamState(step, *new)._replace(counts=own)
 
     return Optimizer(init, update, in_place(update))
 
@@ -220,16 +234,20 @@ def _adam(
         rate = rate_at(lr, state.step)
         leaves, spec = tree.flatten(grads)
         columns = (leaves_like(spec, params, "params"), leaves, *_moments(spec, state))
+        counts = _counts(spec, state)
         # After the schedule, whose first step is 0 (the kernels' is 1), and after what can raise.
         state.step.add_(1)
+        if counts:
+            torch._foreach_add_(counts, 1)
 
         def kernel(
             params: list[Tensor], grads: list[Tensor], mu: Any, nu: Any, *rest: list[Tensor]
         ) -> None:
-            (largest,) = rest or ([],)
+            largest = rest[0] if amsgrad else []
             device = params[0].device
-            # Every leaf has the same age, so one step serves them all; the kernel only reads it.
-            steps = [state.step.to(device)] * len(params)
+            # Where every leaf has the same age, one step serves all; the kernel only reads it.
+            steps = [t.to(device) for t in (rest[-1] if counts else [state.step])]
+            steps = steps if counts else steps * len(params)
             grads = [grad.contiguous() for grad in cast_like(grads, params)]
             with (
                 _contiguous(params) as params,
@@ -253,15 +271,45 @@ def _adam(
                     maximize=False,
                 )
 
-        by_group(kernel, *columns)
+        by_group(kernel, *columns, numbers=[counts] if counts else [])
         return state
 
     return Optimizer(moments.init, update, apply_, rates=rate_by_step(lr))
 
 
+def _mean(mu: list[Tensor], grads: list[Tensor], b1: float | Tensor) -> list[Tensor]:
+    """The running means with one more gradient in them."""
+    if not isinstance(b1, Tensor):
+        return list(torch._foreach_lerp(mu, grads, 1.0 - b1))
+    # a weight that is a tensor is lerp's only if it has the shape of its leaf
+    return list(torch._foreach_add(scaled(mu, b1), scaled(grads, 1.0 - b1)))
+
+
 def _moments(spec: tree.Spec, state: AdamState) -> tuple[list[Tensor], ...]:
     trees = (state.mu, state.nu, *([] if state.nu_max is None else [state.nu_max]))
     return tuple(leaves_like(spec, moments, "the optimizer's state") for moments in trees)
+
+
+def _counts(spec: tree.Spec, state: AdamState) -> list[Tensor]:
+    """Each leaf's own count; none where `step` is that of all: see [Note: counts of leaves]."""
+    if state.counts is None:
+        return []
+    return leaves_like(spec, state.counts, "the optimizer's state")
+
+
+def _share(b: float | Tensor, step: Tensor) -> Tensor:
+    """The share of a mean that gradients have by now."""
+    # In float64: at the first steps 1 - b2**t has lost four of float32's seven digits.
+    return 1.0 - b ** step.double()
+
+
+def _scale_each_(leaves: list[Tensor], factors: list[Tensor]) -> None:
+    """`leaf *= factor`, by a factor of its own or by the one of all."""
+    if len(factors) == 1:
+        scale_(leaves, factors[0])
+        return
+    for leaf, factor in zip(leaves, factors, strict=True):
+        scale_([leaf], factor)
 
 
 def _kernel_rate(rate: float | Tensor, device: torch.device) -> Any:

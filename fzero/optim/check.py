@@ -53,6 +53,11 @@ def decay(where: str, weight_decay: Any) -> None:
         non_negative(where, weight_decay=weight_decay)
 
 
+def decay_rate(where: str, **fields: Any) -> None:
+    """Every field lies in [0, 1); or is a 0-d tensor, which nobody reads."""
+    fraction(where, **{field: x for field, x in fields.items() if not _scalar(x)})
+
+
 def state(where: str, value: Any, kind: type) -> None:
     """The state is what this optimizer keeps."""
     if not isinstance(value, kind):

@@ -8,7 +8,7 @@ factors, and leaves of one tree in the order of another.
 # torch.optim is built on torch._foreach_* and torch._fused_*, which have no public names.
 # pyright: reportPrivateImportUsage=false
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ def by_group(
     *columns: Leaves,
     outputs: int = 0,
     max_bytes: Callable[[torch.device], int] | None = None,
+    numbers: Sequence[Leaves] = (),
 ) -> tuple[list[Tensor], ...]:
     """Call `kernel` once per device and dtype of the first column's leaves.
 
@@ -65,6 +66,7 @@ def by_group(
             [torch.view_as_real(x) if row in pairs_of else x for row, x in enumerate(column)]
             for column in columns
         )
+    columns = (*columns, *numbers)
     results: tuple[list[Any], ...] = tuple([None] * len(columns[0]) for _ in range(outputs))
     for rows in _groups(columns[0], max_bytes):
         returned = kernel(*([column[row] for row in rows] for column in columns))

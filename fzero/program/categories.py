@@ -35,6 +35,7 @@ from fzero.program.graph import (
 from fzero.program.memory import is_wait, storages
 from fzero.program.origin import NOWHERE, Origin, origin_of
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
+from fzero.program.transfers import is_transfer
 
 PARAMETERS, MASTERS, OPTIMIZER = "parameters", "masters", "optimizer"
 GATHERED, GRADIENTS, BUCKETS = "gathered", "gradients", "buckets"
@@ -98,8 +99,8 @@ class _Owners:
 
     def _node(self, node: fx.Node) -> None:
         if is_wait(node):
-            (launched,) = self._keys(node.all_input_nodes[0])
-            self.same |= dict.fromkeys(storages([node]), launched)
+            for launched in self._keys(node.all_input_nodes[0]):
+                self.same |= dict.fromkeys(storages([node]), launched)
             return
         origin = origin_of(node)
         if origin.file:
@@ -140,6 +141,8 @@ class _Owners:
             return Owner(BUCKETS, repr(node.meta["bucket"]), origin)
         if node.target in _PACKS:
             return Owner(BUCKETS, f"to send, {node.args[1]!r}", origin)
+        if is_transfer(node):  # what comes back is what forward computed
+            return Owner(ACTIVATIONS, node.name, origin)
         if is_gather(node):  # before buckets are made
             return Owner(GATHERED, _leaf_of(node), origin)
         if is_reduction(node):

@@ -8,7 +8,8 @@ An operator takes the longer of its FLOPs at the hardware's rate and its bytes a
 bandwidth, and an overhead; operators run one after another (the roofline model). A collective takes
 a latency for each hop of its ring and its bytes at the link's bandwidth (the alpha-beta model); it
 runs beside the operators from its launch, after those of its group that were launched before, and
-what waits for it stands still until it is done. See `fzero.program.hardware`.
+what waits for it stands still until it is done. So do copies to the host and back, each way on a
+link of its own. See `fzero.program.hardware`.
 
 References: Williams, Waterman, Patterson, Roofline, CACM 52(4), 2009.
 """
@@ -31,6 +32,7 @@ from fzero.program.memory import is_wait, storages
 from fzero.program.origin import origin_of
 from fzero.program.sections import pattern
 from fzero.program.text import count, seconds, size, table
+from fzero.program.transfers import way_of
 
 
 class NodeCost(NamedTuple):
@@ -41,12 +43,14 @@ class NodeCost(NamedTuple):
         bytes_moved: that it reads and writes in this rank's memory.
         sent: bytes that this rank sends.
         seconds: estimated; of a collective, on its link.
+        crossed: bytes that it copies between this rank's device and its host's memory.
     """
 
     flops: int
     bytes_moved: int
     sent: int
     seconds: float
+    crossed: int = 0
 
 
 def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
@@ -54,6 +58,9 @@ def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
     bucket: Bucket | None = node.meta.get("bucket")
     if bucket is not None:
         return NodeCost(0, 0, bucket.wire_bytes, hardware.send_time(bucket))
+    if way_of(node) is not None:
+        (x,) = tensors_of(node)
+        return NodeCost(0, 0, 0, hardware.crossing_time(x.nbytes), x.nbytes)
     nbytes = _bytes_moved(node)
     if not nbytes:
         return NodeCost(0, 0, 0, 0.0)
@@ -125,12 +132,13 @@ class Span(NamedTuple):
 
     Args:
         node: of the Program's graph.
-        lane: "compute", or the name of the process group that it sends over.
+        lane: "compute", the name of the process group that it sends over, or "to host" or
+            "from host".
         start: seconds from the start of the part.
         end: the same.
         cost: of the node.
         phase: "forward", "backward" or "update".
-        waits: whether the node only waits for a collective.
+        waits: whether the node only waits for a collective or a copy.
     """
 
     node: fx.Node
@@ -156,10 +164,11 @@ def spans(part: Part, hardware: Hardware) -> Iterator[Span]:
             continue
         cost = node_cost(node, hardware)
         bucket: Bucket | None = node.meta.get("bucket")
-        if bucket is not None:
-            start = max(now, free.get(bucket.group, 0.0))
-            done[node] = free[bucket.group] = start + cost.seconds
-            yield Span(node, bucket.group, start, done[node], cost, phase[node])
+        lane = way_of(node) if bucket is None else bucket.group
+        if lane is not None:
+            start = max(now, free.get(lane, 0.0))
+            done[node] = free[lane] = start + cost.seconds
+            yield Span(node, lane, start, done[node], cost, phase[node])
             continue
         end = now + cost.seconds
         if waits := is_wait(node):
@@ -179,6 +188,7 @@ class CostRow(NamedTuple):
         bytes_moved: in this rank's memory.
         sent: bytes that this rank sends, by kind of collective.
         seconds: estimated, of the operators alone.
+        crossed: bytes copied between the device and its host's memory.
     """
 
     phase: str
@@ -187,6 +197,7 @@ class CostRow(NamedTuple):
     bytes_moved: int
     sent: Mapping[str, int]
     seconds: float
+    crossed: int = 0
 
     @property
     def intensity(self) -> float:
@@ -202,7 +213,8 @@ class Cost:
         rows: by phase and module, in the order in which they run.
         hardware: that times are estimated for.
         seconds: estimated, of the step.
-        exposed: of these, seconds in which a rank only waits for collectives.
+        exposed: of these, seconds in which a rank only waits for collectives, or for what comes
+            from its host or goes there.
         recomputed: FLOPs of a step that are done a second time, to hold less.
     """
 
@@ -228,6 +240,11 @@ class Cost:
         return _added(row.sent for row in self.rows)
 
     @property
+    def crossed(self) -> int:
+        """Bytes that a step copies between this rank's device and its host's memory."""
+        return sum(row.crossed for row in self.rows)
+
+    @property
     def intensity(self) -> float:
         """FLOPs per byte moved."""
         return self.flops / self.bytes_moved if self.bytes_moved else 0.0
@@ -251,6 +268,8 @@ class Cost:
         )
         if self.recomputed:
             head += f", {count(self.recomputed)} FLOP of them a second time"
+        if self.crossed:
+            head += f", {size(self.crossed)} to the host and back"
         waiting = f"{seconds(self.exposed)} of them waiting for collectives"
         lines = [head, f"{seconds(self.seconds)} estimated, {waiting}; on {self.hardware.name}"]
         lines += table([[kind, size(n)] for kind, n in self.sent.items()], "lr")
@@ -282,10 +301,12 @@ def cost(parts: Iterable[Part], hardware: Hardware) -> Cost:
             carried = bucket or _handled(span.node)
             module = _module_of(carried) if carried else origin_of(span.node).module
             sent = {} if bucket is None else {bucket.kind: span.cost.sent * part.times}
-            spent = 0.0 if bucket is not None or span.waits else span.cost.seconds * part.times
+            computes = span.lane == COMPUTE and not span.waits
+            spent = span.cost.seconds * part.times if computes else 0.0
+            crossed = span.cost.crossed * part.times
             flops, moved = span.cost.flops * part.times, span.cost.bytes_moved * part.times
             recomputed += flops if is_again(span.node) else 0
-            rows.append(CostRow(span.phase, module, flops, moved, sent, spent))
+            rows.append(CostRow(span.phase, module, flops, moved, sent, spent, crossed))
             end = max(end, span.end)
             exposed += (span.end - span.start) * part.times if span.waits else 0.0
         total += end * part.times
@@ -320,9 +341,10 @@ def _merged(rows: Iterable[CostRow]) -> tuple[CostRow, ...]:
                 old.bytes_moved + row.bytes_moved,
                 _added([old.sent, row.sent]),
                 old.seconds + row.seconds,
+                old.crossed + row.crossed,
             )
         found[key] = row
-    return tuple(row for row in found.values() if row.bytes_moved or row.sent)
+    return tuple(row for row in found.values() if row.bytes_moved or row.sent or row.crossed)
 
 
 def _added(tables: Iterable[Mapping[str, int]]) -> Mapping[str, int]:

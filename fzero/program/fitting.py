@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fzero.errors import ConfigError
-from fzero.program.hardware import CPU
+from fzero.program.hardware import CPU, Hardware
 from fzero.program.ladder import RUNGS, Ladder, Plan
 from fzero.program.memory import peak_bytes
 from fzero.program.program import Program
@@ -42,18 +42,25 @@ class Fitting:
         regather: see `Ladder`.
         build: `(plan, limit, late)` -> the Program as it runs, its buckets the largest under a
             limit in bytes; with 0 the smallest.
+        machine: to whose host values may be sent away; None: they may not.
     """
 
     laid: Callable[[], Program]
     regather: bool
     build: Callable[[Plan | None, int, bool], Program]
+    machine: Hardware | None = None
     _ladder: Ladder | None = None
 
     @property
     def ladder(self) -> Ladder:
         """The plans; made when they are asked for."""
         if self._ladder is None:
-            self._ladder = Ladder(self.laid(), regather=self.regather, hardware=CPU)
+            self._ladder = Ladder(
+                self.laid(),
+                regather=self.regather,
+                hardware=self.machine or CPU,
+                away=self.machine is not None,
+            )
         return self._ladder
 
     def at(self, number: int, limit: int) -> Program:

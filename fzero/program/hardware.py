@@ -58,7 +58,10 @@ class Hardware:
         memory: bytes that a device has; None: unknown.
         peak_flops: FLOP/s of the data sheet, for MFU; None: `low_flops` or `flops`.
         attention_flops: FLOP/s of fused attention in low precision; None: those of products.
-        host_bandwidth: bytes/s between a device and its host's memory, for `Config.offload`.
+        host_bandwidth: bytes/s between a device and its host's memory, each way, for
+            `Config.offload`.
+        shares_memory: whether it computes in its host's own memory, where sending anything there
+            frees nothing.
         tile: rows and columns of a product that a unit computes at once.
         units: tiles that are computed at once; 1: sizes of products don't matter.
         strides: pairs of the name of a process group and how far apart the numbers of its ranks
@@ -89,6 +92,7 @@ class Hardware:
     tile: tuple[int, int] = (1, 1)
     units: int = 1
     strides: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    shares_memory: bool = False
 
     def __post_init__(self) -> None:
         for name in _RATES:
@@ -148,6 +152,10 @@ class Hardware:
         waves = math.ceil(tiles / self.units) * self.units if tiles > self.units else tiles
         return max(waves * self.tile[0] * self.tile[1] / max(math.prod(shape), 1), 1.0)
 
+    def crossing_time(self, nbytes: int) -> float:
+        """Seconds of a copy between the device and its host's memory."""
+        return self.overhead + nbytes / self.host_bandwidth
+
     # ---------------------------------------------------------------------------- communicating
     def nodes_of(self, bucket: Bucket) -> tuple[int, int]:
         """Over how many nodes a collective's ranks lie, and how many of them share one."""
@@ -190,4 +198,14 @@ CPU = Hardware(
     overhead=4e-6,
     link_latency=1e-4,
     link_bandwidth=1e9,
+    shares_memory=True,
 )
+GPU = Hardware(
+    "a GPU of a data centre",
+    flops=1.6e13,
+    low_flops=2.65e14,
+    memory_bandwidth=1.7e12,
+    overhead=4e-6,
+)
+"""What a plan for a GPU weighs work against copies to the host by: an A100's rates, see
+`fzero.simulation.machines`. All ranks must plan the same, so it is not asked which GPU it is."""

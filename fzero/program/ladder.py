@@ -7,6 +7,11 @@ make again. `Liveness` judges each. A plan for a peak is then polished: what it 
 that peak it takes back, the dearest first; and products of matrices are exchanged for smaller ones.
 All of it follows from the graph alone, and no rank asks another.
 
+Where the host's memory is another than the device's, a saved value may wait there. That costs what
+the copies move, and the FLOPs that could be done while a step stands still for them: so it takes
+the place of recomputation as long as the link has nothing else to do, and beyond that only where
+making a value again costs more.
+
 References: Chen, Xu, Zhang, Guestrin, arXiv:1604.06174 (segments); Kirisame et al., Dynamic Tensor
 Rematerialization, arXiv:2006.09616 (cost per byte and time); Jain et al., Checkmate,
 arXiv:1910.02653 (the optimum that these come near).
@@ -33,6 +38,7 @@ class Plan:
     Args:
         recomputed: nodes of forward that backward makes again, where it needs them.
         regathered: leaves that backward gathers again.
+        offloaded: nodes of forward whose values wait for backward on the host.
         peak: most bytes alive, by `Liveness`: without inputs, state and buckets.
         flops: of matrix products that run again.
         price: of all that runs again, FLOPs, bytes moved and gathers together, in FLOPs.
@@ -40,6 +46,7 @@ class Plan:
 
     recomputed: frozenset[str] = frozenset()
     regathered: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
     peak: int = 0
     flops: int = 0
     price: float = 0.0
@@ -51,6 +58,7 @@ class _State:
 
     saved: frozenset[int]
     alive: Alive = field(repr=False)
+    away: frozenset[int] = frozenset()
 
     @property
     def key(self) -> tuple[float, int]:
@@ -66,13 +74,16 @@ class Ladder:
         regather: whether all gathered leaves are gathered again in backward to begin with; a
             plan may keep some, and with False may gather some again.
         hardware: what time means beside FLOPs.
+        away: whether saved values may wait on the host.
 
     Attributes:
         most, least: peaks between which the rungs lie.
     """
 
-    def __init__(self, program: Program, *, regather: bool, hardware: Hardware) -> None:
-        self.model = Liveness(program, hardware)
+    def __init__(
+        self, program: Program, *, regather: bool, hardware: Hardware, away: bool = False
+    ) -> None:
+        self.model = Liveness(program, hardware, away=away)
         everything = frozenset(self.model.read)
         start = everything - self.model.leaves if regather else everything
         self.start = self._state(start)
@@ -83,6 +94,8 @@ class Ladder:
             state = self._state(saved)
             if state.alive.peak < self.start.alive.peak:
                 self._descend(state)
+        if self.model.sendable:
+            self._descend(self._state(self.start.saved, self.model.sendable))
         self.most = self.start.alive.peak
         self.least = min(state.alive.peak for state in self.found)
 
@@ -106,9 +119,19 @@ class Ladder:
         return self._as_plan(best)
 
     # --------------------------------------------------------------------------- searching
-    def _state(self, saved: Iterable[int]) -> _State:
+    def _state(self, saved: Iterable[int], away: Iterable[int] = ()) -> _State:
         saved = frozenset(saved)
-        return _State(saved, self.model.under(saved))
+        away = saved.intersection(away)
+        return _State(saved, self.model.under(saved, away), away)
+
+    def _with(self, state: _State, value: int, *, away: bool = False) -> _State:
+        """The plan that saves a value too, here or on the host."""
+        there = state.away | {value} if away else state.away - {value}
+        return self._state(state.saved | {value}, there)
+
+    def _without(self, state: _State, value: int) -> _State:
+        """The plan that makes a value again."""
+        return self._state(state.saved - {value}, state.away)
 
     def _descend(self, state: _State) -> None:
         """Give up values until nothing helps, and note each peak on the way."""
@@ -130,8 +153,8 @@ class Ladder:
         before = state
         while state.alive.peak > target:
             over = _over(state.alive, target)
-            for value in itertools.islice(self._ranked(state, target, products), _TRIED):
-                after = self._state(state.saved - {value})
+            for value, away in itertools.islice(self._moves(state, target, products), _TRIED):
+                after = self._with(state, value, away=True) if away else self._without(state, value)
                 if _over(after.alive, target) < over:
                     state = after
                     break
@@ -141,17 +164,29 @@ class Ladder:
 
     def _ranked(self, state: _State, target: int, products: bool = True) -> Iterator[int]:
         """Values to give up, the best by price for bytes and steps first."""
+        return (value for value, away in self._moves(state, target, products) if not away)
+
+    def _moves(
+        self, state: _State, target: int, products: bool = True
+    ) -> Iterator[tuple[int, bool]]:
+        """Values to give up or to send away, and which, the best by price for bytes and steps
+        first."""
         alive, model = state.alive, self.model
         over = np.concatenate([[0], np.cumsum(alive.bytes > target)])
-        ranked = []
+        ranked: list[tuple[float, int, bool]] = []
         for value in state.saved:
-            if value in model.returned or value not in alive.first:
+            if value in model.returned or value not in alive.first or value in state.away:
                 continue
             start = max(model.forward_end(value) + 1, 0)
             steps = int(over[alive.first[value]] - over[min(start, alive.first[value])])
             gain = steps * model.values[value].nbytes
             if gain <= 0:
                 continue
+            if value in model.sendable:
+                # once the link has no time left, a step waits for each copy, down and up
+                waits = 2.0 * model.crossing(value) if alive.stalled else 0.0
+                price = waits + 2 * model.values[value].nbytes
+                ranked.append(((price + 1.0) / gain, value, True))
             again = model.closure(value, state.saved, alive.copied)
             if not products and any(model.flops.get(x) for x in again):
                 continue
@@ -165,8 +200,8 @@ class Ladder:
                 if until > now:
                     gain -= int(over[until] - over[now]) * model.values[source].nbytes
             if gain > 0:
-                ranked.append(((price + 1.0) / gain, value))
-        return (value for _, value in sorted(ranked))
+                ranked.append(((price + 1.0) / gain, value, False))
+        return ((value, away) for _, value, away in sorted(ranked))
 
     def _polished(self, state: _State, target: int) -> _State:
         """The plan with all taken back that fits under a peak, the dearest for its bytes first."""
@@ -174,13 +209,20 @@ class Ladder:
         while True:
             before = state
             for value in [v for v in self._dearest(state) if v not in refused]:
-                after = self._state(state.saved | {value})
-                if after.alive.peak <= target and after.alive.price < state.alive.price:
-                    state = after
+                for after in self._taken_back(state, value):
+                    if after.alive.peak <= target and after.alive.price < state.alive.price:
+                        state = after
+                        break
                 else:
                     refused.add(value)
             if state is before:
                 return state
+
+    def _taken_back(self, state: _State, value: int) -> Iterator[_State]:
+        """Plans that have a value which this one makes again, or brings back from the host."""
+        yield self._with(state, value)
+        if value in self.model.sendable and value not in state.away:
+            yield self._with(state, value, away=True)
 
     def _exchanged(self, state: _State, target: int) -> _State:
         """The plan after exchanges that pay.
@@ -203,14 +245,14 @@ class Ladder:
 
     def _instead(self, state: _State, value: int, target: int) -> Iterator[_State]:
         """Plans under a peak that save a value which this one makes again."""
-        after = self._state(state.saved | {value})
+        after = self._with(state, value)
         after = self._lowered(after, target, products=False) or after
         if after.alive.peak <= target:
             yield after
             return
         for other in self._of_each_size(self._ranked(after, target)):
             if self._product(other) < self._product(value):
-                less = self._state(after.saved - {other})
+                less = self._without(after, other)
                 less = self._lowered(less, target, products=False) or less
                 if less.alive.peak <= target:
                     yield less
@@ -236,6 +278,7 @@ class Ladder:
             nodes = (x for x in model.values[value].nodes if x in state.alive.copied)
             price = sum(model.prices.get(x, 0.0) for x in nodes)
             ranked.append((-price / max(model.values[value].nbytes, 1), value))
+        ranked += [(0.0, value) for value in state.away]
         return [value for _, value in sorted(ranked)]
 
     def _segments(self) -> Iterator[frozenset[int]]:
@@ -280,13 +323,21 @@ class Ladder:
             if copied and value not in model.leaves:
                 gone.add(model.nodes[i].name)
         leaves = {model.values[v].name for v in model.leaves - state.saved}
+        away = {model.nodes[model.values[v].nodes[0]].name for v in state.away}
         alive = state.alive
-        return Plan(frozenset(gone), frozenset(leaves), alive.peak, alive.flops, alive.price)
+        return Plan(
+            frozenset(gone),
+            frozenset(leaves),
+            frozenset(away),
+            alive.peak,
+            alive.flops,
+            alive.price,
+        )
 
 
 def _work(state: _State) -> tuple[float, float, int]:
     """What of two plans under one peak the better one has less of."""
-    return (state.alive.flops, *state.key)
+    return (state.alive.flops + state.alive.stalled, *state.key)
 
 
 def _over(alive: Alive, target: int) -> int:

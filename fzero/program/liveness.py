@@ -22,6 +22,7 @@ from fzero.program.graph import BACKWARD, FORWARD, phases, tensors_of
 from fzero.program.hardware import Hardware
 from fzero.program.memory import is_wait, storages
 from fzero.program.passes.gathers import leaf_of
+from fzero.program.passes.offload import Stay, may_travel, places_of
 from fzero.program.passes.recompute import may_be_copied
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
 from fzero.program.program import Program
@@ -55,6 +56,7 @@ class Alive:
         copied: the nodes that run again.
         price: of running them, in FLOPs; see `Liveness.price`.
         flops: of matrix products among them.
+        stalled: FLOPs that could be done while nothing is done but wait for the host.
     """
 
     bytes: Any
@@ -63,6 +65,7 @@ class Alive:
     copied: dict[int, int]
     price: float
     flops: int
+    stalled: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -76,14 +79,16 @@ class Liveness:
     Args:
         program: as `recompute` takes it, its gathers at their first use.
         hardware: what prices of gathers are relative to.
+        away: whether values may wait in the host's memory.
 
     Attributes:
         values: all that a plan may name.
         read: those that backward reads in any case: saving them is saving all.
         leaves: the gathered ones.
+        sendable: those that may wait on the host, see `passes.offload`.
     """
 
-    def __init__(self, program: Program, hardware: Hardware) -> None:
+    def __init__(self, program: Program, hardware: Hardware, *, away: bool = False) -> None:
         graph = program.graph
         self.nodes: list[fx.Node] = list(graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
@@ -96,6 +101,9 @@ class Liveness:
         self._read_storages(phase)
         self._read_prices()
         self._read_intervals()
+        self.sendable: set[int] = set()
+        if away:
+            self._read_journeys()
 
     # ------------------------------------------------------------------------- read once
     def _read_storages(self, phase: dict[fx.Node, str]) -> None:
@@ -212,6 +220,32 @@ class Liveness:
         self._births = np.array(self.makers, dtype=np.int64)
         self._sizes = np.array(self.sizes, dtype=np.int64)
 
+    def _read_journeys(self) -> None:
+        """Which values may wait on the host, and the seconds that every node takes."""
+        self.seconds = [node_cost(node, self.hardware).seconds for node in self.nodes]
+        on: dict[int, list[int]] = {}
+        for i, mine in enumerate(self.keys[: self.backward]):
+            for k in mine:
+                on.setdefault(k, []).append(i)
+        for v in self.read - self.leaves - self.returned:
+            value = self.values[v]
+            (key,) = self.keys[value.nodes[0]]
+            first, *views = value.nodes
+            known = {self.makers[key], *value.nodes}
+            if (
+                may_travel(self.nodes[first])
+                and self.fixed_last[key] < self.backward
+                and known.issuperset(on[key])
+                and all(is_cheap(self.nodes[x]) for x in views)
+            ):
+                self.sendable.add(v)
+
+    def crossing(self, value: int) -> float:
+        """FLOPs that could be done while a value goes to the host, or comes from there."""
+        hardware = self.hardware
+        seconds = hardware.crossing_time(self.values[value].nbytes)
+        return seconds * (hardware.low_flops or hardware.flops)
+
     def forward_end(self, value: int) -> int:
         """The last node of forward that reads a value."""
         return self._forward_end[value]
@@ -222,8 +256,13 @@ class Liveness:
             yield value
 
     # -------------------------------------------------------------------------- for each plan
-    def under(self, saved: Collection[int]) -> Alive:
-        """The step when backward may read these values, and has to make others again."""
+    def under(self, saved: Collection[int], away: Collection[int] = ()) -> Alive:
+        """The step when backward may read these values, and has to make others again.
+
+        Args:
+            saved: values.
+            away: those of them that wait on the host.
+        """
         of, operands, keys = self.of, self.operands, self.keys
         made: dict[int, int] = {}  # node -> the step that it runs again at
         born: list[tuple[int, int]] = []  # of copies: step, bytes
@@ -281,6 +320,22 @@ class Liveness:
         ends = step_of[ends]
         for k, at in last.items():
             ends[k] = max(ends[k], at)
+        price, stalled = 0.0, 0.0
+        if gone_away := [v for v in away if v in first]:
+            stays = [Stay(self.values[v].nbytes, self._forward_end[v], first[v]) for v in gone_away]
+            # copies stand between the nodes of backward
+            node_at = {at: x for x, at in made.items()}
+            node_at |= {int(step_of[i]): i for i, _ in self.readers}
+            steps = [self.seconds[node_at.get(s, s)] for s in range(step)]
+            starts = np.concatenate([[0.0], np.cumsum(steps)])
+            places, seconds = places_of(stays, starts.tolist(), self.backward - 1, self.hardware)
+            stalled = seconds * (self.hardware.low_flops or self.hardware.flops)
+            price = stalled + 2 * sum(stay.nbytes for stay in stays)  # read down, written up
+            for v, place in zip(gone_away, places, strict=True):
+                (k,) = self.keys[self.values[v].nodes[0]]
+                born.append((k, self.sizes[k]))
+                born_at[k], dies[k] = place.back, last[k]
+                ends[k] = place.awaited
         delta = np.zeros(step + 2, dtype=np.int64)
         np.add.at(delta, step_of[self._births], self._sizes)
         np.add.at(delta, ends + 1, -self._sizes)
@@ -288,9 +343,9 @@ class Liveness:
             delta[born_at[k]] += nbytes
             delta[dies[k] + 1] -= nbytes
         value_last = {value: at for k, at in last.items() for value in self._values_on(k)}
-        price = sum(self.prices.get(x, 0.0) for x in made)
+        price += sum(self.prices.get(x, 0.0) for x in made)
         flops = sum(self.flops.get(x, 0) for x in made)
-        return Alive(np.cumsum(delta)[:step], first, value_last, made, price, flops)
+        return Alive(np.cumsum(delta)[:step], first, value_last, made, price, flops, stalled)
 
     def closure(self, value: int, saved: Collection[int], copied: Collection[int]) -> set[int]:
         """The nodes that would run again, and do not yet, if a value were no longer saved."""

@@ -3,7 +3,8 @@
 A storage lives from the node that makes it to the last node that reads any tensor on it, views
 included; inputs, and what is returned, live throughout. What a collective sends lives until it has
 been awaited: a backend holds on to it, and the runner does too, so that every backend holds the
-same.
+same. What waits for backward in the host's memory takes nothing on the device, and is counted by
+`host_bytes`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.program.graph import Part, is_op, output_node, placeholders, tensors_of
+from fzero.program.transfers import on_host, storages_on_host
 
 
 def peak_bytes(part: Part) -> int:
@@ -23,6 +25,11 @@ def peak_bytes(part: Part) -> int:
 def constant_bytes(part: Part) -> int:
     """Bytes that are there all the time: inputs, and what lives beside the graph."""
     return resident_bytes(part) + input_bytes(part)
+
+
+def host_bytes(part: Part) -> int:
+    """Most bytes that a part's values take at once in host memory; see [Note: transfers]."""
+    return max(timeline(part.graph, storages_on_host), default=0)
 
 
 def resident_bytes(part: Part) -> int:
@@ -40,10 +47,10 @@ Held = Callable[[Iterable[fx.Node]], Bytes]
 
 
 def storages(nodes: Iterable[fx.Node]) -> Bytes:
-    """The storages that the values of nodes are on, and their bytes."""
+    """The storages on the device that the values of nodes are on, and their bytes."""
     found: Bytes = {}
     for node in nodes:
-        for x in tensors_of(node):
+        for x in () if on_host(node) else tensors_of(node):
             # constants are real tensors, which are there whether the Program runs or not
             if isinstance(x, FakeTensor) and x.layout is torch.strided:
                 storage = x.untyped_storage()
@@ -83,8 +90,8 @@ def lifetimes(
         for key in held([*reads(node), *_lingering(node)]):
             last[same.get(key, key)] = node
         if is_wait(node):
-            (launched,) = held(node.all_input_nodes)
-            same |= dict.fromkeys(held([node]), same.get(launched, launched))
+            for launched in held(node.all_input_nodes):
+                same |= dict.fromkeys(held([node]), same.get(launched, launched))
             continue
         new = {
             key: nbytes
@@ -126,5 +133,5 @@ def _sent(launches: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
-    return is_op(node, "_c10d_functional::wait_tensor")
+    """Whether a node waits for a collective, or for a copy from or to the host."""
+    return is_op(node, "_c10d_functional::wait_tensor", "fzero::landed")

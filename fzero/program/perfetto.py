@@ -15,6 +15,7 @@ from fzero.program.graph import Part
 from fzero.program.hardware import Hardware
 from fzero.program.held import memory
 from fzero.program.origin import origin_of
+from fzero.program.transfers import DOWN, UP
 
 
 def save_trace(parts: Iterable[Part], path: str | Path, hardware: Hardware) -> None:
@@ -52,6 +53,7 @@ def _events(parts: list[Part], hardware: Hardware) -> Iterator[dict[str, Any]]:
                     "flops": cost.flops,
                     "bytes moved": cost.bytes_moved,
                     "bytes sent": cost.sent,
+                    "bytes to or from the host": cost.crossed,
                     "micro-batches": part.times,
                 },
             }
@@ -70,7 +72,8 @@ def _events(parts: list[Part], hardware: Hardware) -> Iterator[dict[str, Any]]:
 
 
 def _named(lane: str, number: int) -> dict[str, Any]:
-    name = "computes" if lane == COMPUTE else f"group {lane}"
+    ways = {COMPUTE: "computes", DOWN: DOWN, UP: UP}
+    name = ways.get(lane, f"group {lane}")
     return {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}}
 
 

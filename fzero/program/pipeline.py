@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 from fzero.program.fitting import Fitting
+from fzero.program.hardware import Hardware
 from fzero.program.ladder import Plan
 from fzero.program.passes.bucket import bucket, bucket_at, bucket_sizes
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
+from fzero.program.passes.offload import offload
 from fzero.program.passes.recompute import recompute
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_gather, is_reduction
@@ -29,6 +31,7 @@ def optimise(
     limit: int | None = None,
     rung: int | None = None,
     passes: Named = (),
+    machine: Hardware | None = None,
 ) -> Program:
     """Make the Program of a gradient function fit to run.
 
@@ -42,6 +45,7 @@ def optimise(
         limit: bytes that the peak has to stay under, with as little done twice as that takes.
         rung: of the plan that all ranks settled for that; None: the first that fits.
         passes: a user's, by name: see [Note: passes of users].
+        machine: to whose host a plan for `limit` may send values away; None: to none.
 
     Raises:
         ConfigError: nothing stays under the limit.
@@ -57,6 +61,8 @@ def optimise(
         if plan is not None:
             done = recompute(done, plan.recomputed)
             done = regather(done, plan.regathered)
+            if machine is not None and plan.offloaded:
+                done = offload(done, plan.offloaded, machine)
         elif reshard_after_forward:
             done = regather(done)
         # the last moment at which each collective is one node of one leaf
@@ -75,7 +81,7 @@ def optimise(
         )
         return run_passes(insert_seeds(done), passes, late=True)
 
-    fitting = Fitting(lambda: _laid(program), reshard_after_forward, build)
+    fitting = Fitting(lambda: _laid(program), reshard_after_forward, build, machine)
     if limit is None:
         done = build()
     else:

@@ -17,6 +17,7 @@ from fzero.program.held import Moment, memory
 from fzero.program.origin import origin_of
 from fzero.program.sections import layer_of
 from fzero.program.text import size
+from fzero.program.transfers import DOWN, UP
 
 
 def plot(parts: Iterable[Part], path: str | Path, hardware: Hardware) -> None:
@@ -118,8 +119,10 @@ def _draw_memory(axes: Any, line: _Line) -> None:
 
 
 def _draw_lanes(axes: Any, line: _Line) -> None:
-    groups = list(dict.fromkeys(s.lane for s in line.spans if s.lane != COMPUTE))
-    lanes = [COMPUTE, *groups]
+    found = dict.fromkeys(s.lane for s in line.spans)
+    groups = [lane for lane in found if lane not in (COMPUTE, DOWN, UP)]
+    ways = [lane for lane in (DOWN, UP) if lane in found]
+    lanes = [COMPUTE, *groups, *ways]
     for place, lane in enumerate(lanes):
         kinds: dict[str, list[Span]] = {}
         for span in line.spans:
@@ -137,7 +140,7 @@ def _draw_lanes(axes: Any, line: _Line) -> None:
     _draw_layers(axes, line)
     # names of groups are torch's own, and tell a reader nothing
     names = ["communicates"] if len(groups) == 1 else [f"group {i + 1}" for i in range(len(groups))]
-    axes.set_yticks(range(len(lanes)), ["computes", *names], fontsize=8)
+    axes.set_yticks(range(len(lanes)), ["computes", *names, *ways], fontsize=8)
     axes.set_ylim(len(lanes) - 0.4, -1.1)
     axes.set_xlabel("ms, estimated")
     handles, labels = axes.get_legend_handles_labels()

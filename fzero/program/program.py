@@ -18,7 +18,7 @@ from fzero.program.graph import Held
 from fzero.program.hardware import CPU, Hardware
 from fzero.program.held import Memory, Peak, memory, peak
 from fzero.program.listing import Collective, collectives, listing
-from fzero.program.memory import peak_bytes
+from fzero.program.memory import host_bytes, peak_bytes
 from fzero.program.perfetto import save_trace
 from fzero.program.plot import plot
 from fzero.program.verify import verify
@@ -99,6 +99,12 @@ class Program:
     def peak_bytes(self) -> int:
         """Most bytes of tensors alive at once on this rank, inputs included."""
         return max(peak_bytes(part) for part in self.parts())
+
+    def host_bytes(self) -> int:
+        """Most bytes of host memory that values of forward take at once on their way to backward:
+        see `Config.offload`. They are not among `peak_bytes()`, but where the device is the CPU.
+        """
+        return max(host_bytes(part) for part in self.parts())
 
     def peak(self) -> Peak:
         """What is alive at the moment when most is: rows of (bytes, category, name, module, where),

@@ -5,8 +5,9 @@ reads, told by the nodes that made them; how often each had been written over by
 operator it is, with its numbers. Copies of a node have its promise, so a value that is computed
 again counts as the first. Views, casts, buckets and copies that only lay a value out anew are
 looked through: passes move, merge and insert those. A value that was reduced over ranks says so,
-hop by hop. Fake tensors of what is read are kept too, for shapes, dtypes and strides.
-`Program.verify` holds every node to its promise, however many passes there were.
+hop by hop. One that was in the host's memory meanwhile is the same value. Fake tensors of what is
+read are kept too, for shapes, dtypes and strides. `Program.verify` holds every node to its promise,
+however many passes there were.
 """
 
 import operator
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fzero.distributed.buckets import KINDS, Bucket, asked_for
 from fzero.program.graph import is_op, operands, placeholders, tensors_of, written_operands
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
+from fzero.program.transfers import is_transfer
 
 PROMISE = "promise"
 STANDS_FOR = "stands_for"
@@ -204,7 +206,7 @@ def source_of(node: fx.Node) -> Source:
                 return Source(("leaf", layout.name), None, tuple(hops))
             hops.append((layout.name, axis.group))
             node = node.all_input_nodes[0]
-        elif is_cheap(node) or is_op(node, "fzero::restored"):
+        elif is_cheap(node) or is_op(node, "fzero::restored") or is_transfer(node):
             node = node.all_input_nodes[0]
         elif is_op(node, "aten::copy_") and promise_of(node) is None:  # over a donated input
             node = node.args[1]  # pyright: ignore

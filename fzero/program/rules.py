@@ -36,6 +36,7 @@ from fzero.program.promises import (
     written,
 )
 from fzero.program.sites import SITE, WRITTEN_OUT, generator, seed
+from fzero.program.transfers import is_brought, is_landing, is_sent
 
 
 def awaited(part: Part) -> Iterator[str]:
@@ -70,6 +71,11 @@ def _untouched(launch: fx.Node, wait: fx.Node, bucket: Bucket) -> Iterator[str]:
             yield f"{user.name} reads the buffer of {bucket!r}, which has to be taken apart first"
         elif user.args[1] != bucket:
             yield f"{user.name} takes {user.args[1]!r} out of the buffer of {bucket!r}"
+    yield from _unwritten(launch, wait)
+
+
+def _unwritten(launch: fx.Node, wait: fx.Node) -> Iterator[str]:
+    """What is on its way stays as it is until it has come."""
     flying = {
         x.untyped_storage()._cdata
         for node in (launch, *launch.all_input_nodes)
@@ -81,6 +87,47 @@ def _untouched(launch: fx.Node, wait: fx.Node, bucket: Bucket) -> Iterator[str]:
             if any(x.untyped_storage()._cdata in flying for x in tensors_of(operand)):
                 yield f"{node.name} writes {operand.name}, which {launch.name} is carrying"
         node = node.next
+
+
+def brought_back(part: Part) -> Iterator[str]:
+    """Copies to the host: each is awaited once before anything reads it; only copies back read what
+    is there, and they bring it to where it was. See [Note: transfers]."""
+    for node in part.graph.nodes:
+        if is_sent(node) or is_brought(node):
+            yield from _landed_once(node)
+        if is_landing(node) and not _carries(node.all_input_nodes[0]):
+            yield f"{node.name} awaits {node.all_input_nodes[0].name}, which is no copy"
+        if is_landing(node) and is_sent(node.all_input_nodes[0]):
+            for user in node.users:
+                if not is_brought(user):
+                    yield f"{user.name} reads {node.name}, which is in the host's memory"
+            if not node.users:
+                yield f"{node.name} waits in the host's memory, and is never brought back"
+        if is_brought(node):
+            there = node.all_input_nodes[0]
+            sent = there.all_input_nodes[0] if is_landing(there) else there
+            if there is sent or not is_sent(sent):
+                yield f"{node.name} brings back {there.name}, which was not sent to the host"
+            elif (device := tensors_of(sent.all_input_nodes[0])[0].device) != node.args[1]:
+                yield f"{node.name} is brought to {node.args[1]}, and was on {device}"
+
+
+def _landed_once(node: fx.Node) -> Iterator[str]:
+    for user in node.users:
+        if not is_landing(user):
+            yield f"{user.name} reads {node.name} before it has landed"
+    landings = [user for user in node.users if is_landing(user)]
+    if len(landings) != 1:
+        yield f"{node.name} lands {len(landings)} times; a copy is awaited once"
+    for landing in landings:
+        yield from _unwritten(node, landing)
+        value = tensors_of(node.all_input_nodes[0] if is_sent(node) else node)[0]
+        if landing.args[1] != value.device:
+            yield f"{landing.name} waits on {landing.args[1]} for a copy of {value.device}"
+
+
+def _carries(node: fx.Node) -> bool:
+    return is_sent(node) or is_brought(node)
 
 
 def reduced_once(part: Part) -> Iterator[str]:
@@ -246,4 +293,4 @@ def _row(row: Any) -> str:
     return f"{row.kind} of {', '.join(row.leaves)} in {row.phase}{size}, {row.dtype}"
 
 
-RULES = (awaited, as_recorded, reduced_once, replayed, in_turn)
+RULES = (awaited, brought_back, as_recorded, reduced_once, replayed, in_turn)

@@ -10,16 +10,22 @@ A peak is the largest of many moments' bytes, each of which grows in its own way
 carried on, and not peaks: what is largest at four layers need not be at eighty.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from torch import fx
+
 from fzero.config import Config
+from fzero.distributed.buckets import KINDS
 from fzero.program import Program
 from fzero.program.categories import summed
 from fzero.program.graph import tensors_of
 from fzero.program.hardware import Hardware
 from fzero.program.held import memory
+from fzero.program.memory import is_wait
+from fzero.program.passes.rewrite import is_cheap
 from fzero.simulation.report import Report, Traffic, away, report_on, tokens_in
 from fzero.simulation.simulation import check_world, lowered
 from fzero.step.gradients import ModelFn
@@ -52,7 +58,7 @@ def simulate_layers(
 
     def sample(depth: int, like: Program | None = None) -> _Sample:
         model_fn, params, batch = make(depth)
-        program, mesh = lowered(model_fn, opt, cfg, params, batch, shape, like=like)
+        program, mesh = lowered(model_fn, opt, cfg, params, batch, shape, hardware, like=like)
         report = report_on(program, cfg, mesh, hardware, tokens_in(batch))
         return _Sample(depth, report, _sections(program, cfg))
 
@@ -91,14 +97,38 @@ def _sections(program: Program, cfg: Config) -> dict[tuple[str, str], list[_At]]
     for node, moment in zip(nodes, memory(parts), strict=True):
         without = away(cfg, first=moment.program == parts[0].name)
         categories = {name: n for name, n in moment.categories.items() if name not in without}
-        what = f"{node.target} {[tuple(x.shape) for x in tensors_of(node)]}"
-        found.setdefault((moment.program, moment.phase), []).append(_At(what, categories))
+        at = _At(_what(node), categories)
+        moments = found.setdefault((moment.program, moment.phase), [])
+        if moments and moments[-1].what == at.what and _is_of_leaves(node):
+            moments[-1] = max(moments[-1], at, key=_total)
+        else:
+            moments.append(at)
     # an update works through groups of leaves, not through layers: its largest moment stands for it
     for (part, phase), moments in found.items():
         if part != parts[0].name:
-            most = max(moments, key=lambda at: sum(at.categories.values()))
+            most = max(moments, key=_total)
             found[part, phase] = [_At("most", most.categories)]
     return found
+
+
+def _what(node: fx.Node) -> str:
+    """What a node does, in words that are the same at every depth."""
+    # a bucket of small leaves has more of them in a deeper model
+    shapes = [] if _is_of_leaves(node) else [tuple(x.shape) for x in tensors_of(node)]
+    return f"{node.target} {shapes}"
+
+
+def _is_of_leaves(node: fx.Node) -> bool:
+    """Whether a node carries leaves, of which there may be more in a deeper model."""
+    target = node.target
+    if target is operator.getitem or "bucket" in node.meta or is_wait(node):
+        return True
+    carries = {x for kind in KINDS.values() for x in (kind.pack, kind.unpack)}
+    return target in carries or (is_cheap(node) and node.all_input_nodes[0].op == "placeholder")
+
+
+def _total(at: _At) -> int:
+    return sum(at.categories.values())
 
 
 # ------------------------------------------------------------------------------ what is grown

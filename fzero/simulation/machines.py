@@ -97,6 +97,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             devices_per_node=4,
             node_latency=2e-4,
             node_bandwidth=0.8 * 25e9 / 8 / 4,
+            shares_memory=True,
         ),
     }
 )  # fmt: skip

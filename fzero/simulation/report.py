@@ -69,7 +69,8 @@ class Report:
         hardware: that times are estimated for.
         peak_bytes: most bytes that the device holds at once.
         categories: the same by category; see `fzero.program.categories`.
-        host_bytes: in the host's memory, with `Config.offload`.
+        host_bytes: in the host's memory, with `Config.offload`; masters and optimizer state beside
+            the activations that are there at the fullest moment.
         traffic: what a rank sends.
         flops: that a rank computes in a step, recomputation included.
         recomputed: of these, what backward computes again.
@@ -174,9 +175,9 @@ def report_on(program: Program, cfg: Config, mesh: Mesh, hardware: Hardware, tok
     first, *rest = program.parts()
     host = replace(hardware, memory_bandwidth=hardware.host_bandwidth)
     costs = [cost([first], hardware)]
-    costs += [cost([part], host if cfg.offload else hardware) for part in rest]
+    costs += [cost([part], host if cfg.offloads_state else hardware) for part in rest]
     peak, categories, apart = _memory(program, cfg)
-    moved = _crossing(program) / hardware.host_bandwidth if cfg.offload else 0.0
+    moved = _crossing(program) / hardware.host_bandwidth if cfg.offloads_state else 0.0
     return Report(
         world_size=mesh.world_size,
         mesh=tuple(mesh.device_mesh.shape),
@@ -185,7 +186,7 @@ def report_on(program: Program, cfg: Config, mesh: Mesh, hardware: Hardware, tok
         hardware=hardware,
         peak_bytes=peak,
         categories=categories,
-        host_bytes=apart,
+        host_bytes=apart + program.host_bytes(),
         traffic=tuple(_traffic(program, mesh, hardware)),
         flops=sum(one.flops for one in costs),
         recomputed=sum(one.recomputed for one in costs),
@@ -202,7 +203,7 @@ _HOST = (MASTERS, OPTIMIZER)
 
 def _memory(program: Program, cfg: Config) -> tuple[int, Mapping[str, int], int]:
     """Bytes on the device, by category, and bytes on the host."""
-    if not cfg.offload:
+    if not cfg.offloads_state:
         peak = program.peak()
         return peak.bytes, peak.by_category(), 0
     first, *_ = program.parts()
@@ -223,7 +224,7 @@ def away(cfg: Config, *, first: bool) -> tuple[str, ...]:
         cfg: of the step.
         first: while gradients are computed; the update runs on the host.
     """
-    if not cfg.offload:
+    if not cfg.offloads_state:
         return ()
     return _HOST if first else (*_HOST, TEMPORARIES, RESULTS)
 
@@ -308,10 +309,15 @@ def _assumptions(hardware: Hardware, cfg: Config) -> Iterator[str]:
         )
     yield "a collective runs beside what computes and slows nothing; no rank is late"
     yield "no time for loading batches, logging, checkpoints"
-    if cfg.offload:
+    if cfg.offloads_state:
         yield (
             f"the update runs on the host, which moves {size(hardware.host_bandwidth)}/s for each "
             "device, and nothing runs beside it"
+        )
+    if cfg.offloads_activations:
+        yield (
+            f"activations go to the host and come back at {size(hardware.host_bandwidth)}/s, each "
+            "way on a link that nobody shares"
         )
 
 

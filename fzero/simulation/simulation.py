@@ -13,6 +13,7 @@ from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.errors import ConfigError, FzeroError
 from fzero.program import Program
 from fzero.program.hardware import Hardware
+from fzero.program.transfers import planned_for
 from fzero.simulation.fakes import WithoutMemory, batch_on_cpu, fakes_of, on_cpu
 from fzero.simulation.machines import resolve_hardware
 from fzero.simulation.report import Report, report_on, tokens_in
@@ -69,7 +70,7 @@ def simulate(
     cfg = as_config("simulate", cfg)
     shape = check_world(cfg, world_size)
     machine = resolve_hardware(hardware)
-    program, mesh = lowered(model_fn, opt, cfg, params, batch, shape, model_state)
+    program, mesh = lowered(model_fn, opt, cfg, params, batch, shape, machine, model_state)
     return report_on(program, cfg, mesh, machine, tokens_in(batch))
 
 
@@ -80,18 +81,20 @@ def lowered(
     params: PyTree,
     batch: PyTree,
     shape: tuple[int, ...],
+    hardware: Hardware,
     model_state: PyTree = None,
     like: Program | None = None,
 ) -> tuple[Program, Mesh]:
     """The step's Program on the first of made-up ranks, and their mesh.
 
     Args:
+        hardware: that plans for a memory limit are made for.
         like: as `TrainStep.lower` takes it.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes, state = (x if callable(x) else fakes_of(x, mode) for x in (params, model_state))
     fed = batch_on_cpu(batch)
-    with made_up_ranks(*shape) as device_mesh:
+    with made_up_ranks(*shape) as device_mesh, planned_for(hardware):
         cfg = replace(cfg, mesh=device_mesh)
         # see [Note: simulated on the CPU]
         step_fn = make_train_step(on_cpu(model_fn), opt, cfg)

@@ -57,14 +57,14 @@ def start(
     mesh = resolve_mesh(cfg.mesh, device.type)
     agree_on_start(cfg, shapes, model_state, mesh, built=recording is None)
     residence = plan_residence(cfg, device)
-    _check_offload(residence, opt)
+    _check_offload(cfg.offload, residence, opt)
     dtypes = plan_leaf_dtypes(
         leaves,
         tree.paths(shapes),
         cfg.dtypes,
         trained=[not cfg.is_frozen(name) for name in tree.names(shapes)],
         sharded=cfg.stage == 3,
-        apart=cfg.offload is not None,
+        apart=cfg.offloads_state,
     )
     pairs = zip(leaves, dtypes.params, strict=True)
     # On the meta device: plans need no values, and casts of all leaves at once would cost memory.
@@ -116,12 +116,13 @@ def _refuse_shards(leaves: Sequence[Tensor], paths: Sequence[str]) -> None:
             )
 
 
-def _check_offload(residence: Residence, opt: Optimizer) -> None:
+def _check_offload(offload: str | None, residence: Residence, opt: Optimizer) -> None:
     if opt.foreign and residence.masters != residence.params:
         raise ConfigError(
-            f"Config.offload='cpu' keeps the optimizer's state in host memory while the ranks' "
+            f"Config.offload={offload!r} keeps the optimizer's state in host memory while "
             f"collectives run on {residence.params.type}, and an optimizer that knows nothing of "
-            "shards needs collectives for its state. Use one of fzero.optim, or offload=None."
+            "shards needs collectives for its state. Use one of fzero.optim, or leave the state "
+            "where it is: offload=None, or 'activations'."
         )
 
 

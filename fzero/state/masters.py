@@ -62,7 +62,7 @@ def plan_residence(cfg: Config, device: torch.device) -> Residence:
         >>> plan_residence(Config(offload="cpu"), torch.device("cpu"))[1:]
         (device(type='cpu'), False)
     """
-    if cfg.offload is None:
+    if not cfg.offloads_state:
         return Residence(device, device, False)
     return Residence(device, torch.device("cpu"), device.type == "cuda")
 

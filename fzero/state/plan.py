@@ -16,6 +16,7 @@ from fzero.distributed.mesh import Axes, Mesh
 from fzero.errors import ShardError
 from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
+from fzero.optim.counts import common_count
 from fzero.optim.whole import Leaves, Whole, whole_leaves
 from fzero.state.sharding import Sharding, refuse_complex
 from fzero.tree import PyTree
@@ -152,6 +153,13 @@ class Plan:
     def check_inner(self, spec: tree.Spec) -> None:
         """Raise a ShardError if the optimizer keeps a state of another structure than `spec`."""
         if self.inner_spec not in (None, spec):
+            if self.inner_spec == _without_counts(spec):
+                raise ShardError(
+                    "opt_state.inner counts the updates of each leaf, as an Engine's state does "
+                    "once parameters were frozen between steps; a step function has one count for "
+                    "all. Go on with an Engine, or let its step be that of all: "
+                    "opt_state._replace(inner=fzero.optim.common_count(opt_state.inner))."
+                )
             raise ShardError(
                 f"opt_state.inner is {spec}, and this step function's optimizer keeps "
                 f"{self.inner_spec}. Pass the state of the same optimizer, or start a new one with "
@@ -195,6 +203,10 @@ class Plan:
             )
             for leaf, dtensor in zip(self.sharding.layout, self.sharding.dtensors, strict=True)
         ]
+
+
+def _without_counts(spec: tree.Spec) -> tree.Spec:
+    return tree.flatten(common_count(tree.unflatten(spec, range(spec.num_leaves))))[1]
 
 
 def _structure_message(found: Sequence[str], sharding: Sharding) -> str:

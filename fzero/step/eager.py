@@ -22,10 +22,11 @@ from fzero.distributed.journal import EAGER, Journal
 from fzero.distributed.transport import Transport
 from fzero.eager.arrivals import Arrivals, dense
 from fzero.eager.gathered import Gathered
-from fzero.eager.lazy import GivenLeaf, changed_in_place
+from fzero.eager.lazy import GivenLeaf, changed_in_place, outside_inference, with_versions
 from fzero.errors import FzeroError
 from fzero.functional.differentiate import accumulated, added, differentiated
 from fzero.functional.draws import Watch
+from fzero.functional.functionalize import calls_noted
 from fzero.functional.tasks import check_tasks
 from fzero.functional.torch_checkpoint import check_checkpoints, recomputing
 from fzero.layout import LeafLayout
@@ -66,6 +67,16 @@ class Eager:
         self.journal = Journal(plan.mesh, EAGER, active=plan.cfg.stage == 3, limit=plan.cfg.timeout)
         self.transport = Transport(plan.mesh, plan.axes, self.journal, limit=self.limit)
         self.order: list[int] = []  # in which leaves were used last time
+        self._looked = False
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """A micro-batch runs inside: as ever with a graph, the first one under the looks that a
+        recording has, too.
+        """
+        with outside_inference(), contextlib.nullcontext() if self._looked else calls_noted():
+            yield
+        self._looked = True
 
     @property
     def program(self) -> NoReturn:
@@ -96,7 +107,7 @@ class Eager:
         losses, auxes = [], []
         for i, batch in enumerate(micro):
             key = mix(plan.cfg.seed, int(step), i, plan.mesh.rank)
-            with _seeded(key, leaves), _unchanged(leaves, batch, plan):
+            with _seeded(key, leaves), _unchanged(leaves, batch, plan), self._looking():
                 grads, loss, state, aux = self._one(leaves, state, batch, local)
             if total:
                 torch._foreach_add_(total, grads)
@@ -133,6 +144,7 @@ class Eager:
         """One micro-batch, from the leaves as they live between steps."""
         plan, cfg = self.plan, self.plan.cfg
         inputs, spec = take_apart(batch)
+        inputs = [with_versions(x) for x in inputs]
         signature = Signature(plan, local.state_spec, spec, bool(local.scale))
         # copies of the state: the model function may write into it, as BatchNorm does
         copies = tuple(x.clone() for x in state)

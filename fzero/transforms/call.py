@@ -14,6 +14,7 @@ from fzero.distributed.collectives import all_reduce
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Axes
 from fzero.errors import ShardError
+from fzero.functional.functionalize import refuse_past
 from fzero.functional.transforms import in_transform
 from fzero.layout import Layout
 from fzero.numerics.casts import cast, in_force
@@ -176,6 +177,7 @@ class Results(NamedTuple):
                 )
         values = [_value(x) for x in leaves]
         for x, path in zip(values, tree.paths(result), strict=True):
+            refuse_past(x)
             if x.is_complex():
                 raise ShardError(
                     f"the function returned{path} {x.dtype}, and what is differentiated must be "

@@ -26,6 +26,7 @@ from fzero.distributed.collectives import all_reduce, phase
 from fzero.distributed.mesh import Axes
 from fzero.errors import ConfigError, FzeroError
 from fzero.functional.differentiate import no_gradient
+from fzero.functional.functionalize import refuse_past
 from fzero.layout import Layout
 from fzero.numerics.casts import widened
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE
@@ -361,6 +362,7 @@ def loss_of(call: Call, factor: float | Tensor, frames: list[Frame] | None = Non
         check_loss(result)
         if not call.inside and not result.requires_grad and any(x.requires_grad for x in leaves):
             raise no_gradient()
+        refuse_past(result)
         return result, tuple(x if call.inside else x.detach() for x in aux)
 
     if not call.inside:

@@ -17,7 +17,9 @@ from fzero import tree
 from fzero.config import Config, as_config
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Mesh
+from fzero.eager.lazy import outside_inference, with_versions
 from fzero.errors import ConfigError, RankMismatchError, ShardError, TraceError
+from fzero.functional.functionalize import calls_noted
 from fzero.functional.transforms import in_transform
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.program import Program
@@ -96,7 +98,13 @@ class Function:
             before = _versions(leaves)
             # as a Program would: whoever differentiates this takes a transform of it
             args, kwargs = tree.map(_without_graph, (args, kwargs))
-            with agreement.running(mesh), seeded(self.cfg.seed, rng, mesh, leaves), _running():
+            with (
+                agreement.running(mesh),
+                seeded(self.cfg.seed, rng, mesh, leaves),
+                _running(),
+                outside_inference(),
+                calls_noted() if agreement.calls == 1 else contextlib.nullcontext(),
+            ):
                 result = self.body(*args, **kwargs)
             for i, (old, new) in enumerate(zip(before, _versions(leaves), strict=True)):
                 if old != new:
@@ -284,6 +292,8 @@ def _key(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
 
 
 def _without_graph(x: Any) -> Any:
+    if isinstance(x, Tensor) and x.is_inference():
+        return with_versions(x)
     return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fzero import tree
 from fzero.config import Config
 from fzero.distributed.journal import EAGER, Journal
 from fzero.distributed.mesh import Mesh
 from fzero.distributed.transport import Transport
 from fzero.eager.gathered import Gathered
+from fzero.eager.lazy import LazyLeaf
 from fzero.layout import Layout
 from fzero.transforms.parts import Opened
 
@@ -44,11 +46,25 @@ class Lazily:
         transport.journal.begin("evaluation")
         source = _LastUsed(params.values, params.layout, transport, self._order)
         try:
-            result = run(source.leaves)
+            # a leaf that is returned is gathered while it can be
+            result = tree.map(_Outward(params.values), run(source.leaves))
             self._order = list(source.used)
         finally:
             source.close()
         return result
+
+
+class _Outward:
+    """What the function returned, in memory that no shard is in: its caller may write to it."""
+
+    def __init__(self, shards: Sequence[Tensor]) -> None:
+        self.storages = {x.untyped_storage()._cdata for x in shards}
+
+    def __call__(self, x: Any) -> Any:
+        if isinstance(x, LazyLeaf):
+            x = x.detach()
+        shared = isinstance(x, Tensor) and x.untyped_storage()._cdata in self.storages
+        return x.clone() if shared else x
 
 
 class _LastUsed(Gathered):

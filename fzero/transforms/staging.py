@@ -28,6 +28,7 @@ from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
 from fzero.program.program import Pass
 from fzero.program.trace import FrontEnd, trace_program
+from fzero.program.transfers import machine_of
 from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import Notes
@@ -106,6 +107,10 @@ def staged_out(
         program = replace(program, **roles())
         for label in written_inputs(program, fixed):
             raise changed(label)
+        machine = machine_of(inputs) if cfg.offloads_activations else None
+        if cfg.offloads_activations and machine is None:
+            line = "offload: no activations, for the host's memory is the device's own"
+            program = program.logged(program.graph, line)
         program = optimise(
             program,
             reshard_after_forward=cfg.reshard_after_forward,
@@ -117,6 +122,7 @@ def staged_out(
             limit=cfg.limit,
             rung=rung,
             passes=cfg.named_passes,
+            machine=machine,
         )
         return last(program)
 

@@ -155,3 +155,39 @@ def _held(memory: Any) -> int:
 @pytest.mark.parametrize("how", ["", pytest.param("frozen", marks=pytest.mark.slow)])
 def test_full_parameters_are_there_only_while_the_block_runs(how: str) -> None:
     run_ranks(2, _frees, how, timeout=200)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.relu(x @ weight)
+
+
+class _Raw(nn.Module):
+    """A compiled function, which is given the parameter itself or a copy of it."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.weight, self.copies = nn.Parameter(torch.ones(6, 2)), copies
+        self.product = torch.compile(_product, backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight.clone() if self.copies else self.weight)
+
+
+def _raw() -> str:
+    torch._dynamo.reset()
+    x = data(0).float()
+    engine = fzero.Engine(_Raw(copies=True), fzero.optim.sgd(0.1), fzero.Config(3))
+    engine(x).sum().backward()
+    engine.step()
+    torch._dynamo.reset()
+    engine = fzero.Engine(_Raw(copies=False), fzero.optim.sgd(0.1), fzero.Config(3))
+    try:
+        engine(x)
+    except fzero.FzeroError as error:
+        return str(error)
+    return "in _product: a function compiled by torch.compile"  # a torch that can do it
+
+
+def test_a_compiled_function_of_raw_parameters_says_what_to_compile() -> None:
+    for said in run_ranks(2, _raw, timeout=200):
+        assert "in _product: a function compiled by torch.compile" in said

@@ -32,9 +32,36 @@ def _freeze(module: nn.Module, frozen: set[str]) -> None:
         p.requires_grad_(name not in frozen)
 
 
-def _plain(world: int, accum: int, seed: int) -> list[dict[str, Tensor]]:
+# ours, and torch's
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "sgd": (
+        lambda: fzero.optim.sgd(0.1, momentum=0.9, weight_decay=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    ),
+    "adamw": (lambda: fzero.optim.adamw(0.1), lambda p: torch.optim.AdamW(p, 0.1)),
+    "amsgrad": (
+        lambda: fzero.optim.adam(0.1, amsgrad=True),
+        lambda p: torch.optim.Adam(p, 0.1, amsgrad=True),
+    ),
+    "chain": (
+        lambda: fzero.optim.multi_transform(
+            {
+                "all": fzero.optim.chain(
+                    fzero.optim.scale_by_adam(),
+                    fzero.optim.add_decayed_weights(0.01),
+                    fzero.optim.scale_by_learning_rate(0.1),
+                )
+            },
+            lambda params: dict.fromkeys(params, "all"),
+        ),
+        lambda p: torch.optim.AdamW(p, 0.1),
+    ),
+}
+
+
+def _plain(world: int, accum: int, seed: int, kind: str) -> list[dict[str, Tensor]]:
     module = _module()
-    opt = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    opt = OPTIMIZERS[kind][1](module.parameters())
     seen = []
     for step in range(8):
         _freeze(module, _frozen(step, seed))
@@ -47,11 +74,10 @@ def _plain(world: int, accum: int, seed: int) -> list[dict[str, Tensor]]:
     return seen
 
 
-def _engine(stage: int, accum: int, seed: int) -> list[dict[str, Tensor]]:
+def _engine(stage: int, accum: int, seed: int, kind: str) -> list[dict[str, Tensor]]:
     rank = dist.get_rank()
-    opt = fzero.optim.sgd(0.1, momentum=0.9, weight_decay=0.1)
     cfg = fzero.Config(stage, accum_steps=accum, bucket_mb=0.0003)
-    engine = fzero.Engine(_module(), opt, cfg)
+    engine = fzero.Engine(_module(), OPTIMIZERS[kind][0](), cfg)
     seen = []
     for step in range(8):
         frozen = _frozen(step, seed)
@@ -70,14 +96,36 @@ def _engine(stage: int, accum: int, seed: int) -> list[dict[str, Tensor]]:
     return seen
 
 
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_is_plain_torchs(stage: int, accum: int) -> None:
-    expected = _plain(2, accum, stage)
-    for found in run_ranks(2, _engine, stage, accum, stage):
+def test_training_is_plain_torchs(stage: int, kind: str) -> None:
+    accum = 2 if kind in ("sgd", "chain") else 1
+    expected = _plain(2, accum, stage, kind)
+    for found in run_ranks(2, _engine, stage, accum, stage, kind):
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             for name, value in theirs.items():
                 torch.testing.assert_close(ours[name], value, msg=f"step {step}, {name}")
+
+
+def test_a_rate_by_schedule_goes_on_by_all_updates() -> None:
+    engine = fzero.Engine(_module(), fzero.optim.adamw(lambda step: 0.1 / (1 + step)))
+    for step in range(4):
+        engine.module[0].requires_grad_(step == 3)
+        engine(data(0, step)).square().mean().backward()
+        engine.step()
+        assert engine.metrics["lr"].item() == pytest.approx(0.1 / (1 + step))
+    counts = engine.state[1].inner.counts
+    assert {name: int(n) for name, n in counts.items() if name < "1"} == {
+        "0.weight": 1,
+        "0.bias": 1,
+    }
+
+
+def test_who_never_freezes_keeps_one_count() -> None:
+    engine = fzero.Engine(_module(), fzero.optim.adamw(0.1))
+    engine(data(0)).square().mean().backward()
+    engine.step()
+    assert engine.state[1].inner.counts is None
 
 
 def _state_of(engine: fzero.Engine, name: str) -> list[Tensor]:

@@ -104,23 +104,41 @@ def test_a_rank_without_any_batch_is_named() -> None:
     run_ranks(2, _none_at_all)
 
 
-def _without_join(stage: int) -> None:
-    engine = fzero.Engine(_module(), fzero.optim.sgd(0.1), fzero.Config(stage, timeout=20))
+def _without_join(stage: int, skips: int, before: int) -> str:
+    """One rank skips the join, after so many rounds of all; what it is told."""
+    engine = fzero.Engine(_module(), fzero.optim.sgd(0.1), fzero.Config(stage, timeout=60))
     rank = dist.get_rank()
     batches: Any = [data(rank, i) for i in range(3)]
 
-    def train() -> None:
-        for x in engine.join(batches) if rank else batches[:2]:
+    def train(loop: Any) -> None:
+        for x in loop:
             _loss(engine, x).backward()
             engine.step()
 
-    with pytest.raises((fzero.RankMismatchError, RuntimeError)):
-        train()
+    if before:
+        train(engine.join(batches[:before]))
+    with pytest.raises(fzero.RankMismatchError) as raised:
+        train(batches[:2] if rank == skips else engine.join(batches))
+    return str(raised.value)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_that_does_not_join_is_no_hang(stage: int) -> None:
-    run_fresh(2, _without_join, stage)
+@pytest.mark.parametrize(
+    ("world", "stage", "skips", "before"),
+    [
+        (2, 0, 1, 0),
+        (2, 3, 0, 1),
+        (3, 3, 2, 0),
+        pytest.param(2, 3, 1, 0, marks=pytest.mark.slow),
+        pytest.param(3, 0, 0, 1, marks=pytest.mark.slow),
+        pytest.param(3, 2, 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_skips_the_join_is_named(
+    world: int, stage: int, skips: int, before: int
+) -> None:
+    for said in run_fresh(world, _without_join, stage, skips, before):
+        assert f"Rank {skips} trains without engine.join" in said
+        assert "engine.join(loader)" in said
 
 
 def test_alone_it_is_the_loader() -> None:

@@ -57,16 +57,16 @@ class Containers(nn.Module):
 
 
 class Views(nn.Module):
-    """Parameters that share one storage."""
+    """Parameters beside each other in one storage."""
 
     def __init__(self) -> None:
         super().__init__()
-        flat = torch.randn(8)
-        self.whole = nn.Parameter(flat)
-        self.front = nn.Parameter(flat[:4])
+        flat = torch.randn(3, 8)
+        self.back = nn.Parameter(flat[:, 4:])
+        self.front = nn.Parameter(flat[:, :4])
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.front + self.whole.view(2, 4).sum(0)
+        return x * self.front.sum(0) + self.back.sum(0)
 
 
 class Keeps(nn.Module):
@@ -564,6 +564,12 @@ def test_a_module_rebuilt_since_is_refused() -> None:
     module[0] = nn.Linear(4, 8)
     with pytest.raises(ShardError, match=r"changed its submodules.*functionalize again"):
         apply(params, torch.ones(1, 4))
+
+    module = nn.Linear(3, 3)
+    apply, params = functionalize(module)
+    parametrize.register_parametrization(module, "weight", nn.Identity())
+    with pytest.raises(ShardError, match=r"changed its submodules.*functionalize again"):
+        apply(params, torch.ones(1, 3))
 
     module = Containers()
     apply, params = functionalize(module)

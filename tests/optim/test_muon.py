@@ -4,14 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
 from fzero import Config, optim
 from fzero.errors import ConfigError
 from fzero.optim.muon import rounds
-from tests.ranks import fake_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 SHAPES = {"a": (16, 24), "b": (24, 8), "c": (8, 8), "d": (7, 9), "e": (20, 4)}
 
@@ -147,3 +150,31 @@ def test_a_vector_labelled_muon_is_refused_by_name() -> None:
 def test_values_out_of_range_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def _trained(mesh_shape: tuple[int, ...], world: int) -> dict[str, torch.Tensor]:
+    """Three steps at stage 3 on the batches of `world` ranks, of which this one has its part."""
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 5, bias=False)).double()
+    mesh = None
+    if len(mesh_shape) == 2:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    engine = fzero.Engine(module, fzero.optim.muon(0.1), fzero.Config(3, mesh=mesh))
+    ranks = range(world) if world > dist.get_world_size() else [dist.get_rank()]
+    for step in range(3):
+        batches = [torch.randn(4, 6, generator=_seeded(step, r)).double() for r in ranks]
+        engine(torch.cat(batches)).square().mean().backward()
+        engine.step()
+    return engine.full_params()
+
+
+def _seeded(step: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * step + rank)
+
+
+@pytest.mark.slow
+def test_on_a_mesh_of_replicas_of_shards_it_is_world_1s() -> None:
+    (alone,) = run_ranks(1, _trained, (1,), 4)
+    for found in run_ranks(4, _trained, (2, 2), 4, timeout=200):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)

@@ -15,6 +15,7 @@ import fzero
 from benchmarks.allocations import measure
 from benchmarks.models import GPT, Size, batch_of, fzero_step
 from fzero.program import Program
+from fzero.simulation import HARDWARE
 from tests.ranks import fake_ranks
 
 _CASES = [(1, None), (2, "bf16")]
@@ -195,3 +196,24 @@ def test_the_module_of_the_command_line_can_be_called_as_the_function() -> None:
         for one in (module, fzero.simulate)
     ]
     assert said[0].peak_bytes == said[1].peak_bytes
+
+
+def test_a_limit_sends_activations_to_the_host_where_there_is_another() -> None:
+    def told(cfg: fzero.Config, **changes: Any) -> fzero.Report:
+        apply, params = fzero.functionalize(
+            torch.nn.Sequential(*[torch.nn.Linear(512, 512, device="meta") for _ in range(4)])
+        )
+        batch = torch.empty(2**16, 512, device="meta")
+        hardware = replace(HARDWARE["h100"], host_bandwidth=1e12, **changes)
+        loss = lambda params, x: apply(params, x).square().mean()  # noqa: E731
+        return fzero.simulate(loss, fzero.optim.sgd(0.1), cfg, params, batch, 4, hardware)
+
+    limit = told(fzero.Config()).peak_bytes * 3 // 4
+    cfg = fzero.Config(offload="activations", memory_limit=limit)
+    away = told(cfg)
+    assert away.program is not None
+    assert away.peak_bytes <= limit
+    assert away.host_bytes == away.program.host_bytes() > 0
+    assert away.program.cost(away.hardware).crossed >= 2 * away.host_bytes
+    with pytest.raises(fzero.ConfigError, match="the least that this step can hold"):
+        told(cfg, shares_memory=True)

@@ -175,6 +175,59 @@ def test_a_loss_that_depends_on_no_parameter_is_refused(executor: Any, stage: in
 
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_parameter_that_is_read_past_the_params_is_refused(executor: Any, stage: int) -> None:
+    module, x = nn.Linear(3, 2), torch.ones(4, 3)
+    apply, params = fzero.functionalize(module)
+    first, penalty = {k: v.clone() for k, v in params.items()}, module.weight.T
+
+    def after(reads: Callable[[], Tensor]) -> Any:
+        cfg = fzero.Config(stage=stage, executor=executor)
+        step_fn = fzero.make_train_step(
+            lambda p, x: apply(p, x).square().mean() + reads(), fzero.optim.sgd(0.1), cfg
+        )
+        return step_fn(*step_fn.init(params), x)[1].metrics["loss"]
+
+    for reads in (
+        lambda: module.weight.square().sum(),
+        lambda: penalty.abs().sum(),
+        lambda: module(x).mean(),
+    ):
+        with pytest.raises(fzero.TraceError, match=r"own parameter '\w+' beside apply"):
+            after(reads)
+
+    def teacher() -> Tensor:
+        with torch.no_grad():
+            return module(x).mean()
+
+    # the values of the beginning, as a constant
+    plain = apply(first, x).square().mean()
+    for reads in (teacher, lambda: apply(first, x).mean()):
+        torch.testing.assert_close(after(reads), (plain + module(x).mean()).detach())
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_under_inference_mode_is_the_same_step(executor: Any, stage: int) -> None:
+    apply, full = fzero.functionalize(nn.Linear(3, 2))
+    cfg = fzero.Config(stage=stage, executor=executor)
+
+    def trained(inside: Callable[[int], bool]) -> Any:
+        step_fn = fzero.make_train_step(
+            lambda p, x: apply(p, x).square().mean(), fzero.optim.adamw(0.1), cfg
+        )
+        params, opt_state = step_fn.init(full)
+        for i in range(3):
+            with torch.inference_mode(inside(i)):
+                params, opt_state = step_fn(params, opt_state, torch.full((4, 3), 1.0 + i))
+        return fzero.unshard(params)
+
+    expected = trained(lambda i: False)
+    for inside in (lambda i: True, lambda i: i != 1):
+        torch.testing.assert_close(trained(inside), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
 def test_a_hook_on_a_parameter_is_refused_whenever_it_comes(executor: Any) -> None:
     module, x = nn.Linear(3, 2), torch.ones(4, 3)
     hooks = (

@@ -291,3 +291,24 @@ def test_leaves_without_elements_and_a_call_after_an_exception(executor: Any) ->
         both(params, torch.ones(1, 3, dtype=F64))
     value, grads = both(params, torch.ones(1, 3))
     assert (value.item(), grads["none"].shape) == (6.0, (0, 4))
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_parameter_that_is_read_past_the_params_is_refused(executor: Any) -> None:
+    module, x = torch.nn.Linear(3, 2), torch.ones(4, 3)
+    apply, params = fzero.functionalize(module)
+    cfg = fzero.Config(executor=executor)
+
+    def loss_fn(params: Params, x: Tensor) -> Tensor:
+        return apply(params, x).square().mean() + module.weight.square().sum()
+
+    for call in (
+        lambda: fzero.value_and_grad(loss_fn, cfg)(params, x),
+        lambda: fzero.hvp(loss_fn, cfg)(params, params, x),
+        lambda: fzero.jvp(loss_fn, cfg)(params, params, x),
+        lambda: fzero.vjp(loss_fn, cfg)(params, x)[1](torch.ones(())),
+    ):
+        with pytest.raises(fzero.TraceError, match="own parameter 'weight' beside apply"):
+            call()
+    value = fzero.sharded(loss_fn, cfg)(params, x)  # no derivative: a constant is right
+    torch.testing.assert_close(value, loss_fn(params, x).detach())

@@ -65,3 +65,32 @@ def test_what_was_used_last_is_kept_and_no_more_than_a_bucket(
         assert "".join(first)[: len(set(order))] == "".join(sorted(set(order)))
         assert then == second
         assert most <= bucket_mb
+
+
+def _returned(executor: Any, stage: int) -> bool:
+    cfg = fzero.Config(stage=stage, executor=executor)
+    full = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}
+    params = fzero.shard(full, cfg)
+
+    def leaves(p: dict[str, Tensor]) -> Any:
+        return p["a"], {"rows": p["a"][1], "turned": p["a"].T}, p["b"], p["a"].sum()
+
+    for _ in range(2):
+        result = fzero.sharded(leaves, cfg)(params)
+        torch.testing.assert_close(result, leaves(full))
+        for x in (result[0], *result[1].values(), result[2]):
+            x.mul_(-1.0)  # the caller's own
+    torch.testing.assert_close(fzero.unshard(params), full)
+    return True
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_returned_of_a_parameter_is_a_full_tensor_of_the_callers(
+    world: int, executor: Any
+) -> None:
+    for stage in (0, 3):
+        if world == 1:
+            assert _returned(executor, stage)
+        else:
+            assert all(run_ranks(world, _returned, executor, stage))

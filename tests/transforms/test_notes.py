@@ -9,6 +9,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,6 +236,11 @@ def a_deque() -> Case:
     return lambda p, x: base(p, x) * held[-1], lambda v: held.append(v)
 
 
+def a_context_variable() -> Case:
+    held: ContextVar[float] = ContextVar("held", default=1.0)
+    return lambda p, x: base(p, x) * held.get(), held.set
+
+
 def a_dict_with_attributes() -> Case:
     class Table(dict[str, float]):
         def __getattr__(self, name: str) -> float:
@@ -286,6 +292,7 @@ CASES: dict[str, Callable[[], Case]] = {
         *(behind_a_property, a_dataclass, an_enum, a_method, a_callable, a_partial),
         *(a_tensor_in_place, a_tensor_replaced, a_tensor_by_data, a_tensor_read_by_python),
         *(an_array, a_function_replaced, a_deque, a_dict_with_attributes, in_a_staged_part),
+        a_context_variable,
     )
 } | {
     "module_attribute": of_module(lambda m, v: setattr(m, "t", v)),

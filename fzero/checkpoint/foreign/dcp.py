@@ -172,20 +172,42 @@ def _steps(path: Path, there: _There, steps: set[str], flat: Flat) -> dict[str, 
 
 
 def one_step(steps: dict[str, float], where: str, flat: Flat) -> dict[str, torch.Tensor]:
-    """The count that all of `steps` agree on, for each of our counters.
+    """The count of `steps` for each of our counters; and for each leaf of Adam's, if they differ.
 
     Raises:
-        CheckpointError: they don't agree.
+        CheckpointError: they differ, and an optimizer that is to be filled keeps one for all.
     """
-    if len(set(steps.values())) > 1:
+    step = max(steps.values())
+    values = {k: torch.tensor(step).to(x.dtype) for k, x in flat.tensors.items() if is_step(k)}
+    if len(set(steps.values())) == 1:
+        return values
+    counts = _counts(steps, flat)
+    if not counts:
         low, high = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
         raise CheckpointError(
             f"{where}: parameters were updated {steps[low]:g} times ({low}) and {steps[high]:g} "
-            f"times ({high}). fzero keeps one count for all; save the other job at a step where "
-            "they agree."
+            f"times ({high}). Of fzero's optimizers Adam's kind keeps a count for each; load the "
+            "parameters alone (opt_state_like=None), or save the other job at a step where they "
+            "agree."
         )
-    step = next(iter(steps.values()))
-    return {k: torch.tensor(step).to(x.dtype) for k, x in flat.tensors.items() if is_step(k)}
+    return values | counts
+
+
+def _counts(steps: dict[str, float], flat: Flat) -> dict[str, torch.Tensor]:
+    """Each leaf's own count, under the key that it has in Adam's state; {} if one has none."""
+    names, counts = names_of(flat.tensors), {}
+    for key in flat.tensors:
+        if (moment := moment_of(key, names)) is None:
+            continue
+        name, kind = moment
+        theirs = [k for k in steps if k == name or k.endswith(f".{name}.step")]
+        state = key.removesuffix(f".{name}")
+        if not theirs or kind not in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            return {}
+        if kind == "exp_avg_sq":  # what has one is Adam's
+            count = torch.tensor(steps[min(theirs, key=len)], dtype=torch.float32)
+            counts[f"{state.removesuffix('.nu')}.counts.{name}"] = count
+    return counts
 
 
 def _read(path: Path) -> _There:

@@ -79,7 +79,14 @@ class DeepSpeedEngine(nn.Module):
         model.to(self.device, settings.config.dtypes.param)
         params = dict(model.named_parameters())
         groups, opt = self._groups(model, given, params)
-        self.inner = Engine(model, opt, self._config(model, groups), broadcast=True)
+        self.inner = Engine(
+            model,
+            opt,
+            self._config(model, groups),
+            gradient_reduction=settings.reduction,
+            gradient_predivide=settings.predivide,
+            broadcast=True,
+        )
         self.module = model
         me: weakref.ref[Any] = weakref.ref(self)
         for name, param in [*params.items(), *model.named_parameters()]:
@@ -90,7 +97,8 @@ class DeepSpeedEngine(nn.Module):
             self.optimizer = DeepSpeedOptimizer(groups, weakref.proxy(self))
         elif opt is not None:
             self.optimizer = self.inner.optimizer
-        self.lr_scheduler = self._scheduler(given)
+        if groups is None:
+            self.lr_scheduler = self._scheduler(given, self.optimizer)
         self.training_dataloader: Any = None
         if given.training_data is not None:
             self.training_dataloader = self.deepspeed_io(given.training_data)
@@ -117,7 +125,11 @@ class DeepSpeedEngine(nn.Module):
             opt = client_of(section, trained)
         if opt is None:
             return None, None
-        groups = ClientGroups(opt, {id(param): name for name, param in params.items()})
+        # before the groups are read: it may write into them
+        self.lr_scheduler = self._scheduler(given, opt)
+        cycles = getattr(self.lr_scheduler, "cycle_momentum", False)
+        names = {id(param): name for name, param in params.items()}
+        groups = ClientGroups(opt, names, cycles=cycles)
         return groups, groups.transform
 
     def _config(self, model: nn.Module, groups: ClientGroups | None) -> Any:
@@ -130,9 +142,8 @@ class DeepSpeedEngine(nn.Module):
             frozen = tuple(glob.escape(name) for name in names if name not in groups.owners)
         return config.replace(gather_together=together, frozen=frozen)
 
-    def _scheduler(self, given: Given) -> Any:
+    def _scheduler(self, given: Given, groups: Any) -> Any:
         scheduler, section = given.lr_scheduler, self.settings.scheduler
-        groups = self.groups.client if self.groups is not None else self.optimizer
         if scheduler is None and section is not None and groups is not None:
             scheduler = scheduler_of(section, groups)
         elif callable(scheduler) and not hasattr(scheduler, "step"):
@@ -198,8 +209,11 @@ class DeepSpeedEngine(nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a boundary, update, and step the scheduler unless gradients overflowed."""
         boundary = self.is_gradient_accumulation_boundary()
-        if boundary and self.groups is not None and (rates := self.groups.rates()):
-            self.inner.lr = rates
+        if boundary and self.groups is not None:
+            if rates := self.groups.rates():
+                self.inner.lr = rates
+            if self.groups.cycles:
+                self.groups.write_momenta(self.inner.state[1].inner)
         self.inner.step(boundary)
         self.micro_steps += 1
         self._applied = False
@@ -270,6 +284,7 @@ class DeepSpeedEngine(nn.Module):
             "client_state": client_state or {},
             "lr_scheduler": _state_of(self.lr_scheduler),
             "rates": self.get_lr() if self.groups is not None else [],
+            "momenta": self.get_mom() if self.groups is not None and self.groups.cycles else [],
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
             "global_samples": self.global_samples,
@@ -315,6 +330,11 @@ class DeepSpeedEngine(nn.Module):
         if whole and self.groups is not None:
             for group, lr in zip(self.optimizer.param_groups, kept["rates"], strict=True):
                 group["lr"] = lr
+            # of what is saved before momentum cycled there is none
+            for group, betas in zip(
+                self.optimizer.param_groups, kept.get("momenta", ()), strict=False
+            ):
+                group["betas"] = tuple(betas)
             self.groups.forget()
         if not load_module_only:
             self.global_steps, self.skipped_steps = kept["global_steps"], kept["skipped_steps"]

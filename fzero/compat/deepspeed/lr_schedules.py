@@ -130,7 +130,26 @@ class WarmupCosineLR(Scheduler):
 
 
 class OneCycle(Scheduler):
-    """DeepSpeed's, without momentum and stairs; see `fzero.optim.one_cycle`."""
+    """DeepSpeed's: the rate goes up and down once, and momentum against it; then both may decay.
+
+    Args:
+        optimizer: with `param_groups`.
+        cycle_min_lr, cycle_max_lr: at both ends of the cycle, and at its top.
+        decay_lr_rate: after the cycle, `cycle_min_lr / (1 + rate * steps / decay_step_size)`.
+        cycle_first_step_size, cycle_second_step_size: steps up, and down; None: as many.
+        cycle_first_stair_count, cycle_second_stair_count: stairs of each half; 0: none.
+        decay_step_size: steps after which the rate has fallen once more; 0: no decay.
+        cycle_momentum: whether the first of a group's `betas` cycles, too; the second is 0.99 then.
+        cycle_min_mom, cycle_max_mom: of the momentum at the top of the cycle, and at its ends.
+        decay_mom_rate: after the cycle, `cycle_max_mom * (1 + rate * steps / decay_step_size)`.
+        last_batch_iteration: of the run that goes on; -1: none.
+
+    Raises:
+        ConfigError: a number of steps, or a momentum, out of its range.
+
+    References:
+        Smith, arXiv:1803.09820; `deepspeed/runtime/lr_schedules.py` of DeepSpeed 0.19.8.
+    """
 
     def __init__(
         self,
@@ -149,21 +168,65 @@ class OneCycle(Scheduler):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        if cycle_momentum and any("betas" in group for group in optimizer.param_groups):
+        first, stairs = cycle_first_step_size, cycle_first_stair_count
+        second = first if cycle_second_step_size is None else cycle_second_step_size
+        down = stairs if cycle_second_stair_count is None else cycle_second_stair_count
+        if first <= 0 or second < 0:
             raise ConfigError(
-                "OneCycle(cycle_momentum=True) would change betas at each step, which are settled "
-                "when the engine is made. Say cycle_momentum=False: the rate alone cycles."
+                f"OneCycle: cycle_first_step_size={first} must be above 0, and "
+                f"cycle_second_step_size={second} at least 0."
             )
-        if cycle_first_stair_count or cycle_second_stair_count:
-            raise ConfigError("OneCycle: stairs (cycle_*_stair_count) have no counterpart.")
-        schedules = [
-            optim.one_cycle(
-                low, high, cycle_first_step_size, cycle_second_step_size, decay_step_size,
-                decay_lr_rate,
-            )
-            for low, high in _pairs(optimizer, cycle_min_lr, cycle_max_lr)
-        ]  # fmt: skip
-        super().__init__(optimizer, schedules, last_batch_iteration)
+        self._halves, self._total = ((first, stairs), (second, down)), first + second
+        self._decay = decay_step_size, decay_lr_rate, decay_mom_rate
+        self._moms = cycle_min_mom, cycle_max_mom
+        self._pairs = _pairs(optimizer, cycle_min_lr, cycle_max_lr)
+        groups = optimizer.param_groups
+        self.cycle_momentum = cycle_momentum and all("betas" in group for group in groups)
+        super().__init__(optimizer, (), last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        """The rate of each group."""
+        share, past = self._share(), self._past()
+        if share is None:
+            fallen = 1 + self._decay[1] * past
+            return [low / fallen for low, _ in self._pairs]
+        return [low + (high - low) * share for low, high in self._pairs]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group; None where momentum does not cycle."""
+        if not self.cycle_momentum:
+            return None
+        low, high = self._moms
+        share, past = self._share(), self._past()
+        if self.last_batch_iteration < 0:
+            mom = low  # as DeepSpeed begins
+        elif share is None:
+            mom = high * (1 + self._decay[2] * past)
+        else:
+            mom = high - (high - low) * share
+        return [(mom, 0.99)] * len(self._pairs)
+
+    def _write(self) -> None:
+        super()._write()
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group["betas"] = betas
+
+    def _share(self) -> float | None:
+        """How far up the cycle it is, from 0 to 1; None after it."""
+        if self.last_batch_iteration >= self._total:
+            return None
+        if self.last_batch_iteration < 0:
+            return 0.0
+        at = (self.last_batch_iteration + 1) % self._total
+        is_up = at <= self._halves[0][0]
+        steps, stairs = self._halves[not is_up]
+        at = at if is_up else self._total - at
+        return math.floor(at * stairs / steps) / stairs if stairs > 0 else at / steps
+
+    def _past(self) -> float:
+        """How often rates have decayed since the cycle, fractions included."""
+        steps = self._decay[0]
+        return (self.last_batch_iteration - self._total + 1) / steps if steps else 0.0
 
 
 class LRRangeTest(Scheduler):

@@ -17,6 +17,7 @@ from fzero import optim
 from fzero.compat.deepspeed.refused import OPTIMIZERS, refuse
 from fzero.compat.deepspeed.settings import Section
 from fzero.errors import ConfigError, FzeroError
+from fzero.tree import PyTree
 
 
 class _Groups(torch.optim.Optimizer):
@@ -132,9 +133,12 @@ class Rule(NamedTuple):
 
 
 def _adam(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
-    # torch's Adam has decoupled_weight_decay, DeepSpeed's adam_w_mode
-    decoupled = group.get("adam_w_mode", group.get("decoupled_weight_decay", False))
-    return (_adamw if decoupled else _l2)(lr, group)
+    return (_adamw if _decouples(group) else _l2)(lr, group)
+
+
+def _decouples(group: Mapping[str, Any]) -> bool:
+    # torch's Adam and AdamW have decoupled_weight_decay, DeepSpeed's adam_w_mode
+    return group.get("adam_w_mode", group.get("decoupled_weight_decay", False))
 
 
 def _adamw(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
@@ -147,6 +151,15 @@ def _l2(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
     b1, b2 = map(float, group["betas"])
     decay, amsgrad = group["weight_decay"], group["amsgrad"]
     return optim.adam(lr, b1, b2, group["eps"], weight_decay=decay, amsgrad=amsgrad)
+
+
+def _cycled(lr: Any, b1: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    """Adam or AdamW whose first beta may change from step to step."""
+    b2, decay = float(group["betas"][1]), group["weight_decay"]
+    adam = optim.scale_by_adam(b1, b2, group["eps"], group["amsgrad"])
+    parts = [adam, optim.add_decayed_weights(decay)]
+    parts = parts if _decouples(group) else parts[::-1]
+    return optim.chain(*parts, optim.scale_by_learning_rate(lr))
 
 
 def _sgd(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
@@ -248,14 +261,18 @@ class ClientGroups:
     Args:
         client: holds the groups.
         names: of the parameters, by id, as they were when the groups were made.
+        cycles: whether a scheduler changes the first of Adam's betas, too.
 
     Attributes:
         transform: for the Engine; the rate of each group is in its state.
         owners: which parameters are in a group, by name.
     """
 
-    def __init__(self, client: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, client: torch.optim.Optimizer, names: Mapping[int, str], *, cycles: bool = False
+    ) -> None:
         self.client, self.rule = client, rule_of(client)
+        self.cycles = cycles and "amsgrad" in self.rule.keys  # Adam's kind
         self.fixed = [self._numbers(group) for group in client.param_groups]
         self.owners: dict[str, str] = {}
         for label, group in self._labelled():
@@ -268,17 +285,24 @@ class ClientGroups:
                 self.owners[names[id(param)]] = label
         self.transform = self._transform()
         self.set: dict[str, float] = {label: float(g["lr"]) for label, g in self._labelled()}
+        self._betas = self._momenta()
 
     def _labelled(self) -> Iterable[tuple[str, dict[str, Any]]]:
         return ((str(i), group) for i, group in enumerate(self.client.param_groups))
 
     def _numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: group.get(key) for key in self.rule.keys}
+        numbers: dict[str, Any] = {key: group.get(key) for key in self.rule.keys}
+        return numbers | ({"betas": numbers["betas"][1:]} if self.cycles else {})
 
     def _transform(self) -> optim.Optimizer:
         def factory(group: Mapping[str, Any]) -> optim.Optimizer:
-            numbers = self._numbers(group)  # of now: later changes are told by `rates`
+            numbers = {
+                k: v for k, v in group.items() if k != "params"
+            }  # of now: later changes are told by `rates`
             make = self.rule.make
+            if self.cycles:
+                cycled = optim.inject_hyperparams(lambda lr, b1: _cycled(lr, b1, numbers))
+                return cycled(lr=float(group["lr"]), b1=float(group["betas"][0]))
             # the rate alone: a decay that is a tensor costs Adam its fused kernel
             return optim.inject_hyperparams(lambda lr: make(lr, numbers))(lr=float(group["lr"]))
 
@@ -301,21 +325,52 @@ class ClientGroups:
                 "then. Give all groups to the optimizer before."
             )
         for (label, group), fixed in zip(self._labelled(), self.fixed, strict=True):
-            for key, value in fixed.items():
-                if group.get(key) != value:
+            for key, now in self._numbers(group).items():
+                if now != fixed[key]:
                     raise ConfigError(
-                        f"param_groups[{label}][{key!r}] was changed from {value!r} to "
-                        f"{group.get(key)!r} after deepspeed.initialize. Learning rates may "
-                        "change; other numbers are settled when the engine is made."
+                        f"param_groups[{label}][{key!r}] was changed from {fixed[key]!r} to "
+                        f"{now!r} after deepspeed.initialize. Learning rates may change, and "
+                        "Adam's first beta by a scheduler with cycle_momentum=True that "
+                        "initialize knows; other numbers are settled when the engine is made."
                     )
             lr = float(group["lr"])
             if lr != self.set[label]:
                 self.set[label] = changed[label] = lr
         return changed
 
+    def write_momenta(self, inner: PyTree) -> None:
+        """Write the betas that a scheduler has changed into the optimizer's state."""
+        now = self._momenta()
+        if now != self._betas:
+            for label, b1 in now.items():
+                inner.inner[label].hyperparams["b1"].fill_(b1)
+            self._betas = now
+
     def forget(self) -> None:
-        """What was set is no longer there: the next call gives all rates."""
+        """What was set is no longer there: the next step writes all rates and betas."""
         self.set = dict.fromkeys(self.set, math.nan)
+        self._betas = {}
+
+    def _momenta(self) -> dict[str, float]:
+        groups = self._labelled() if self.cycles else ()
+        return {label: float(group["betas"][0]) for label, group in groups}
+
+
+class LossScaler(NamedTuple):
+    """What scripts read of DeepSpeed's loss scalers.
+
+    Args:
+        cur_scale: the loss scale; 1 without one. `loss_scale` is its other name.
+        dynamic: whether it changes.
+    """
+
+    cur_scale: float
+    dynamic: bool
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale."""
+        return self.cur_scale
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -353,6 +408,16 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self._engine.loss_scale()
 
     loss_scale = cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes."""
+        return self._engine.dynamic_loss_scale()
+
+    @property
+    def loss_scaler(self) -> "LossScaler":
+        """The loss scale of now."""
+        return LossScaler(self.cur_scale, self.dynamic_loss_scale)
 
     def needs_scaler(self) -> bool:
         """Whether a backward of your own needs `engine.scale(loss)`."""

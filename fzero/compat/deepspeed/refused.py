@@ -8,6 +8,7 @@ from fzero.errors import FzeroError
 _PIPELINE = "there is no pipeline parallelism: shard the whole model at stage 3"
 _INFERENCE = "there is no inference engine: evaluate under torch.no_grad(), at any stage"
 _MOE = "there are no expert-parallel layers: experts are modules of the model, sharded at stage 3"
+_MUON = "initialize(optimizer=fzero.optim.muon(...)) has it: matrices to muon, the rest to adamw"
 _ONEBIT = "gradients are not compressed"
 
 NAMES: Mapping[str, str] = {
@@ -61,7 +62,6 @@ ZERO: Mapping[str, str] = {
     "TiledLinearReturnBias": "there are no tiles: a large layer is sharded, and gathered by itself",
     "ContiguousMemoryAllocator": "memory is torch's",
     "ZeroParamType": "a parameter is sharded or not; engine.state tells how",
-    "ZeroParamStatus": "a parameter is gathered by what reads it, and has no status",
 }
 """Of `deepspeed.zero`."""
 
@@ -75,6 +75,8 @@ UTILS: Mapping[str, str] = {
 
 OPTIMIZERS: Mapping[str, str] = {
     "DeepSpeedCPUAdagrad": "there is no Adagrad: use AdamW, or an optimizer of fzero.optim",
+    "Muon": _MUON,
+    "MuonWithAuxAdam": _MUON,
     "OneBitAdam": _ONEBIT,
     "OneBitLamb": _ONEBIT,
     "ZeroOneAdam": _ONEBIT,

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fzero.config import Config
 from fzero.errors import ConfigError
@@ -33,6 +33,9 @@ class Settings(NamedTuple):
         micro_batch: rows of a rank's micro-batch; None if the configuration does not say.
         optimizer, scheduler: sections, or None.
         drop_last: whether the loader leaves a last short batch out.
+        reduction: what gradients are over ranks: "mean" or "sum".
+        predivide: what they are divided by before they are added up, of the whole division; None:
+            as `fzero.Engine` does.
     """
 
     config: Config
@@ -41,6 +44,8 @@ class Settings(NamedTuple):
     optimizer: Section | None
     scheduler: Section | None
     drop_last: bool
+    reduction: Literal["mean", "sum"] = "mean"
+    predivide: float | None = None
 
 
 def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int) -> Settings:
@@ -70,10 +75,20 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
         _section(raw, "optimizer"),
         _section(raw, "scheduler"),
         bool(raw.get("dataloader_drop_last", False)),
+        *_reduction(raw, world_size),
     )
 
 
-_OURS = ("optimizer", "scheduler", "dataloader_drop_last", "activation_checkpointing", "checkpoint")
+_OURS = (
+    "optimizer",
+    "scheduler",
+    "dataloader_drop_last",
+    "activation_checkpointing",
+    "checkpoint",
+    "gradient_allreduce_op",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+)
 
 
 # Keys of sections that are read here: values that ask for nothing, and what to do about others;
@@ -124,6 +139,25 @@ def _micro_batch(raw: Mapping[str, Any], accum_steps: int, world_size: int) -> i
     if isinstance(micro, int):
         return micro
     return total // (accum_steps * world_size) if isinstance(total, int) else None
+
+
+def _reduction(
+    raw: Mapping[str, Any], world_size: int
+) -> tuple[Literal["mean", "sum"], float | None]:
+    """What gradients are over ranks, and what they are divided by before they are added up.
+
+    DeepSpeed's `prescale_gradients` divides by all ranks before, its `gradient_predivide_factor` by
+    that factor before and by the rest after.
+    """
+    op = raw.get("gradient_allreduce_op", "mean")
+    if op not in ("mean", "sum"):
+        raise ConfigError(f"gradient_allreduce_op = {op!r}: must be 'mean' or 'sum'.")
+    factor = raw.get("gradient_predivide_factor")
+    if factor is not None and not (isinstance(factor, int | float) and factor > 0):
+        raise ConfigError(f"gradient_predivide_factor = {factor!r}: must be a number > 0.")
+    if raw.get("prescale_gradients"):
+        factor = world_size if op == "mean" else 1.0
+    return op, None if factor is None else float(factor)
 
 
 def _section(raw: Mapping[str, Any], name: str) -> Section | None:

@@ -7,10 +7,16 @@ import torch
 from torch import fx
 
 from fzero.distributed.buckets import EXCHANGE, KINDS, carrier, unpack_into
-from fzero.program.graph import copy_graph, is_op, operands, tensors_of
+from fzero.program.graph import copy_graph, is_op, operands, order_of, tensors_of
 from fzero.program.memory import constant_bytes
 from fzero.program.passes.early import as_early_as_fits
-from fzero.program.passes.groups import Group, bucket_for, first_place, groups_of
+from fzero.program.passes.groups import (
+    Group,
+    bring_operands,
+    bucket_for,
+    first_place,
+    groups_of,
+)
 from fzero.program.passes.rewrite import call, is_gather, is_reduction, legalise, substitute
 from fzero.program.passes.schedule import Early, schedule
 from fzero.program.passes.sketch import Sketch
@@ -111,7 +117,9 @@ def _with_buckets(program: Program, size: int) -> Program:
         groups = groups_of(graph, kind, -1 if kind == EXCHANGE else size)
         singles += sum(len(group.nodes) for group in groups)
         made += len(groups)
+        order = order_of(graph)
         for group in groups:
+            bring_operands(group, order)
             _lower(graph, group)
         # now, not at the end: the next kind is grouped by the order of the graph
         legalise(graph)

@@ -110,6 +110,28 @@ def bucket_for(group: Group) -> Bucket:
     return bucket_of(group.kind, leaves, leaves[0].dtype, asked[0].axis, parts)
 
 
+def bring_operands(group: Group, order: dict[fx.Node, int]) -> None:
+    """Move casts and views of inputs that a group sends to before the place where it is sent.
+
+    Each stands before its own leaf's first use. Left there, what reads the group's first leaf would
+    have to wait for the last one's cast, and all that need not wait, other gathers, would go first.
+
+    Args:
+        group: of the graph that `order` numbers.
+        order: as the nodes stood before groups were lowered.
+    """
+    place = first_place(group)
+    for node in group.nodes:
+        chain, x = [], next(iter(node.all_input_nodes))
+        while order.get(x, -1) > order[place] and is_cheap(x) and len(x.all_input_nodes) == 1:
+            chain.append(x)
+            x = next(iter(x.all_input_nodes))
+        if chain and order.get(x, order[place]) < order[place]:
+            for cast in reversed(chain):
+                place.prepend(cast)
+                order[cast] = order[place]
+
+
 def first_place(group: Group) -> fx.Node:
     """What the shared collective is put before."""
     # a gather is wanted at its first use, a reduction is ready with its last gradient; in an

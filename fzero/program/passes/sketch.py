@@ -25,9 +25,17 @@ from fzero.distributed.buckets import (
     Bucket,
     unpack_into,
 )
-from fzero.program.graph import FORWARD, is_mutable, is_op, tensors_of
+from fzero.program.graph import FORWARD, is_mutable, is_op, order_of, tensors_of
 from fzero.program.memory import Bytes, storages, timeline
-from fzero.program.passes.groups import ASKED, Group, asked_of, bucket_for, first_place, groups_of
+from fzero.program.passes.groups import (
+    ASKED,
+    Group,
+    asked_of,
+    bring_operands,
+    bucket_for,
+    first_place,
+    groups_of,
+)
 from fzero.program.passes.rewrite import is_cheap, legalise
 from fzero.program.passes.schedule import Early, arrange, gathers_of, launch_part, wait_of
 
@@ -165,7 +173,10 @@ class Sketch:
         trial = _Trial(self)
         graph: Any = trial
         for kind in self.kinds:
-            for group in groups_of(graph, kind, -1 if kind == EXCHANGE else size):
+            groups = groups_of(graph, kind, -1 if kind == EXCHANGE else size)
+            order = order_of(graph)
+            for group in groups:
+                bring_operands(group, order)
                 trial.lower(group)
             legalise(graph)
         if not isinstance(early, Early):
@@ -364,6 +375,6 @@ def _stays_dense(front: Sequence[int], dim: int) -> bool:
 
 
 _COPY = "aten::_foreach_copy_"
-_MARKS = ("fzero::boundary", "fzero::phase", "_c10d_functional::wait_tensor")
+_MARKS = ("fzero::boundary", "fzero::phase", "fzero::landed", "_c10d_functional::wait_tensor")
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _NOTHING: Any = {"val": None}  # of a node that returns nothing there is no value

@@ -218,10 +218,43 @@ def test_deepspeed_groups_are_kept_apart(tmp_path: Path) -> None:
     assert (second["lr"], second["weight_decay"]) == (2e-3, 0.0)
 
 
-def test_deepspeed_steps_must_agree(tmp_path: Path) -> None:
+def test_deepspeed_steps_that_differ_are_counts_of_leaves(tmp_path: Path) -> None:
     _universal(tmp_path, steps={"1.bias": 11})
+    _, opt_state = import_deepspeed_universal(tmp_path, *_fresh(0))
+    counts = {name: int(x) for name, x in opt_state.inner.counts.items()}
+    assert counts == {"0.weight": 12, "0.bias": 12, "1.weight": 12, "1.bias": 11}
+    assert int(opt_state.inner.step) == 12
+
+
+def test_deepspeed_steps_must_agree_for_one_count(tmp_path: Path) -> None:
+    _universal(tmp_path, steps={"1.bias": 11})
+    apply, params = fzero.functionalize(_module())
+    opt = fzero.optim.lion(1e-2)
+    step_fn = fzero.make_train_step(lambda p, x: apply(p, x).square().mean(), opt)
     with pytest.raises(fzero.CheckpointError, match=r"11 times \(1\.bias\) and 12 times"):
-        import_deepspeed_universal(tmp_path, *_fresh(0))
+        import_deepspeed_universal(tmp_path, *step_fn.init(params))
+
+
+def _fsdp2_frozen(path: Path) -> None:
+    model = _module()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        model[1].requires_grad_(step == 2)  # pyright: ignore
+        model(torch.ones(4, 5)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    weights, moments = get_model_state_dict(model), get_optimizer_state_dict(model, opt)
+    dcp.save({"model": weights, "optim": moments}, checkpoint_id=path)
+
+
+def test_a_checkpoint_of_fsdp2_that_froze_has_counts_of_leaves(tmp_path: Path) -> None:
+    run_ranks(2, _fsdp2_frozen, tmp_path / "step")
+    _, opt_state = load(tmp_path / "step", *_fresh(0))
+    counts = {name: int(x) for name, x in opt_state.inner.counts.items()}
+    assert counts == {"0.weight": 3, "0.bias": 3, "1.weight": 1, "1.bias": 1}
 
 
 def test_deepspeed_objects_become_empty_records(tmp_path: Path, monkeypatch: Any) -> None:

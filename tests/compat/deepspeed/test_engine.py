@@ -20,6 +20,8 @@ from torch.utils.data import DistributedSampler
 
 import fzero
 import fzero.compat.deepspeed as deepspeed
+from fzero.compat.deepspeed.lr_schedules import scheduler_of
+from fzero.compat.deepspeed.settings import Section
 from fzero.errors import BackwardError, ConfigError, FzeroError
 from tests.ranks import run_ranks
 
@@ -237,6 +239,54 @@ def test_a_step_that_overflows_is_counted_and_leaves_the_schedule() -> None:
     engine.step()
     assert (engine.global_steps, engine.skipped_steps, engine.was_step_applied()) == (2, 1, True)
     assert engine.lr_scheduler.last_batch_iteration == 0
+
+
+def test_the_loss_scale_is_shown_as_deepspeed_shows_it() -> None:
+    for fp16, scale, dynamic in (({"loss_scale": 138.0}, 138.0, False), ({}, 2.0**16, True)):
+        _, optimizer = engine_of(fp16={"enabled": True, **fp16})
+        assert optimizer.loss_scale == optimizer.loss_scaler.loss_scale == scale
+        assert optimizer.dynamic_loss_scale == optimizer.loss_scaler.dynamic == dynamic
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+@pytest.mark.parametrize("schedule", ["OneCycle", "OneCycleLR"])
+def test_momentum_cycles_as_with_torchs_optimizer(kind: str, schedule: str, tmp_path: Path) -> None:
+    params: dict[str, Any] = {"max_lr": 0.1, "total_steps": 12}
+    if schedule == "OneCycle":
+        params = {"cycle_min_lr": 0.02, "cycle_max_lr": 0.1, "cycle_first_step_size": 4}
+    plain = nn.Linear(3, 1)
+    module = copy.deepcopy(plain)
+
+    def optimizer(of: nn.Module) -> torch.optim.Optimizer:
+        return getattr(torch.optim, kind)(of.parameters(), 0.5, weight_decay=0.1)
+
+    opt = optimizer(plain)
+    theirs = scheduler_of(Section(schedule, params), opt)
+    engine = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer(module),
+        config={
+            "train_batch_size": 2,
+            "gradient_clipping": 0.0,
+            "scheduler": {"type": schedule, "params": params},
+        },
+        dist_init_required=False,
+    )[0]
+    for step in range(8):
+        if step == 4:  # what it has reached is in a checkpoint
+            engine.save_checkpoint(str(tmp_path))
+            backward(engine)
+            engine.step()
+            engine.load_checkpoint(str(tmp_path))
+        assert engine.get_mom() == [opt.param_groups[0]["betas"]]
+        backward(engine)
+        engine.step()
+        opt.zero_grad()
+        plain(torch.ones(2, 3)).square().mean().backward()
+        opt.step()
+        theirs.step()
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(engine.inner.full_param(name), value.detach())
 
 
 def test_torchs_schedulers_and_writes_to_groups_set_the_rate() -> None:

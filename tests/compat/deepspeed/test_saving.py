@@ -75,6 +75,27 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, saved: int, resumed: int) ->
         assert after[rank][2] == rank
 
 
+def _into_its_own(folder: Path, stage: int) -> None:
+    engine = engine_of(0, stage)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    before = engine.module_state_dict()
+    steps(engine, 2, 1)
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, folder)
+    assert model is engine.module
+    for name, value in engine.module_state_dict().items():
+        assert torch.equal(value, before[name]), name
+    steps(engine, 2, 1)  # and it trains on
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engines_own_module_takes_the_weights_of_a_checkpoint(
+    tmp_path: Path, stage: int
+) -> None:
+    run_ranks(2, _into_its_own, tmp_path, stage, timeout=120)
+
+
 def _tags_differ(folder: Path) -> str:
     engine = engine_of(0, 1)
     try:

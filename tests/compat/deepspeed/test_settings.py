@@ -69,3 +69,26 @@ def test_what_asks_for_nothing_is_taken() -> None:
 def test_names_of_stage_3_may_lack_their_prefix() -> None:
     zero = {"stage": 3, "param_persistence_threshold": 0, "max_live_parameters": 1}
     assert settings({"zero_optimization": zero}, 1).config.stage == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "found"),
+    [
+        ({}, ("mean", None)),
+        ({"gradient_allreduce_op": "sum"}, ("sum", None)),
+        ({"gradient_predivide_factor": 2.0}, ("mean", 2.0)),
+        ({"prescale_gradients": True}, ("mean", 4.0)),
+        ({"prescale_gradients": True, "gradient_allreduce_op": "sum"}, ("sum", 1.0)),
+    ],
+)
+def test_gradients_are_a_mean_or_a_sum_divided_before_or_after(
+    raw: dict[str, Any], found: tuple[str, float | None]
+) -> None:
+    got = settings(raw, 4)
+    assert (got.reduction, got.predivide) == found
+
+
+@pytest.mark.parametrize("key", ["gradient_allreduce_op", "gradient_predivide_factor"])
+def test_another_reduction_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        settings({key: "max"}, 1)

@@ -50,3 +50,11 @@ def test_what_one_rank_writes_is_what_all_have() -> None:
 def test_external_parameters_need_no_word(name: str) -> None:
     module = nn.Linear(2, 2)
     assert getattr(deepspeed.zero, name)(module, module.weight) is None
+
+
+def test_the_paths_that_saving_scripts_import_are_there() -> None:
+    from fzero.compat.deepspeed.runtime.engine import DeepSpeedEngine
+    from fzero.compat.deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
+
+    assert (DeepSpeedEngine, Init) == (deepspeed.DeepSpeedEngine, deepspeed.zero.Init)
+    assert {x.name for x in ZeroParamStatus} == {"AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"}

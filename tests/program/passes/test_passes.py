@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+import fzero
 from fzero.distributed.buckets import GATHER, REDUCE_SCATTER
 from fzero.program import Program
 from fzero.program.codegen import compile_program
@@ -244,3 +245,28 @@ def test_legalise_makes_any_order_legal_and_keeps_a_legal_one(drawn: Any) -> Non
     assert set(graph.nodes) == set(before)
     assert not fits or list(graph.nodes) == before
     assert len(nodes) + 1 == len(before)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_bucket_of_small_leaves_keeps_no_large_one_waiting(precision: Any) -> None:
+    layers, width = 5, 4096  # so large that a leaf has a bucket of its own; none has memory
+
+    def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        for i in range(layers):  # a scale's cast stands before its own layer, as its gather did
+            x = torch.tanh((x * params[f"{i}.scale"]) @ params[f"{i}.w"])
+        return x.square().mean()
+
+    shapes = {"scale": (width,), "w": (width, width)}
+    params = {
+        f"{i}.{name}": torch.empty(n, device="meta")
+        for i in range(layers)
+        for name, n in shapes.items()
+    }
+    batch, cfg = torch.empty(8, width, device="meta"), fzero.Config(stage=3, precision=precision)
+    program = fzero.simulate(model_fn, fzero.optim.sgd(0.1), cfg, params, batch, 4).program
+    assert program is not None
+    assert any(len(row.leaves) == layers for row in program.collectives())
+    large = width * width * (4 if precision is None else 2)
+    held = [m.categories.get("gathered", 0) for m in program.memory() if m.phase == "forward"]
+    # one that is read, the next, and all the scales
+    assert max(held) < 2.5 * large

@@ -1,6 +1,5 @@
 """`deepspeed.runtime`: what scripts import from it."""
 
-from fzero.compat.deepspeed import zero
-from fzero.compat.deepspeed.runtime import lr_schedules
+from fzero.compat.deepspeed.runtime import engine, lr_schedules, zero
 
-__all__ = ["lr_schedules", "zero"]
+__all__ = ["engine", "lr_schedules", "zero"]

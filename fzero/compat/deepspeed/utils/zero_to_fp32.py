@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fzero.compat.deepspeed import saving
+from fzero.compat.deepspeed.owners import owner_of
 from fzero.errors import CheckpointError
 
 
@@ -43,11 +44,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load the weights into a plain module on the host; it is returned."""
+    """Load the weights into a module; it is returned.
+
+    A plain module goes to the host. One that `initialize` has taken stays where it is, and its
+    engine takes the weights, parameters and masters: every rank must call it then.
+    """
+    weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    owners = [owner_of(param) for param in model.parameters()]
+    if owners and owners[0] is not None:
+        owners[0][0].load_state_dict(weights, strict=False)
+        return model
     model = model.cpu()
-    model.load_state_dict(
-        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
-    )
+    model.load_state_dict(weights, strict=False)
     return model
 
 
