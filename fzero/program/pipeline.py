@@ -13,6 +13,7 @@ from fzero.program.passes.offload import offload
 from fzero.program.passes.recompute import recompute
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_gather, is_reduction
+from fzero.program.passes.schedule import Early
 from fzero.program.passes.seed import insert_seeds, number_sites
 from fzero.program.passes.users import Named, run_passes
 from fzero.program.program import Program
@@ -26,6 +27,7 @@ def optimise(
     prefetch: int | None,
     slack: float = 0.1,
     exact: bool = False,
+    early: Early | None = None,
     limit: int | None = None,
     rung: int | None = None,
     passes: Named = (),
@@ -39,6 +41,7 @@ def optimise(
         prefetch: how many buckets ahead a gather is launched; None: as the backend warrants.
         slack: share of the lowest peak that larger buckets may cost.
         exact: take `bucket_bytes` as it is instead of looking for a better size below it.
+        early: with `exact`, how early gathers are, which takes the place of `prefetch`.
         limit: bytes that the peak has to stay under, with as little done twice as that takes.
         rung: of the plan that all ranks settled for that; None: the first that fits.
         passes: a user's, by name: see [Note: passes of users].
@@ -73,6 +76,7 @@ def optimise(
             prefetch=0 if late else prefetch,
             slack=slack,
             exact=settled,
+            early=early if exact else None,
             within=within or None,
         )
         return run_passes(insert_seeds(done), passes, late=True)
@@ -98,13 +102,14 @@ def share_collectives(
     slack: float = 0.1,
     budget: int = 0,
     exact: bool = False,
+    early: Early | None = None,
     within: int | None = None,
 ) -> Program:
     """`bucket`, where there is anything to share."""
     if not any(is_gather(node) or is_reduction(node) for node in program.graph.nodes):
         return program
     if exact:
-        return bucket_at(program, bucket_bytes, prefetch=prefetch)
+        return bucket_at(program, bucket_bytes, prefetch=prefetch, early=early)
     return bucket(
         program,
         limit=bucket_bytes,

@@ -48,6 +48,7 @@ class Program:
         times: how often a step runs it (micro-batches).
         resident: what a step's state has that lives beside this graph and isn't among its inputs.
         bucket_bytes: most bytes of full leaves that share a collective; 0 if there are none.
+        early: how many buckets early gathers are launched, as `passes.schedule` has it.
         rung: number of the plan that keeps it under a memory limit, see `fzero.program.fitting`;
             None: there is no limit.
         next: what the step runs after it.
@@ -67,6 +68,7 @@ class Program:
     times: int = 1
     resident: tuple[Held, ...] = ()
     bucket_bytes: int = 0
+    early: tuple[int, ...] = ()
     rung: int | None = None
     next: "Program | None" = None
     input_categories: tuple[str, ...] = ()
@@ -278,7 +280,7 @@ class Program:
 
 
 _PLAIN = (
-    *("name", "inputs", "outputs", "log", "times", "resident", "bucket_bytes", "rung"),
+    *("name", "inputs", "outputs", "log", "times", "resident", "bucket_bytes", "early", "rung"),
     *("input_categories", "output_categories", "reduced_over"),
 )
 

@@ -58,10 +58,7 @@ def simulate_layers(
 
     def sample(depth: int, like: Program | None = None) -> _Sample:
         model_fn, params, batch = make(depth)
-        sizes = None if like is None else _bucket_bytes(like)
-        program, mesh = lowered(
-            model_fn, opt, cfg, params, batch, shape, hardware, bucket_bytes=sizes
-        )
+        program, mesh = lowered(model_fn, opt, cfg, params, batch, shape, hardware, like=like)
         report = report_on(program, cfg, mesh, hardware, tokens_in(batch))
         return _Sample(depth, report, _sections(program, cfg))
 
@@ -77,11 +74,6 @@ def simulate_layers(
             return sample(layers).report
         few.append(sample(depth, like))
     return found
-
-
-def _bucket_bytes(program: Program) -> tuple[int, int]:
-    first, *rest = (part.bucket_bytes for part in program.parts())
-    return first, sum(rest)
 
 
 class _At(NamedTuple):

@@ -83,13 +83,13 @@ def lowered(
     shape: tuple[int, ...],
     hardware: Hardware,
     model_state: PyTree = None,
-    bucket_bytes: tuple[int, int] | None = None,
+    like: Program | None = None,
 ) -> tuple[Program, Mesh]:
     """The step's Program on the first of made-up ranks, and their mesh.
 
     Args:
         hardware: that plans for a memory limit are made for.
-        bucket_bytes: as `TrainStep.lower` takes it.
+        like: as `TrainStep.lower` takes it.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes, state = (x if callable(x) else fakes_of(x, mode) for x in (params, model_state))
@@ -100,7 +100,7 @@ def lowered(
         step_fn = make_train_step(on_cpu(model_fn), opt, cfg)
         with WithoutMemory(mode):
             sharded, opt_state = step_fn.init(fakes, state)
-        program = step_fn.lower(sharded, opt_state, fed, bucket_bytes=bucket_bytes)
+        program = step_fn.lower(sharded, opt_state, fed, like=like)
         return replace(program, fitting=_RanksGone()), resolve_mesh(device_mesh, "cpu")
 
 

@@ -32,6 +32,7 @@ from fzero.functional.torch_checkpoint import check_checkpoints, recomputing
 from fzero.layout import LeafLayout
 from fzero.numerics.casts import widened
 from fzero.numerics.rng import generator_of, mix, preserved
+from fzero.program.choice import Choice
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.gradients import ModelFn, Signature, reduces_once, share_of
@@ -60,7 +61,7 @@ class Eager:
         self.model_fn = model_fn
         self.plan = plan
         self.limit = int(plan.cfg.bucket_mb * 2**20)
-        self.bucket_bytes = (self.limit, self.limit)
+        self.choice = Choice(self.limit, update=self.limit)
         self.update_program = UpdateProgram(plan, local, reduced=True)
         # below stage 3 leaves are reduced in a fixed order, whatever the model function does
         self.journal = Journal(plan.mesh, EAGER, active=plan.cfg.stage == 3, limit=plan.cfg.timeout)

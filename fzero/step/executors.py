@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fzero.config import Config
 from fzero.errors import FzeroError, RankMismatchError
+from fzero.program.choice import Choice
 from fzero.program.collector import collector_paused
 from fzero.program.fitting import MAX_RUNG, NothingFits
 from fzero.program.strides import layout_of
@@ -73,9 +74,9 @@ class Executors:
         self._traced, self._eager, self._rungs = Recordings(), {}, {}
         self._agreement.clear()
 
-    def settle(self, bucket_bytes: tuple[int, int]) -> None:
-        """Take sizes of buckets that were found elsewhere, of the gradients and of the update."""
-        self._agreement.bucket_bytes = bucket_bytes
+    def settle(self, choice: Choice) -> None:
+        """Take buckets that were found elsewhere."""
+        self._agreement.choice = choice
 
     def find(self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree) -> Executor:
         """What runs a step of these shapes; staged out the first time. Asks no other rank.
@@ -114,7 +115,7 @@ class Executors:
         """What another process saved for this; None if there is nothing that holds."""
         if self.saved is None:
             return None
-        settled, rung = self._agreement.bucket_bytes, self._rungs.get(key)
+        settled, rung = self._agreement.choice, self._rungs.get(key)
         make = partial(Traced, self.model_fn, plan, leaves, local, batch, frame, settled)
         signature = signature_for(plan, local, frame)
         with collector_paused():
@@ -130,7 +131,7 @@ class Executors:
         like: Traced | None,
         rung: int | None,
     ) -> Traced:
-        settled = self._agreement.bucket_bytes
+        settled = self._agreement.choice
         try:
             return Traced(self.model_fn, plan, leaves, local, batch, frame, settled, like, rung)
         except NothingFits as error:
@@ -158,13 +159,12 @@ class Executors:
         executor = self.find(plan, leaves, local, micro)
         # counted here and not in `find`, which `lower` may call on one rank alone
         agreement.calls += 1
-        first = agreement.bucket_bytes is None
-        mine = (*executor.bucket_bytes, *_thrift(executor))
-        settled = agreement.settle(mine, plan.mesh)
-        # made with this rank's own sizes: once more, with those of all
-        if mine[:2] != settled[:2] or (first and mine != settled):
-            if first and settled[2:]:
-                self._rungs[_key(local, *take_apart(micro))] = MAX_RUNG - settled[2]
+        thrift = _thrift(executor)
+        settled, least = agreement.settle(executor.choice, plan.mesh, *thrift)
+        # made as this rank alone would: once more, as all do
+        if executor.choice != settled or thrift != least:
+            if least:
+                self._rungs[_key(local, *take_apart(micro))] = MAX_RUNG - least[0]
             self._forget(executor)
             executor = self.find(plan, leaves, local, micro)
         try:

@@ -20,6 +20,7 @@ from fzero.errors import FzeroError, ShardError
 from fzero.numerics.casts import cast
 from fzero.program import Program
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS, RESULTS, SCALE, STATE
+from fzero.program.choice import Choice
 from fzero.program.graph import Held, placeholders, tensors_of
 from fzero.program.memory import storages
 from fzero.state.plan import Plan
@@ -171,7 +172,7 @@ def trace_gradients(
     inputs: Sequence[Tensor],
     names: Sequence[str],
     resident: Sequence[Held],
-    bucket_bytes: int | None = None,
+    choice: Choice | None = None,
     rung: int | None = None,
 ) -> Recorded:
     """The gradient function, staged out.
@@ -180,7 +181,7 @@ def trace_gradients(
         inputs: example tensors for the flat calling convention.
         names: one per input.
         resident: what a rank holds beside them while the Program runs.
-        bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
+        choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`.
         rung: a settled plan for `cfg.memory_limit`; None: the first that fits.
 
     Raises:
@@ -204,7 +205,7 @@ def trace_gradients(
         roles=lambda: _roles(signature, resident),
         fixed={leaf.name: leaf.compute or leaf.dtype for leaf in signature.plan.sharding.layout},
         changed=changed_in_place,
-        bucket_bytes=bucket_bytes,
+        choice=choice,
         rung=rung,
         slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
         last=lambda program: replace(program, resident=_batch_once(program)),

@@ -21,6 +21,7 @@ from torch import Tensor
 from fzero.distributed.mesh import Mesh, backend_of
 from fzero.errors import FzeroError
 from fzero.program import Program
+from fzero.program.choice import Choice
 from fzero.program.file import read, write
 from fzero.state.plan import Plan
 from fzero.step.gradients import Signature
@@ -53,7 +54,7 @@ def save_programs(path: Path, plan: Plan, every: Sequence[tuple[Any, Traced]]) -
                 "gradients": _half(traced.gradient_fn, tensors),
                 "update": None if update is None else _half(update, tensors),
                 "aux": None if aux is None else _aux_as_data(aux),
-                "bucket_bytes": list(traced.bucket_bytes),
+                "choice": list(traced.choice.told()),
             }
         )
     data = {"format": _FORMAT, "grounds": grounds(plan), "entries": entries}
@@ -78,7 +79,7 @@ class SavedPrograms:
         model_fn: Any,
         plan: Plan,
         signature: Signature,
-        settled: tuple[int, ...] | None,
+        settled: Choice | None,
         rung: int | None,
     ) -> Traced | None:
         """The step of a kind of batch; None, with a warning that says why, if none holds.
@@ -88,7 +89,7 @@ class SavedPrograms:
             make: `(like, rung, update)` -> a step, of what holds; the rest of it is recorded.
             model_fn, plan: that it is of.
             signature: of its gradients, as far as it is known without recording it.
-            settled: sizes of buckets that ranks have settled, if they have.
+            settled: buckets that ranks have settled, if they have.
             rung: of the plan for a memory limit that they have.
         """
         if self._read is None or self._read[0] is not plan:
@@ -99,7 +100,7 @@ class SavedPrograms:
             self._warn("there is none for this kind of batch")
         reasons: list[str] = []
         for entry in same:
-            if settled is not None and tuple(entry["bucket_bytes"]) != tuple(settled[:2]):
+            if settled is not None and Choice.heard(entry["choice"]) != settled:
                 continue  # the ranks have others: not a change that anybody made
             try:
                 traced, changed = _resumed(entry, tensors, make, model_fn, plan, signature, rung)
@@ -340,5 +341,5 @@ def _file_of(mesh: Mesh) -> str:
 
 
 _PLACE: Any = object()
-_FORMAT = 2
+_FORMAT = 3
 _DAMAGE = (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError)

@@ -10,6 +10,7 @@ from fzero.layout import LeafLayout
 from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS
+from fzero.program.choice import Choice
 from fzero.program.fitting import NothingFits
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.state.opt_state import LocalState
@@ -46,6 +47,7 @@ class Traced:
 
     Args:
         like: one for the same shapes, whose gradients' half can be shared if its notes hold.
+        choice: of buckets, settled by all ranks; None: this rank's own.
         rung: of the plan for `cfg.memory_limit` that ranks settled; None: the first that fits.
         update: of another process, if it is not to be recorded.
 
@@ -61,7 +63,7 @@ class Traced:
         local: LocalState,
         batch: Sequence[Tensor],
         batch_spec: Frame,
-        bucket_bytes: tuple[int, ...] | None = None,
+        choice: Choice | None = None,
         like: "Traced | GradientHalf | None" = None,
         rung: int | None = None,
         update: Recorded | None = None,
@@ -85,13 +87,12 @@ class Traced:
                 Held(_sum_bytes(x, leaf, plan), GRADIENTS, leaf.name)
                 for x, leaf in zip(trained, plan.trained, strict=True)
             ]
-        settled = bucket_bytes or (None, None)
         if shared:
             self.gradient_fn = shared.gradient_fn
             check_inputs(shared.gradient_fn.program, inputs)
         else:
             self.gradient_fn = trace_gradients(
-                model_fn, self.signature, inputs, names, beside, settled[0], rung
+                model_fn, self.signature, inputs, names, beside, choice, rung
             )
         gradients = self.gradient_fn.program
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
@@ -124,12 +125,11 @@ class Traced:
                         ),
                         *given,
                     ],
-                    bucket_bytes=settled[1],
+                    bucket_bytes=choice.update if choice else None,
                 )
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)
-        sizes = [part.bucket_bytes for part in self.program.parts()]
-        self.bucket_bytes = (sizes[0], sum(sizes[1:]))
+        self.choice = Choice.of(self.program)
         self.collectives = signature_of(self.program, plan.mesh, cfg.named_passes)
 
     @property

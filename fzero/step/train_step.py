@@ -18,6 +18,7 @@ from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim import as_optimizer
 from fzero.optim.base import Optimizer
 from fzero.program import Program
+from fzero.program.choice import Choice
 from fzero.program.program import Pass
 from fzero.state.init import agree_on_start, start
 from fzero.state.masters import copied
@@ -193,7 +194,7 @@ class TrainStep:
         opt_state: OptState,
         batch: PyTree,
         *,
-        bucket_bytes: tuple[int, int] | None = None,
+        like: Program | None = None,
     ) -> Program:
         """The step's Program for these arguments, without running it; changes nothing.
 
@@ -202,14 +203,14 @@ class TrainStep:
 
         Args:
             params, opt_state, batch: as a call takes them.
-            bucket_bytes: sizes of the buckets of gradients and update, such as another Program has
-                them; None: those that a call would find.
+            like: a Program whose size of buckets to take, and how early they go; None: those that a
+                call would find.
         """
         plan, leaves, local = self._unpack(params, opt_state)
         micro = micro_batches(batch, self.cfg.accum_steps)
-        if bucket_bytes is not None:
+        if like is not None:
             others = Executors(self.model_fn, self.cfg)
-            others.settle(bucket_bytes)
+            others.settle(Choice.of(like))
             return others.find(plan, leaves, local, micro[0]).program
         return self._executors.find(plan, leaves, local, micro[0]).program
 

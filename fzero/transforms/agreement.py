@@ -15,6 +15,7 @@ from fzero.distributed.rendezvous import rendezvous
 from fzero.distributed.store import Asked
 from fzero.distributed.whereabouts import circle_of
 from fzero.program import Program
+from fzero.program.choice import Choice
 
 
 class Agreement:
@@ -27,23 +28,34 @@ class Agreement:
 
     def __init__(self, what: str, timeout: float | None) -> None:
         self.what, self.timeout = what, timeout
-        self.bucket_bytes: tuple[int, ...] | None = None  # settled by all ranks
+        self.choice: Choice | None = None  # settled by all ranks
         self.collectives: str | None = None  # of the last call
         self.number, self.calls = 0, 0  # under which this function is known to the others
 
     def clear(self) -> None:
         """Forget what was settled for other parameters."""
-        self.bucket_bytes = self.collectives = None
+        self.choice = self.collectives = None
 
-    def settle(self, mine: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-        """The size of buckets that all ranks have; the first call settles it for all that follow.
+    def settle(self, mine: Choice, mesh: Mesh, *more: int) -> tuple[Choice, tuple[int, ...]]:
+        """The buckets that all ranks have; the first call settles them for all that follow.
 
-        The best size depends on what differs between ranks: the rows of an uneven shard, the shapes
+        The best ones depend on what differs between ranks: the rows of an uneven shard, the shapes
         of a batch.
+
+        Args:
+            mine: what this rank would choose.
+            mesh: its ranks.
+            more: further numbers, of which the smallest of all ranks is wanted.
+
+        Returns:
+            The choice; the smallest of `more`, or those of this rank if nothing is left to settle.
         """
-        if self.bucket_bytes is None:
-            self.bucket_bytes = tuple(smallest("the size of buckets", mine, mesh, self.timeout))
-        return self.bucket_bytes
+        if self.choice is not None:
+            return self.choice, more
+        told = (*more, *mine.told())
+        told = smallest("the size of buckets", told, mesh, self.timeout)
+        self.choice = Choice.heard(told[len(more) :])
+        return self.choice, tuple(told[: len(more)])
 
     def compare(self, collectives: str, mesh: Mesh) -> None:
         """See that all ranks would run the same collectives, before any runs.

@@ -114,8 +114,8 @@ class Function:
         traced = self._find(args, kwargs, leaves, key, mesh)
         # counted here and not in `_find`, which `lower` may call on one rank alone
         agreement.calls += 1
-        if traced.bucket_bytes != agreement.settle(traced.bucket_bytes, mesh):
-            # made with this rank's own sizes: once more, with those of all
+        if traced.choice != agreement.settle(traced.choice, mesh)[0]:
+            # made as this rank alone would: once more, as all do
             self._recordings.forget(traced)
             traced = self._find(args, kwargs, leaves, key, mesh)
         try:
@@ -158,7 +158,7 @@ class Function:
             _named(frame, self._arguments),
             self._donated(args, len(leaves)),
             mesh,
-            self._agreement.bucket_bytes,
+            self._agreement.choice,
         )
         self._recordings.add(key, traced)
         return traced

@@ -21,6 +21,7 @@ from fzero.functional.owners import Owners, noted, owners_of
 from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.categories import BATCH, PARAMETERS, RESULTS
+from fzero.program.choice import Choice
 from fzero.program.fitting import NothingFits
 from fzero.program.passes.donate import own_outputs
 from fzero.program.passes.functionalise import written_inputs
@@ -67,7 +68,7 @@ def staged_out(
     roles: Callable[[], dict[str, Any]],
     fixed: Mapping[str, torch.dtype],
     changed: Callable[[str], FzeroError],
-    bucket_bytes: int | None = None,
+    choice: Choice | None = None,
     rung: int | None = None,
     slack: float = 0.1,
     last: Pass = lambda program: program,
@@ -87,7 +88,7 @@ def staged_out(
         fixed: names of the first inputs, which nobody may write to, and the dtypes in which the
             function gets them.
         changed: what to say where it does.
-        bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
+        choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`.
         rung: a settled plan for `cfg.memory_limit`; None: the first that fits.
         slack: share of the lowest peak that larger buckets may cost.
         last: a pass after all others.
@@ -113,8 +114,9 @@ def staged_out(
         program = optimise(
             program,
             reshard_after_forward=cfg.reshard_after_forward,
-            bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
-            exact=bucket_bytes is not None,
+            bucket_bytes=choice.gradients if choice else int(cfg.bucket_mb * 2**20),
+            exact=choice is not None,
+            early=choice.early if choice else None,
             prefetch=cfg.prefetch,
             slack=slack,
             limit=cfg.limit,
@@ -155,7 +157,7 @@ class TracedFunction:
         leaves, frame: the arguments, taken apart.
         donated: one flag a leaf: its memory may be reused.
         mesh: its ranks.
-        bucket_bytes: the settled size of buckets, or None.
+        choice: what ranks have settled, or None.
 
     Raises:
         TraceError: the function can't be staged out.
@@ -172,7 +174,7 @@ class TracedFunction:
         frame: Frame,
         donated: Sequence[bool],
         mesh: Mesh,
-        bucket_bytes: tuple[int, ...] | None,
+        choice: Choice | None,
     ) -> None:
         self.cfg, self.mesh, self.frame = cfg, mesh, frame
         self.donated = tuple(donated) if any(donated) else ()
@@ -223,12 +225,12 @@ class TracedFunction:
             roles=roles,
             fixed={label: x.dtype for label, x in zip(names, locals_, strict=True)},
             changed=lambda label: changed_in_place(name, label),
-            bucket_bytes=bucket_bytes[0] if bucket_bytes else None,
+            choice=choice,
             last=lambda program: own_outputs(program, donated),
         )
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)  # results that need memory of their own
-        self.bucket_bytes = (self.program.bucket_bytes,)
+        self.choice = Choice.of(self.program)
         self.collectives = signature_of(self.program, mesh, cfg.named_passes)
 
     @property

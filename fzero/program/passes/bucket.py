@@ -9,6 +9,7 @@ from torch import fx
 from fzero.distributed.buckets import EXCHANGE, KINDS, carrier, unpack_into
 from fzero.program.graph import copy_graph, is_op, operands, order_of, tensors_of
 from fzero.program.memory import constant_bytes
+from fzero.program.passes.early import as_early_as_fits
 from fzero.program.passes.groups import (
     Group,
     bring_operands,
@@ -17,7 +18,7 @@ from fzero.program.passes.groups import (
     groups_of,
 )
 from fzero.program.passes.rewrite import call, is_gather, is_reduction, legalise, substitute
-from fzero.program.passes.schedule import schedule
+from fzero.program.passes.schedule import Early, schedule
 from fzero.program.passes.sketch import Sketch
 from fzero.program.program import Program
 from fzero.program.promises import inherit, keep
@@ -40,34 +41,40 @@ def bucket(
 
     Args:
         limit: most bytes of full leaves in a bucket; a leaf larger than that travels alone.
-        prefetch: how many buckets ahead a gather is launched. None: 1, but 0 over gloo, whose
-            transfers take the cores that compute.
+        prefetch: how many buckets ahead a gather is launched. None: see [Note: early gathers].
         slack: share of the lowest peak that fewer collectives may cost; less for large buckets.
         budget: bytes that the rest of the step needs in any case: up to there memory is free.
         within: bytes that the peak has to stay under. Then memory is free below, and the largest
             buckets are taken that stay there; if none do, those of the lowest peak.
     """
     sizes = bucket_sizes(program, limit)
+    sketch = Sketch(program.graph)
+    peaks = _peaks(program, sketch, sizes, prefetch)
+
+    def at(size: int, most: int) -> Program:
+        early = None
+        if prefetch is None:
+            early = as_early_as_fits(sketch, size, most - constant_bytes(program))
+        return bucket_at(program, size, prefetch=prefetch, early=early)
+
     if within is not None:
-        return _largest_within(program, sizes, within, prefetch)
-    peaks = _peaks(program, sizes, prefetch)
+        fitting = (size for size, peak in zip(sizes, peaks, strict=True) if peak <= within)
+        size = next(fitting, sizes[peaks.index(min(peaks))])
+        return at(size, within)
     lowest = min(peaks)
 
-    def fits(size: int, peak: int) -> bool:
+    def bound(size: int) -> int:
         share = slack * min(1.0, _LARGE / max(size, 1))
-        return peak <= max(lowest * (1 + share), budget)
+        return max(int(lowest * (1 + share)), budget)
 
     # Sizes fall, so this is the largest that fits; the one of the lowest peak always does.
-    size = next(size for size, peak in zip(sizes, peaks, strict=True) if fits(size, peak))
-    return bucket_at(program, size, prefetch=prefetch)
+    size = next(size for size, peak in zip(sizes, peaks, strict=True) if peak <= bound(size))
+    return at(size, bound(size))
 
 
-def _peaks(program: Program, sizes: list[int], prefetch: int | None) -> list[int]:
+def _peaks(program: Program, sketch: Sketch, sizes: list[int], prefetch: int | None) -> list[int]:
     """`peak_bytes` of `bucket_at` each size, of which none is built."""
-    if len(sizes) == 1:  # nothing to choose from
-        return [0]
     there = constant_bytes(program)
-    sketch = Sketch(program.graph)
     return [there + max(sketch.timeline_at(size, prefetch), default=0) for size in sizes]
 
 
@@ -84,25 +91,22 @@ def bucket_sizes(program: Program, limit: int) -> list[int]:
     return sizes or [limit]
 
 
-def _largest_within(
-    program: Program, sizes: list[int], within: int, prefetch: int | None
-) -> Program:
-    """The first of falling sizes that stays under a peak, or else the one of the lowest."""
-    peaks = _peaks(program, sizes, prefetch)
-    fitting = (size for size, peak in zip(sizes, peaks, strict=True) if peak <= within)
-    lowest = sizes[peaks.index(min(peaks))]
-    return bucket_at(program, next(fitting, lowest), prefetch=prefetch)
-
-
 _TRIES = 10
 # Bytes from which on carrying a collective takes longer than launching it: the larger a bucket, the
 # less a still larger one saves, and the less it may cost.
 _LARGE = 2**20
 
 
-def bucket_at(program: Program, size: int, *, prefetch: int | None = None) -> Program:
-    """`bucket` with a size that is settled: at most `size` bytes of full leaves in each."""
-    return replace(schedule(_with_buckets(program, size), prefetch=prefetch), bucket_bytes=size)
+def bucket_at(
+    program: Program, size: int, *, prefetch: int | None = None, early: Early | None = None
+) -> Program:
+    """`bucket` with a size that is settled: at most `size` bytes of full leaves in each.
+
+    Args:
+        early: settled, too; None: as `prefetch` says.
+    """
+    made = schedule(_with_buckets(program, size), prefetch=prefetch, early=early)
+    return replace(made, bucket_bytes=size)
 
 
 def _with_buckets(program: Program, size: int) -> Program:

@@ -9,9 +9,9 @@ leaves hold follows from their layouts, as `pack` and `unpack` in `distributed.b
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -25,7 +25,7 @@ from fzero.distributed.buckets import (
     Bucket,
     unpack_into,
 )
-from fzero.program.graph import is_mutable, is_op, order_of, tensors_of
+from fzero.program.graph import FORWARD, is_mutable, is_op, order_of, tensors_of
 from fzero.program.memory import Bytes, storages, timeline
 from fzero.program.passes.groups import (
     ASKED,
@@ -37,7 +37,7 @@ from fzero.program.passes.groups import (
     groups_of,
 )
 from fzero.program.passes.rewrite import is_cheap, legalise
-from fzero.program.passes.schedule import arrange
+from fzero.program.passes.schedule import Early, arrange, gathers_of, launch_part, wait_of
 
 
 class Dot:
@@ -116,6 +116,33 @@ class Dot:
         self.users = {}
 
 
+class Launched(NamedTuple):
+    """A gather in an order of nodes.
+
+    Args:
+        start, end: the places of what makes its buffer, and of its wait.
+        nbytes: of all that is made to launch it.
+        forward: whether it is one of forward's.
+    """
+
+    start: int
+    end: int
+    nbytes: int
+    forward: bool
+
+
+def _launched(dot: Any, place: Mapping[Any, int]) -> Launched:
+    part: Any = launch_part(dot)
+    made = {key: nbytes for x in part for key, nbytes in x.on.items()}
+    for x in part:
+        for read in x.uses:
+            if read not in part:  # a buffer that is the shard's own memory is there anyhow
+                made = {key: nbytes for key, nbytes in made.items() if key not in read.on}
+    start = min(place[x] for x in part)
+    nbytes = sum(made.values())
+    return Launched(start, place[wait_of(dot)], nbytes, dot.meta["phase"] == FORWARD)
+
+
 class Sketch:
     """A graph, of which buckets of any size are tried; see [Note: sketches].
 
@@ -135,8 +162,14 @@ class Sketch:
         targets = {row[1]._schema.name for row in self.rows if ASKED in row[-1]}
         self.kinds = [kind for kind, of in KINDS.items() if targets & set(of.operators)]
 
-    def timeline_at(self, size: int, prefetch: int | None) -> list[int]:
+    def timeline_at(self, size: int, early: Early | int | None) -> list[int]:
         """What `timeline` would give of the graph with buckets of a size."""
+        return self.at(size, early)[0]
+
+    def at(
+        self, size: int, early: Early | int | None
+    ) -> tuple[list[int], list[list[Launched]], Early]:
+        """`timeline_at`; the gathers that could be earlier, by segment; how early they are."""
         trial = _Trial(self)
         graph: Any = trial
         for kind in self.kinds:
@@ -146,10 +179,15 @@ class Sketch:
                 bring_operands(group, order)
                 trial.lower(group)
             legalise(graph)
-        arrange(graph, prefetch)
+        if not isinstance(early, Early):
+            early = Early.always(early, graph)
+        arrange(graph, early)
         alive = list(timeline(graph, _on))
+        place = {dot: i for i, dot in enumerate(trial.nodes)}
+        launches: Any = [dot for dot in place if "bucket" in dot.meta]
+        found = [[_launched(dot, place) for dot in gathers] for gathers in gathers_of(launches)]
         trial.end()
-        return alive
+        return alive, found, early
 
 
 class _Trial:

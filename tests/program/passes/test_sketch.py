@@ -14,12 +14,14 @@ from fzero.program.memory import timeline
 from fzero.program.passes import bucket as passes
 from fzero.program.passes.bucket import bucket_at
 from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
+from fzero.program.passes.schedule import Early
 from fzero.program.passes.sketch import Sketch
 from fzero.program.program import Program
 from tests.program.programs import Recorded
 from tests.ranks import fake_ranks, run_ranks
 
 SIZES = (1, 300, 10**5)
+MIXED = Early(forward=2, backward=1, last=1, first=1)
 
 
 def same_bytes(program: Program) -> None:
@@ -27,6 +29,8 @@ def same_bytes(program: Program) -> None:
     for size, prefetch in product(SIZES, (0, 2)):
         built = bucket_at(program, size, prefetch=prefetch)
         assert sketch.timeline_at(size, prefetch) == list(timeline(built.graph)), (size, prefetch)
+        built = bucket_at(program, size, early=MIXED)
+        assert sketch.timeline_at(size, MIXED) == list(timeline(built.graph)), size
 
 
 @settings(max_examples=4)
@@ -52,9 +56,11 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     found: list[Program] = []
     choose = passes._peaks
 
-    def noted(program: Program, sizes: list[int], prefetch: int | None) -> list[int]:
+    def noted(
+        program: Program, sketch: Sketch, sizes: list[int], prefetch: int | None
+    ) -> list[int]:
         found.append(program)
-        return choose(program, sizes, prefetch)
+        return choose(program, sketch, sizes, prefetch)
 
     monkeypatch.setattr(passes, "_peaks", noted)
     return found

@@ -1,0 +1,29 @@
+"""Of what ranks choose, the smallest numbers are a choice that holds no more than any rank's own."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fzero.program.choice import Choice
+from fzero.program.passes.schedule import Early
+
+small = st.integers(0, 9)
+choices = st.builds(Choice, st.integers(0, 2**40), st.builds(Early, small, small, small, small))
+
+
+@given(choices, choices)
+def test_the_smallest_is_no_larger_and_no_earlier_than_either(mine: Choice, other: Choice) -> None:
+    both = Choice.heard(list(map(min, mine.told(), other.told())))
+    for one in (mine, other):
+        assert both.gradients <= one.gradients
+        for forward in (True, False):
+            pairs = zip(
+                both.early.depths(9, forward=forward),
+                one.early.depths(9, forward=forward),
+                strict=True,
+            )
+            assert all(a <= b for a, b in pairs)
+
+
+@given(choices)
+def test_what_was_told_is_heard(choice: Choice) -> None:
+    assert Choice.heard(choice.told()) == choice
