@@ -63,8 +63,9 @@ class Config:
             (`*` crosses dots), or a predicate.
         reshard_after_forward: free gathered parameters after forward and gather them again.
         bucket_mb: MiB of gathered bytes that share one collective.
-        prefetch: how many buckets ahead gathers are launched. None: 1 on devices; over gloo up to 4,
-            but for those around the end of forward, where early buffers would raise the peak.
+        prefetch: how many buckets ahead gathers are launched. None: 1 in the Engine and on devices;
+            in a Program over gloo up to 4, but for those around the end of forward, where early
+            buffers would raise the peak.
             `fzero.passes.overlap` goes by estimated times and a cap in bytes instead.
         gather_together: globs over module names, each gathered as one (for modules that only some
             ranks run).

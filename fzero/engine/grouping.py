@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fzero.config import Config
 from fzero.distributed.buckets import plan_buckets
-from fzero.distributed.mesh import Axis, is_gloo
+from fzero.distributed.mesh import Axis
 from fzero.engine.counts import masks
 from fzero.errors import ConfigError
 from fzero.layout import LeafLayout
@@ -185,5 +185,5 @@ def units_ahead(cfg: Config, axis: Axis) -> int:
     """How many units ahead gathers are launched."""
     if cfg.prefetch is not None:
         return cfg.prefetch
-    # over gloo a transfer takes the cores that compute, so it would only cost memory
-    return 0 if axis.size == 1 or is_gloo(axis.group) else 1
+    # one is FSDP2's depth, too; without it each unit is waited for in full
+    return 0 if axis.size == 1 else 1

@@ -1,4 +1,4 @@
-"""Of what ranks choose, the smallest numbers are a choice that holds no more than any rank's own."""
+"""The smallest numbers of what ranks choose are a choice that is no larger than any rank's own."""
 
 from hypothesis import given
 from hypothesis import strategies as st
