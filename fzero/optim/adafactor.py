@@ -166,13 +166,19 @@ def adafactor(
 
 def _row_sums(g: Tensor, split: Split) -> Tensor:
     """This rank's share in the sums of squares over the last dim of the whole leaf."""
-    sums = torch.linalg.vector_norm(g, dim=-1, dtype=torch.float64).square()
+    sums = _norms(g, g.dim() - 1).square()
     return _placed(sums, split, lost=g.dim() - 1)
+
+
+def _norms(g: Tensor, dim: int) -> Tensor:
+    # counted from the front: of a negative dim of one element torch 2.11's fake kernel makes
+    # another shape than the real one
+    return torch.linalg.vector_norm(g, dim=dim, dtype=torch.float64)
 
 
 def _col_sums(g: Tensor, split: Split) -> Tensor:
     """This rank's share in the sums of squares over the dim before the last."""
-    sums = torch.linalg.vector_norm(g, dim=-2, dtype=torch.float64).square()
+    sums = _norms(g, g.dim() - 2).square()
     return _placed(sums, split, lost=g.dim() - 2)
 
 
