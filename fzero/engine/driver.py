@@ -141,7 +141,8 @@ class Driver:
             self.compiled.find(self.writes.modules)
             if self.is_at_rest:
                 self.units.reshard()  # engine.state may have been written since they were gathered
-            if evaluates:
+            # of one rank's own passes the others' guesses of what comes next would know nothing
+            if evaluates and not self.state.is_local:
                 self.units.evaluate()
         if not evaluates and self.is_at_rest and not self.state.is_local:
             self._settle()

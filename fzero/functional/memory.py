@@ -111,5 +111,6 @@ def _shared(first: _Row, second: _Row) -> ShardError:
         "memory, as a view or `.data` of one would: an update in place of one would change the "
         "other, and here each is updated, sharded and stored by itself. Give "
         f"{second.name!r} memory of its own (.clone()); or tie them: one nn.Parameter in both "
-        "places (b.weight = a.weight), and a view of it computed in forward (a.weight.T)."
+        "places (b.weight = a.weight), and a view of it computed in forward (a.weight.T). What "
+        "forward itself left there, delete before."
     )

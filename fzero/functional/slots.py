@@ -109,6 +109,8 @@ def _attributes(plan: SlotTable, names: Mapping[int, str]) -> Iterator[tuple[str
         hooks = module._forward_pre_hooks.values()
         # torch.nn.utils.spectral_norm and its like write an attribute anew before each forward
         written = {getattr(hook, "name", None) for hook in hooks}
+        if isinstance(module, nn.RNNBase):  # which keeps its weights there, as each was set last
+            written.add("_flat_weights")
         for attr, value in module.__dict__.items():
             if attr not in base and attr not in written:
                 where = f"{prefix}.{attr}" if prefix else attr

@@ -204,6 +204,36 @@ def test_units_are_gathered_ahead_from_the_second_evaluation_on() -> None:
             engine.step()
 
 
+class Ordered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for i in order:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+def one_rank_looks_by_itself() -> None:
+    rank, _ = here()
+    torch.manual_seed(0)
+    plain = Ordered().double()
+    engine = fzero.Engine(Ordered().double(), SGD(), fzero.Config(bucket_mb=1e-4))
+    engine.load_state_dict(plain.state_dict())
+    x = torch.full((2, 4), 0.5 + rank, dtype=torch.float64)
+    with torch.no_grad():
+        for order in ([0, 1, 2, 3], [0, 2, 1, 3], [3, 1], [0, 1, 2, 3], [1, 0]):
+            assert torch.equal(engine(x, order), plain(x, order))
+            with engine.local_forward():
+                if rank == 0:
+                    assert torch.equal(engine(x, order), plain(x, order))
+
+
+def test_what_one_rank_runs_locally_changes_no_guess_of_what_comes_next() -> None:
+    run_ranks(2, one_rank_looks_by_itself, timeout=60)
+
+
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()

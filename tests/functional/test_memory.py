@@ -107,3 +107,10 @@ def test_a_hook_that_writes_an_attribute_before_each_forward_may_start_from_the_
     torch.nn.utils.spectral_norm(layer := nn.Linear(3, 3))  # of torch's: layer.weight
     assert layer.weight.data_ptr() == layer.weight_orig.data_ptr()  # pyright: ignore
     fzero.functionalize(layer)
+
+
+def test_weights_that_an_rnn_computes_anew_may_start_from_the_parameter() -> None:
+    lstm = torch.nn.utils.parametrizations.weight_norm(nn.LSTM(4, 4), "weight_hh_l0")
+    x = torch.ones(2, 1, 4)
+    apply, params = fzero.functionalize(lstm)
+    assert torch.equal(apply(params, x)[0], lstm(x)[0])

@@ -99,6 +99,7 @@ def test_the_programs_of_a_step_are_what_was_recorded(stage: int, world: int) ->
         return torch.dropout(y, 0.5, True).mul_(params["gain"]).square().mean()
 
     params = {"wide": torch.ones(3, 6), "odd": torch.ones(7, 6), "gain": torch.ones(())}
+    params["unused"] = torch.ones(6, 2)  # its gradient is zero, and nobody need say so
     for accum in (1, 2):
         cfg = Config(stage=stage, accum_steps=accum, precision="bf16", bucket_mb=0.00005)
         step_fn = fzero.make_train_step(loss, fzero.optim.adamw(0.1), cfg)
