@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.config import Config
+from fzero.distributed.dtensor import local_tensor
 from fzero.errors import ConfigError
 from fzero.numerics.precision import Precision, holds, wider
 
@@ -71,7 +72,8 @@ def copied(x: Any) -> Any:
     """A copy of `x`, pinned if it is; of what is no tensor, itself."""
     if not isinstance(x, Tensor):
         return x
-    if x.device.type != "cpu" or not x.is_pinned():
+    # asked of the local tensor: torch 2.11's DTensor has no answer
+    if x.device.type != "cpu" or not local_tensor(x).is_pinned():
         return x.clone()
     # A clone would be pageable.
     return torch.empty_like(x, pin_memory=True).copy_(x)
