@@ -108,4 +108,5 @@ def test_a_lone_rank_has_no_buckets_and_whole_parameters_fill_them_up() -> None:
 
 def test_nothing_is_gathered_ahead_on_one_rank_unless_asked_for() -> None:
     assert units_ahead(Config(), Axis("", 1, 0)) == 0
+    assert units_ahead(Config(), Axis("", 2, 0)) == 1
     assert units_ahead(Config(prefetch=3), Axis("", 1, 0)) == 3

@@ -63,4 +63,4 @@ def _deepest(
 
 
 DEPTHS = (4, 2, 1)
-"""Buckets ahead, of which the first is taken that fits. Deeper ones hide no more over two ranks."""
+"""Buckets ahead, of which the first is taken that fits."""

@@ -45,6 +45,8 @@ class Early(NamedTuple):
 
         >>> Early(forward=2, last=1).depths(4, forward=True)
         [2, 2, 2, 0]
+        >>> Early(backward=1, first=1).depths(3, forward=False)
+        [0, 1, 1]
         """
         if forward:
             late = min(self.last, count)
