@@ -158,8 +158,18 @@ class Ranks:
             logs.append(log)
         return cls(processes, connections, logs, store, folder, [0] * world)
 
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        """What `fn(*args)` returns on each rank; `RanksFailed` after `timeout` seconds."""
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float,
+        grace: float = GRACE_SECONDS,
+    ) -> list[Any]:
+        """What `fn(*args)` returns on each rank; `RanksFailed` after `timeout` seconds.
+
+        Args:
+            grace: seconds that the others have to end once one has failed.
+        """
         # Bytes, not objects: torch's own way to send tensors needs the sender to stay alive.
         request = pickle.dumps((fn, args))
         for connection in self.connections:
@@ -182,10 +192,12 @@ class Ranks:
                     results[rank] = value
                 else:
                     failures[rank] = value
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    deadline = min(deadline, time.monotonic() + grace)
         if failures or waiting:
             why = f"{fn.__module__}.{fn.__qualname__} on {len(results)} ranks"
-            raise RanksFailed(f"{why}\n{self._report(failures, sorted(waiting.values()), timeout)}")
+            raise RanksFailed(
+                f"{why}\n{self._report(failures, sorted(waiting.values()), timeout, grace)}"
+            )
         self.printed = [log.stat().st_size for log in self.logs]
         return results
 
@@ -199,13 +211,15 @@ class Ranks:
             connection.close()
         self.folder.cleanup()
 
-    def _report(self, failures: dict[int, str], hung: list[int], timeout: float) -> str:
+    def _report(
+        self, failures: dict[int, str], hung: list[int], timeout: float, grace: float
+    ) -> str:
         for rank in hung:
             os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
         time.sleep(0.5 if hung else 0)  # for the stacks to be written
         parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())]
         if hung and failures:
-            parts.append(f"--- ranks {hung} still waited {GRACE_SECONDS:g} s later ---")
+            parts.append(f"--- ranks {hung} still waited {grace:g} s later ---")
         elif hung:
             parts.append(f"--- ranks {hung} did not return within {timeout:g} s ---")
         for rank, (log, start) in enumerate(zip(self.logs, self.printed, strict=True)):

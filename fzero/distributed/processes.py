@@ -17,7 +17,11 @@ import torch.distributed as dist
 GRACE_SECONDS = 2.0
 
 # Some without their first letter: backends write "Connection" and "connection".
-_OF_COLLECTIVES = ("gloo", "NCCL", "onnection", "imed out", "TCPStore", "recvValue", "sendBytes")
+_OF_COLLECTIVES = ("gloo", "NCCL", "onnection", "TCPStore", "recvValue", "sendBytes")
+
+# Gloo has two: an operation whose time is up closes its connections, and ends with it all others
+# that are in flight. Which of them is waited for first is chance.
+_TIME_IS_UP = ("imed out", "Application timeout")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,19 @@ def is_of_collective(error: BaseException) -> bool:
     >>> is_of_collective(RuntimeError("shape mismatch")), is_of_collective(dist.DistError("x"))
     (False, True)
     """
-    return isinstance(error, dist.DistError) or any(s in str(error) for s in _OF_COLLECTIVES)
+    known = isinstance(error, dist.DistError) or any(s in str(error) for s in _OF_COLLECTIVES)
+    return known or time_is_up(error)
+
+
+def time_is_up(error: BaseException) -> bool:
+    """Whether a collective ended since others did not come by its limit.
+
+    >>> time_is_up(RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
+    True
+    >>> time_is_up(RuntimeError("Application timeout caused pair closure"))
+    True
+    """
+    return any(s in str(error) for s in _TIME_IS_UP)
 
 
 def own_name() -> dict[str, str]:

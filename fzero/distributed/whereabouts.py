@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.distributed.keepalive import keep_alive
 from fzero.distributed.mesh import Mesh
-from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collective
+from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collective, time_is_up
 from fzero.distributed.stations import ADVICE, Station, Stations, differ, ranks_text
 from fzero.distributed.store import StoreSilent, group_limit
 from fzero.errors import RankMismatchError
@@ -295,7 +295,7 @@ class Circle:
     def _explain(self, error: RuntimeError, certain: bool) -> None:
         """Raise if it can be told why a collective of this rank failed."""
         started = time.monotonic()
-        timed_out = certain and "imed out" in str(error)
+        timed_out = certain and time_is_up(error)
         # who has just come waits for its own patience before it says so
         until = started + (PATIENCE + 2 * PAUSE if timed_out else GRACE_SECONDS)
         try:

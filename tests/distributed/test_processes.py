@@ -55,7 +55,8 @@ def test_a_rank_that_is_gone_is_named(
     ranks = Ranks.start(3, {}, joined=False)
     try:
         with pytest.raises(RanksFailed):
-            ranks.call(_lose, (tmp_path, victim, how, cfg), TIMEOUT + 20)
+            # what the others say after the first has failed is the point: they get the time
+            ranks.call(_lose, (tmp_path, victim, how, cfg), TIMEOUT + 20, grace=TIMEOUT + 20)
     finally:
         ranks.kill()
     what = "is stopped" if how == signal.SIGSTOP else "ended"

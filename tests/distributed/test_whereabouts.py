@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fzero
-from fzero.distributed import whereabouts
+from fzero.distributed import whereabouts, works
+from fzero.distributed.mesh import resolve_mesh
 from fzero.distributed.stations import Station
-from fzero.distributed.whereabouts import Circle
+from fzero.distributed.whereabouts import Circle, circle_of
 from tests.ranks import Ranks
 
 SOON = 15.0  # seconds: every rank must be told by then, with the patience of these tests
@@ -183,6 +184,44 @@ def test_config_timeout_is_how_late_a_rank_may_be(how: str, tmp_path: Path) -> N
         assert "rank 1 did not come" in text
         assert "Config(timeout=" in text
         assert seconds < SOON
+
+
+def _come_late(out: Path, order: list[int]) -> None:
+    """Rank 0 launches two collectives and waits for them in this order; rank 1 comes too late."""
+    whereabouts.PATIENCE, whereabouts.PAUSE = 0.5, 0.2
+    dist.init_process_group("gloo", timeout=timedelta(seconds=50))
+    mesh = resolve_mesh(None, "cpu")
+    circle = circle_of(mesh)
+    circle.limit = 1.0
+    circle.announce("two collectives")
+    if dist.get_rank() == 1:
+        until = time.monotonic() + SOON
+        while time.monotonic() < until and not list(out.iterdir()):
+            time.sleep(0.05)
+        return
+    group = dist.group.WORLD
+    assert group is not None
+    flying = []
+    for _ in order:
+        parts = torch.zeros(2, 4)
+        flying.append(works.exchange_into(parts, torch.zeros(2, 4), group, circle))
+        time.sleep(0.2)
+    with pytest.raises(fzero.RankMismatchError) as told:
+        works.finish(flying[order[0]], circle)
+    (out / "told").write_text(str(told.value))
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_the_one_that_is_late_is_named_by_whichever_collective_fails(
+    order: list[int], tmp_path: Path
+) -> None:
+    ranks = Ranks.start(2, {}, joined=False)
+    try:
+        ranks.call(_come_late, (tmp_path, order), 4 * SOON)
+    finally:
+        ranks.kill()
+    text = (tmp_path / "told").read_text()
+    assert "waited 1 s at 'two collectives', and rank 1 did not come" in text
 
 
 # ---- the bookkeeping of one rank, without others
