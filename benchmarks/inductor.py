@@ -3,7 +3,7 @@
     python -m benchmarks.inductor                    # GPTs at stages 0 and 3, then docs/models.md
     python -m benchmarks.inductor --gpts gpt27 --cases none --rounds 20
 
-For a GPT: operators in compiled regions, the largest difference of a parameter after two steps of
+For a GPT: operators in compiled stretches, the largest difference of a parameter after two steps of
 SGD, milliseconds of a step of each (medians, interleaved), their ratio, and seconds of CPU,
 compilers included, from the state to the end of the first step: of a process that finds an empty
 cache, of the next one, and of one that runs the generated function. For the models of

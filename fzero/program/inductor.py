@@ -1,8 +1,8 @@
-"""Running a Program whose regions torch's inductor has compiled; the rest is generated code.
+"""Running a Program whose stretches torch's inductor has compiled; the rest is generated code.
 
-A region is compiled when the Program first runs, once for all that do the same. Its kernels are
+A stretch is compiled when the Program first runs, once for all that do the same. Its kernels are
 kept in inductor's cache on disk, where the next process finds them. What can't be compiled runs
-generated, and the Program's log says which and why. See [Note: regions].
+generated, and the Program's log says which and why. See [Note: stretches].
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from fzero.errors import ConfigError
 from fzero.program.codegen import Boxed, Executable, compile_program
 from fzero.program.graph import placeholders, tensors_of
 from fzero.program.program import Program
-from fzero.program.regions import makes_memory, regions_of, with_regions
+from fzero.program.stretches import makes_memory, stretches_of, with_stretches
 from fzero.program.strides import agree, restored
 
 
-def compile_regions(program: Program, tell: Callable[[str], None]) -> Executable:
-    """`compile_program`, with regions that inductor compiles when it first runs.
+def compile_stretches(program: Program, tell: Callable[[str], None]) -> Executable:
+    """`compile_program`, with stretches that inductor compiles when it first runs.
 
     Args:
         program: what is to run.
@@ -52,30 +52,30 @@ def compile_regions(program: Program, tell: Callable[[str], None]) -> Executable
 
 
 def compiled_graph(program: Program) -> tuple[fx.Graph, str]:
-    """The Program's graph with a call in the place of each region, and a line for its log."""
+    """The Program's graph with a call in the place of each stretch, and a line for its log."""
     refuse_without_compiler()
-    regions = regions_of(program.graph)
+    stretches = stretches_of(program.graph)
     known: dict[str, Compiled | str] = {}
     made: dict[fx.Node, Boxed] = {}
     refused: Counter[str] = Counter()
-    for region in regions:
-        graph = region.graph()
+    for stretch in stretches:
+        graph = stretch.graph()
         text = _described(graph)
         if text not in known:
             known[text] = compiled(graph)
         found = known[text]
         if isinstance(found, str):
-            refused[f"{region.layer or 'outside of modules'}: {found}"] += 1
+            refused[f"{stretch.layer or 'outside of modules'}: {found}"] += 1
         else:
-            made[region.last] = Boxed(_Checked(found, graph, region.layer))
-    fitting = [region for region in regions if region.last in made]
-    count = sum(len(region.operators) for region in fitting)
+            made[stretch.last] = Boxed(_Checked(found, graph, stretch.layer))
+    fitting = [stretch for stretch in stretches if stretch.last in made]
+    count = sum(len(stretch.operators) for stretch in fitting)
     total = sum(map(makes_memory, program.graph.nodes))
     kinds = sum(not isinstance(x, str) for x in known.values())
-    line = f"inductor: {count} of {total} operators in {len(made)} regions of {kinds} kinds"
+    line = f"inductor: {count} of {total} operators in {len(made)} stretches of {kinds} kinds"
     if refused:
         line += "; generated: " + "; ".join(f"{n} x {why}" for why, n in refused.items())
-    return with_regions(program.graph, fitting, lambda region: made[region.last]), line
+    return with_stretches(program.graph, fitting, lambda stretch: made[stretch.last]), line
 
 
 Compiled = Callable[[list[Any]], Sequence[Tensor]]
@@ -83,7 +83,7 @@ Compiled = Callable[[list[Any]], Sequence[Tensor]]
 
 
 class _Checked:
-    """A compiled region, which is looked at when it first runs: see `fzero.program.codegen`."""
+    """A compiled stretch, which is looked at when it first runs: see `fzero.program.codegen`."""
 
     def __init__(self, run: Compiled, graph: fx.Graph, layer: str) -> None:
         self.run, self.graph, self.layer = run, graph, layer
@@ -126,9 +126,9 @@ class _Checked:
 
 
 def generated(graph: fx.Graph) -> Compiled:
-    """A region as generated code."""
+    """A stretch as generated code."""
     names = tuple(node.name for node in placeholders(graph))
-    run = compile_program(Program("region", graph, names, ()))
+    run = compile_program(Program("stretch", graph, names, ()))
 
     def unpacked(given: list[Any]) -> Sequence[Tensor]:
         inputs = tuple(given)
@@ -139,7 +139,7 @@ def generated(graph: fx.Graph) -> Compiled:
 
 
 def _described(graph: fx.Graph) -> str:
-    """All that a region's code depends on, as text."""
+    """All that a stretch's code depends on, as text."""
     lines = []
     for node in graph.nodes:
         values = [
@@ -152,7 +152,7 @@ def _described(graph: fx.Graph) -> str:
 
 # ------------------------------------------------------------------- what is torch's and private
 def compiled(graph: fx.Graph) -> Compiled | str:
-    """A region, compiled; or why it can't be, in one line.
+    """A stretch, compiled; or why it can't be, in one line.
 
     `compile_fx_inner` is what torch.compile ends in, behind dynamo and autograd: it takes a graph
     of operators that it lowers, asks the cache on disk, and gives a function of one list. What
@@ -169,13 +169,13 @@ def compiled(graph: fx.Graph) -> Compiled | str:
             module, inputs = _decomposed(graph, mode)
             result: Any = compile_fx_inner(module, inputs, is_inference=True)
         return result
-    except Exception as error:  # whatever it meets in one region, the others can be compiled
+    except Exception as error:  # whatever it meets in one stretch, the others can be compiled
         text = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {text[0][:200]}"
 
 
 def _decomposed(graph: fx.Graph, mode: FakeTensorMode) -> tuple[fx.GraphModule, list[Any]]:
-    """A region in the operators that inductor lowers, with its inputs as fake tensors."""
+    """A stretch in the operators that inductor lowers, with its inputs as fake tensors."""
     from torch._inductor.decomposition import select_decomp_table
 
     inputs = [_faked(mode, node.meta["val"]) for node in placeholders(graph)]

@@ -11,7 +11,7 @@ from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.collector import collector_paused
 from fzero.program.graph import placeholders, tensors_of
-from fzero.program.inductor import compile_regions
+from fzero.program.inductor import compile_stretches
 from fzero.program.program import Pass
 from fzero.transforms.notes import ONE_AT_A_TIME, Notes
 from fzero.transforms.saved_notes import Gone
@@ -29,7 +29,7 @@ class Recorded:
         notes: takes down what the function reads from outside.
         record: records it.
         passes: make the Program fit to run.
-        executor: "traced" runs it as generated code, "inductor" compiles its regions.
+        executor: "traced" runs it as generated code, "inductor" compiles its stretches.
 
     Raises:
         TraceError: the function can't be recorded.
@@ -74,7 +74,7 @@ class Recorded:
     ) -> None:
         self.program, self.notes, self.module_params = program, notes, module_params
         if executor == "inductor":
-            self.run = compile_regions(program, self._tell)
+            self.run = compile_stretches(program, self._tell)
         else:
             self.run = compile_program(program)
         self.seeded = "key" in program.inputs

@@ -20,7 +20,7 @@ from fzero.program.graph import output_node
 from tests.models.compare import batch_of as batch_of_case
 from tests.models.compare import error, errors_on_ranks, scale, stepped
 from tests.models.zoo import CASES
-from tests.program.test_regions import inputs_of
+from tests.program.test_stretches import inputs_of
 from tests.ranks import fake_ranks, run_ranks
 
 TINY = Size(vocabulary=64, width=64, layers=3, heads=4, tokens=32, rows=2)
@@ -97,8 +97,8 @@ def test_layers_of_one_kind_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -
     assert largest(found, trained(stage=2)[0]) == 0.0
     assert len(set(texts)) == len(texts)
     # three layers forward and backward, split by a mask each, and the head
-    regions = int(line_of(program).split(" regions")[0].split()[-1])
-    assert len(texts) < regions
+    stretches = int(line_of(program).split(" stretches")[0].split()[-1])
+    assert len(texts) < stretches
 
 
 def test_results_that_lie_otherwise_are_laid_out_as_recorded(
@@ -116,7 +116,7 @@ def test_results_that_lie_otherwise_are_laid_out_as_recorded(
     monkeypatch.setattr(inductor, "compiled", turned)
     found, program = trained(executor="inductor")
     assert largest(found, trained()[0]) == 0.0
-    run = inductor.compile_regions(program, lambda line: None)
+    run = inductor.compile_stretches(program, lambda line: None)
     (outputs,) = output_node(program.graph).args
     for _ in range(3):
         for x, node in zip(run(*inputs_of(program)), outputs, strict=True):  # pyright: ignore

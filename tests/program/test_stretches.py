@@ -1,4 +1,4 @@
-"""Regions change no value, no order of what is left, and hold nothing that has to stay."""
+"""Stretches change no value, no order of what is left, and hold nothing that has to stay."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,19 +17,21 @@ from fzero.program.codegen import Boxed, compile_program
 from fzero.program.graph import is_mutable, is_op, placeholders
 from fzero.program.inductor import generated
 from fzero.program.memory import is_wait
-from fzero.program.regions import Region, makes_memory, regions_of, with_regions
 from fzero.program.sites import SITE
+from fzero.program.stretches import Stretch, makes_memory, stretches_of, with_stretches
 from tests.program.programs import Recorded
 from tests.ranks import fake_ranks
 
 TINY = Size(vocabulary=64, width=32, layers=4, heads=4, tokens=16, rows=2)
 
 
-def split(program: Program, at_least: int = 1) -> tuple[list[Region], Program]:
-    """Its regions, and the Program that calls each as generated code of its own."""
-    regions = regions_of(program.graph, at_least)
-    graph = with_regions(program.graph, regions, lambda region: Boxed(generated(region.graph())))
-    return regions, replace(program, graph=graph)
+def split(program: Program, at_least: int = 1) -> tuple[list[Stretch], Program]:
+    """Its stretches, and the Program that calls each as generated code of its own."""
+    stretches = stretches_of(program.graph, at_least)
+    graph = with_stretches(
+        program.graph, stretches, lambda stretch: Boxed(generated(stretch.graph()))
+    )
+    return stretches, replace(program, graph=graph)
 
 
 def inputs_of(program: Program) -> list[Any]:
@@ -58,13 +60,15 @@ def same_results(program: Program, other: Program) -> None:
 
 
 def stays(program: Program) -> list[str]:
-    """What a region may not hold, in order."""
+    """What a stretch may not hold, in order."""
 
     def fixed(node: Any) -> bool:
         aten = getattr(node.target, "namespace", "") == "aten"
         return makes_memory(node) and (not aten or is_mutable(node) or SITE in node.meta)
 
-    return [str(n.target) for n in program.graph.nodes if fixed(n) and n.name[:6] != "region"]
+    return [
+        str(n.target) for n in program.graph.nodes if fixed(n) and not n.name.startswith("stretch")
+    ]
 
 
 @settings(max_examples=15)
@@ -75,7 +79,7 @@ def stays(program: Program) -> list[str]:
     world=st.sampled_from([1, 2, 3]),
     size=st.sampled_from([100, 1000]),
 )
-def test_regions_change_no_bit_of_any_function(
+def test_stretches_change_no_bit_of_any_function(
     widths: list[int], dropout: float, at_least: int, world: int, size: int
 ) -> None:
     from fzero.program.pipeline import optimise
@@ -96,25 +100,25 @@ def test_regions_change_no_bit_of_any_function(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_regions_of_a_step_are_values_of_values(stage: int) -> None:
+def test_stretches_of_a_step_are_values_of_values(stage: int) -> None:
     with fake_ranks(2):
         step = fzero_step(TINY, batch_of(TINY, 2), fzero.optim.adamw(1e-3), fzero.Config(stage))
         for part in step.lower().parts():
-            regions, other = split(part)
+            stretches, other = split(part)
             assert stays(part) == stays(other)
-            for region in regions:
-                assert all(not is_mutable(node) for node in region.nodes)
-                assert all(not is_wait(node) and SITE not in node.meta for node in region.nodes)
-                assert not any(is_op(x, "fzero::boundary") for x in region.nodes)
+            for stretch in stretches:
+                assert all(not is_mutable(node) for node in stretch.nodes)
+                assert all(not is_wait(node) and SITE not in node.meta for node in stretch.nodes)
+                assert not any(is_op(x, "fzero::boundary") for x in stretch.nodes)
 
 
-def test_a_step_in_regions_has_the_bits_of_a_step() -> None:
+def test_a_step_in_stretches_has_the_bits_of_a_step() -> None:
     step = fzero_step(TINY, batch_of(TINY, 2), fzero.optim.adamw(1e-3), fzero.Config(stage=3))
     program = step.lower()
-    regions, other = split(program)
+    stretches, other = split(program)
     same_results(program, other)
     # forward and backward of the layers between the first and the last are alike
-    texts = [str(region.graph()) for region in regions if region.layer.startswith("blocks.")]
+    texts = [str(stretch.graph()) for stretch in stretches if stretch.layer.startswith("blocks.")]
     assert len(set(texts)) <= len(texts) / 2
 
 
@@ -132,7 +136,7 @@ class _Views(nn.Module):
         ].mean()
 
 
-def test_what_is_a_view_of_a_regions_value_outside_stays_one() -> None:
+def test_what_is_a_view_of_a_stretchs_value_outside_stays_one() -> None:
     torch.manual_seed(0)
     apply, params = fzero.functionalize(_Views())
     step_fn = fzero.make_train_step(apply, fzero.optim.sgd(0.1), fzero.Config(stage=2))

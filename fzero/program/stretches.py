@@ -1,13 +1,13 @@
-"""Regions of a Program: stretches of pure operators that something else may compile.
+"""Stretches of a Program: consecutive pure operators that something else may compile.
 
-[Note: regions] A region lies between two nodes that stay as they are: a collective or what fills
+[Note: stretches] A stretch lies between two nodes that stay as they are: a collective or what fills
 and empties its bucket, a wait, what writes in place, what draws random numbers, an island, a mark
-of a phase. So a region changes neither when collectives are launched and awaited nor what is
+of a phase. So a stretch changes neither when collectives are launched and awaited nor what is
 random, and never joins a value of forward with its recomputation in backward. It ends where a layer
-of the model ends, too: layers of one kind then are one region that is compiled once, and values die
-near where they died.
+of the model ends, too: layers of one kind then are one stretch, which is compiled once, and values
+die near where they died.
 
-Views belong to nobody: a region makes its own of what it is given, and gives whole values back, of
+Views belong to nobody: a stretch makes its own of what it is given, and gives whole values back, of
 which the Program makes views again. So no compiler has to know which values share memory.
 """
 
@@ -28,7 +28,7 @@ from fzero.program.sites import SITE
 
 
 @dataclass(frozen=True)
-class Region:
+class Stretch:
     """Consecutive operators, and what they read and make.
 
     Args:
@@ -52,7 +52,7 @@ class Region:
         return self.operators[-1]
 
     def graph(self) -> fx.Graph:
-        """It alone, with names that depend on nothing else: regions that do the same look alike."""
+        """It alone, with names that depend on nothing else: those that do the same look alike."""
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
         for i, node in enumerate(self.inputs):
@@ -67,13 +67,13 @@ class Region:
         return graph
 
 
-def regions_of(graph: fx.Graph, at_least: int = 2) -> list[Region]:
-    """The regions of a graph in order; see [Note: regions].
+def stretches_of(graph: fx.Graph, at_least: int = 2) -> list[Stretch]:
+    """The stretches of a graph in order; see [Note: stretches].
 
     Args:
         at_least: operators that are worth a call.
     """
-    return [_region(run) for run in _runs(graph) if len(run) >= at_least]
+    return [_stretch(run) for run in _runs(graph) if len(run) >= at_least]
 
 
 def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -96,7 +96,7 @@ def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         yield run
 
 
-def _region(run: Sequence[fx.Node]) -> Region:
+def _stretch(run: Sequence[fx.Node]) -> Stretch:
     """The operators of a run, with the views that they read, wherever those stand."""
     members: dict[fx.Node, None] = {}
     inputs: dict[fx.Node, None] = {}
@@ -114,7 +114,7 @@ def _region(run: Sequence[fx.Node]) -> Region:
     whole = [x for x in members if isinstance(x.meta.get("val"), Tensor) and not is_view(x)]
     outputs = [x for x in whole if _read_outside(x, members)]
     layer = next((layer_of(origin_of(x).module) for x in run if origin_of(x) != NOWHERE), "")
-    return Region(tuple(members), tuple(run), tuple(inputs), tuple(outputs), layer)
+    return Stretch(tuple(members), tuple(run), tuple(inputs), tuple(outputs), layer)
 
 
 def _read_outside(node: fx.Node, members: Container[fx.Node]) -> bool:
@@ -130,19 +130,19 @@ def _read_outside(node: fx.Node, members: Container[fx.Node]) -> bool:
     return False
 
 
-def with_regions(
-    graph: fx.Graph, regions: Sequence[Region], run: Callable[[Region], Callable[..., Any]]
+def with_stretches(
+    graph: fx.Graph, stretches: Sequence[Stretch], run: Callable[[Stretch], Callable[..., Any]]
 ) -> fx.Graph:
-    """The graph with one call in the place of each region, which takes a list and gives a list.
+    """The graph with one call in the place of each stretch, which takes a list and gives a list.
 
     Args:
-        run: what is called for a region.
+        run: what is called for a stretch.
     """
     new = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    last = {region.last: region for region in regions}
-    inside = {x for region in regions for x in region.nodes if not is_view(x)}
-    pending: list[fx.Node] = []  # views of what a region that is not there yet makes
+    last = {stretch.last: stretch for stretch in stretches}
+    inside = {x for stretch in stretches for x in stretch.nodes if not is_view(x)}
+    pending: list[fx.Node] = []  # views of what a stretch that is not there yet makes
 
     def copy(node: fx.Node) -> None:
         mapping[node] = new.node_copy(node, mapping.__getitem__)
@@ -158,11 +158,11 @@ def with_regions(
         else:
             copy(node)
         if node in last:
-            region = last[node]
-            given = [mapping[x] for x in region.inputs]
-            made = new.create_node("call_function", run(region), (given,), name="region")
-            made.meta["val"] = [x.meta["val"] for x in region.outputs]
-            for i, output in enumerate(region.outputs):
+            stretch = last[node]
+            given = [mapping[x] for x in stretch.inputs]
+            made = new.create_node("call_function", run(stretch), (given,), name="stretch")
+            made.meta["val"] = [x.meta["val"] for x in stretch.outputs]
+            for i, output in enumerate(stretch.outputs):
                 mapping[output] = new.call_function(operator.getitem, (made, i))
                 mapping[output].meta["val"] = output.meta["val"]
             for view in pending:
