@@ -280,6 +280,7 @@ def _serve(connection: Connection, env: Mapping[str, str | None], log: str, join
 
 def _answer(request: bytes) -> bytes:
     try:
+        _end_groups()
         fn, args = pickle.loads(request)
         # ranks may have drawn different numbers for the test before
         torch.manual_seed(0)
@@ -288,6 +289,18 @@ def _answer(request: bytes) -> bytes:
         return pickle.dumps((False, traceback.format_exc()))
     finally:
         sys.stdout.flush()
+
+
+def _end_groups() -> None:
+    """Destroy the process groups that the call before this one made.
+
+    Each has a thread that wakes up a hundred times a second. Now, not when that call ended: then
+    other ranks still waited in them.
+    """
+    if dist.is_initialized():
+        world = dist.distributed_c10d._world  # private; only it knows all groups
+        for group in [g for g in world.pg_map if g is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
 
 
 def _end_with_parent() -> None:
