@@ -131,16 +131,18 @@ def _recorded(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModul
 
 
 def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    # Non-fake inputs are what the function closes over.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [_fake(x, mode) for x in inputs]
     with (
+        # a caller's no_grad is not to reach the gradients that are recorded; nor is its inference
+        # mode, which torch 2.11, unlike later ones, lets into make_fx
+        torch.inference_mode(False),
         transformers_is_tracing(),
         unchecked,
         checkpoints_as_regions(),
-        # a caller's no_grad is not to reach the gradients that are recorded
         torch.enable_grad(),
     ):
+        # Non-fake inputs are what the function closes over.
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = [_fake(x, mode) for x in inputs]
         noted = origins_noted(fn)
         return make_fx(noted, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
 

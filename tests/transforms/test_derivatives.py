@@ -312,3 +312,20 @@ def test_a_parameter_that_is_read_past_the_params_is_refused(executor: Any) -> N
             call()
     value = fzero.sharded(loss_fn, cfg)(params, x)  # no derivative: a constant is right
     torch.testing.assert_close(value, loss_fn(params, x).detach())
+
+
+@pytest.mark.parametrize("make", [fzero.sharded, fzero.grad, fzero.hvp, fzero.jvp, fzero.vjp])
+def test_a_callers_inference_mode_does_not_reach_what_is_recorded(make: Any) -> None:
+    params = {"w": torch.tensor([0.5, -1.0, 2.0])}
+
+    def numbers(inside: bool) -> Any:
+        p, x = fzero.shard(params), torch.arange(3.0)
+        with torch.inference_mode(inside):
+            fn = make(lambda p, x: (p["w"] * x).sin().sum())
+            if make in (fzero.jvp, fzero.hvp):
+                return fn(p, p, x)
+            found = fn(p, x)
+            return found[1](torch.ones(())) if make is fzero.vjp else found
+
+    for one, other in zip(*map(tree.leaves, map(_full, map(numbers, (True, False)))), strict=True):
+        assert torch.equal(one, other)
