@@ -43,6 +43,15 @@ def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     return optree.tree_map(fn, tree, *rest)
 
 
+def either(tree: PyTree, other: PyTree) -> PyTree:
+    """The leaves of `tree`, and those of `other` where it has None.
+
+    >>> either({"x": 1, "y": None}, {"x": None, "y": 2})
+    {'x': 1, 'y': 2}
+    """
+    return optree.tree_map(lambda a, b: b if a is None else a, tree, other, none_is_leaf=True)
+
+
 def paths(tree: PyTree) -> list[str]:
     """One path per leaf, as it would be written after the tree's name.
 

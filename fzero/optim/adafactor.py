@@ -11,6 +11,7 @@ from fzero.distributed.dtensor import local_tensor, shard_like
 from fzero.errors import ConfigError
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
+from fzero.optim.counts import increased
 from fzero.optim.foreach import leaves_like, zero_step
 from fzero.optim.inplace import in_place
 from fzero.optim.shards import Split, like_given, splits, squares, summed
@@ -25,12 +26,19 @@ class FactoredState(NamedTuple):
             every rank.
         col: Means over the dim before it: (..., n). The same on every rank.
         nu: Running mean squares of vectors and scalars, shaped as these.
+        counts: Each leaf's own updates: see `AdamState`.
     """
 
     step: Tensor
     row: Params
     col: Params
     nu: Params
+    counts: Params = None
+
+    @property
+    def counted(self) -> Params:
+        """A tree with the leaves of the params."""
+        return tree.either(self.row, self.nu)
 
 
 def adafactor(
@@ -112,8 +120,10 @@ def adafactor(
         own = [local_tensor(shard_like(p, g)) for p, g in zip(given, leaves, strict=True)]
         local = [local_tensor(g).to(p.dtype) for g, p in zip(leaves, own, strict=True)]
         factored = [i for i, split in enumerate(lie) if len(split.leaf.shape) > 1]
-        step = state.step + 1
-        share = step.double() ** beta2_decay
+        step, counts, own_ages = increased(spec, state)
+        ages = counts or [step] * len(leaves)
+        share = [age.double() ** beta2_decay for age in counts or [step]]
+        share = share if counts else share * len(leaves)
         rate = torch.as_tensor(rate_at(lr, state.step), dtype=torch.float64, device=step.device)
 
         # what all leaves need of all ranks, in one message
@@ -132,12 +142,12 @@ def adafactor(
         new_rows, new_cols, new_nus, variances = [], [], [], {}
         for i, row, col in factors:
             m, n = lie[i].leaf.shape[-2:]
-            new_rows.append(_mixed(row, next(sums) / max(n, 1), share))
-            new_cols.append(_mixed(col, next(sums) / max(m, 1), share))
+            new_rows.append(_mixed(row, next(sums) / max(n, 1), share[i]))
+            new_cols.append(_mixed(col, next(sums) / max(m, 1), share[i]))
             variances[i] = _product(new_rows[-1], new_cols[-1], lie[i], _least(least, own[i]))
         vectors = [i for i in range(len(lie)) if i not in variances]
         for i, nu in zip(vectors, nus, strict=True):
-            variances[i] = _mixed(local_tensor(nu), local[i].square(), share)
+            variances[i] = _mixed(local_tensor(nu), local[i].square(), share[i])
             new_nus.append(variances[i])
 
         updates = [
@@ -147,7 +157,7 @@ def adafactor(
         lengths = summed(squares(updates), lie, "adafactor: norms")
         for i, (x, p, split) in enumerate(zip(updates, own, lie, strict=True)):
             root = max(split.leaf.numel, 1) ** 0.5
-            alpha = (norms[i].sqrt() / root).clamp(min=floor) * _smaller(rate, step)
+            alpha = (norms[i].sqrt() / root).clamp(min=floor) * _smaller(rate, ages[i])
             factor = -alpha / (lengths[i].sqrt() / (root * d)).clamp(min=1.0)
             x = (x * factor.to(x.device)).to(p.dtype)
             if isinstance(weight_decay, Tensor) or weight_decay:
@@ -158,6 +168,7 @@ def adafactor(
             tree.unflatten(tree.flatten(state.row)[1], new_rows),
             tree.unflatten(tree.flatten(state.col)[1], new_cols),
             tree.unflatten(nu_spec, like_given(new_nus, nus)),
+            own_ages,
         )
         return tree.unflatten(spec, like_given(updates, leaves)), new
 

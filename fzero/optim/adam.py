@@ -13,11 +13,12 @@ from torch import Tensor
 from fzero import tree
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
+from fzero.optim.counts import counts_of, increased
 from fzero.optim.foreach import (
     by_group,
     cast_like,
     leaves_like,
-    scale_,
+    scale_each_,
     scaled,
     zero_step,
     zeros_like,
@@ -43,6 +44,11 @@ class AdamState(NamedTuple):
     nu: Params
     nu_max: Params = None
     counts: Params = None
+
+    @property
+    def counted(self) -> Params:
+        """A tree with the leaves of the params."""
+        return self.mu
 
 
 def scale_by_adam(
@@ -82,7 +88,7 @@ def scale_by_adam(
     ) -> tuple[PyTree, AdamState]:
         check.state("adam", state, AdamState)
         leaves, spec = tree.flatten(grads)
-        step, counts = state.step + 1, [count + 1 for count in _counts(spec, state)]
+        step, counts, own = increased(spec, state)
 
         def kernel(
             mu: list[Tensor], nu: list[Tensor], *rest: list[Tensor]
@@ -95,10 +101,10 @@ def scale_by_adam(
             torch._foreach_addcmul_(nu, grads, grads, 1.0 - b2)
             largest = [list(torch._foreach_maximum(old, nu)) for old in before]
             roots = list(torch._foreach_sqrt(largest[0] if largest else nu))
-            _scale_each_(roots, [_share(b2, t).rsqrt() for t in steps])
+            scale_each_(roots, [_share(b2, t).rsqrt() for t in steps])
             torch._foreach_add_(roots, eps)
             updates = list(torch._foreach_div(mu, roots))
-            _scale_each_(updates, [1.0 / _share(b1, t) for t in steps])
+            scale_each_(updates, [1.0 / _share(b1, t) for t in steps])
             return updates, mu, nu, *largest
 
         moments = _moments(spec, state)
@@ -106,7 +112,6 @@ def scale_by_adam(
         numbers = [counts] if counts else []
         columns = by_group(kernel, *moments, leaves, outputs=1 + len(moments), numbers=numbers)
         updates, *new = (tree.unflatten(spec, column) for column in columns)
-        own = tree.unflatten(spec, counts) if counts else None
         return updates, AdamState(step, *new)._replace(counts=own)
 
     return Optimizer(init, update, in_place(update))
@@ -234,7 +239,7 @@ def _adam(
         rate = rate_at(lr, state.step)
         leaves, spec = tree.flatten(grads)
         columns = (leaves_like(spec, params, "params"), leaves, *_moments(spec, state))
-        counts = _counts(spec, state)
+        counts = counts_of(spec, state)
         # After the schedule, whose first step is 0 (the kernels' is 1), and after what can raise.
         state.step.add_(1)
         if counts:
@@ -290,26 +295,10 @@ def _moments(spec: tree.Spec, state: AdamState) -> tuple[list[Tensor], ...]:
     return tuple(leaves_like(spec, moments, "the optimizer's state") for moments in trees)
 
 
-def _counts(spec: tree.Spec, state: AdamState) -> list[Tensor]:
-    """Each leaf's own count; none where `step` is that of all: see [Note: counts of leaves]."""
-    if state.counts is None:
-        return []
-    return leaves_like(spec, state.counts, "the optimizer's state")
-
-
 def _share(b: float | Tensor, step: Tensor) -> Tensor:
     """The share of a mean that gradients have by now."""
     # In float64: at the first steps 1 - b2**t has lost four of float32's seven digits.
     return 1.0 - b ** step.double()
-
-
-def _scale_each_(leaves: list[Tensor], factors: list[Tensor]) -> None:
-    """`leaf *= factor`, by a factor of its own or by the one of all."""
-    if len(factors) == 1:
-        scale_(leaves, factors[0])
-        return
-    for leaf, factor in zip(leaves, factors, strict=True):
-        scale_([leaf], factor)
 
 
 def _kernel_rate(rate: float | Tensor, device: torch.device) -> Any:

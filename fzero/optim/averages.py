@@ -11,7 +11,8 @@ from torch import Tensor
 from fzero import tree
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree
-from fzero.optim.foreach import by_group, cast_like, leaves_like, scaled, zero_step, zeros_like
+from fzero.optim.counts import NEVER, increased
+from fzero.optim.foreach import by_group, cast_like, leaves_like, scaled_each, zero_step, zeros_like
 from fzero.optim.inplace import in_place
 
 
@@ -21,10 +22,18 @@ class EmaState(NamedTuple):
     Attributes:
         step: Updates so far; 0-d float32.
         ema: The average, shaped as the params; it starts at zero, and is not corrected for that.
+        counts: Each leaf's own updates: see `AdamState`; of an average that is never corrected
+            there are none.
     """
 
     step: Tensor
     ema: Params
+    counts: Params = None
+
+    @property
+    def counted(self) -> Params:
+        """A tree with the leaves of the params."""
+        return self.ema
 
 
 def ema(decay: float, debias: bool = True) -> Optimizer:
@@ -53,23 +62,28 @@ def ema(decay: float, debias: bool = True) -> Optimizer:
     check.fraction("ema", decay=decay)
 
     def init(params: Params) -> EmaState:
-        return EmaState(zero_step(params), zeros_like(params))
+        counts = None if debias else NEVER
+        return EmaState(zero_step(params), zeros_like(params), counts)
 
     def update(
         grads: PyTree, state: EmaState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, EmaState]:
         check.state("ema", state, EmaState)
-        step = state.step + 1
-        unbias = (1.0 - decay ** step.double()).reciprocal()
+        leaves, spec = tree.flatten(grads)
+        step, counts, own = increased(spec, state)
+        unbias = [(1.0 - decay ** t.double()).reciprocal() for t in counts or [step]]
 
-        def kernel(means: list[Tensor], grads: list[Tensor]) -> Any:
+        def kernel(means: list[Tensor], grads: list[Tensor], *each: list[Tensor]) -> Any:
             means = list(torch._foreach_lerp(means, cast_like(grads, means), 1.0 - decay))
             # not the average itself: a state is never somebody's update, too
-            return (scaled(means, unbias) if debias else [x.clone() for x in means]), means
+            if not debias:
+                return [x.clone() for x in means], means
+            factors = each[0] if each else unbias
+            return scaled_each(means, factors), means
 
-        leaves, spec = tree.flatten(grads)
         means = leaves_like(spec, state.ema, "the optimizer's state")
-        updates, new = by_group(kernel, means, leaves, outputs=2)
-        return tree.unflatten(spec, updates), EmaState(step, tree.unflatten(spec, new))
+        numbers = [unbias] if counts else []
+        updates, new = by_group(kernel, means, leaves, outputs=2, numbers=numbers)
+        return tree.unflatten(spec, updates), EmaState(step, tree.unflatten(spec, new), own)
 
     return Optimizer(init, update, in_place(update))

@@ -138,12 +138,28 @@ def scaled(leaves: Leaves, factor: float | Tensor) -> list[Tensor]:
     return [value if value.dtype == dtype else value.to(dtype) for value in products]
 
 
+def scaled_each(leaves: Leaves, factors: list[Tensor]) -> list[Tensor]:
+    """New tensors `leaf * factor`, of its own or the one of all. The leaves are of one group."""
+    if len(factors) == 1:
+        return scaled(leaves, factors[0])
+    return [scaled([leaf], factor)[0] for leaf, factor in zip(leaves, factors, strict=True)]
+
+
 def scale_(leaves: Leaves, factor: float | Tensor) -> None:
     """`leaf *= factor`. The leaves are of one group."""
     if isinstance(factor, Tensor):
         torch._foreach_mul_(leaves, _factor(factor, leaves[0]))
     else:
         torch._foreach_mul_(leaves, factor)
+
+
+def scale_each_(leaves: list[Tensor], factors: list[Tensor]) -> None:
+    """`leaf *= factor`, of its own or the one of all. The leaves are of one group."""
+    if len(factors) == 1:
+        scale_(leaves, factors[0])
+        return
+    for leaf, factor in zip(leaves, factors, strict=True):
+        scale_([leaf], factor)
 
 
 def subtract_(leaves: Leaves, directions: Leaves, lr: float | Tensor) -> None:

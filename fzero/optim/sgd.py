@@ -12,12 +12,13 @@ from fzero import tree
 from fzero.errors import ConfigError
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
+from fzero.optim.counts import NEVER, counts_of, increased
 from fzero.optim.foreach import (
     Leaves,
     by_group,
     cast_like,
     leaves_like,
-    scaled,
+    scaled_each,
     subtract_,
     temporary_bytes,
     zero_step,
@@ -33,17 +34,24 @@ class TraceState(NamedTuple):
     Attributes:
         step: Updates so far; 0-d float32.
         trace: The decayed sum of gradients, shaped as the params; None without momentum.
+        counts: Each leaf's own updates: see `AdamState`; without dampening there are none.
     """
 
     step: Tensor
     trace: Params
+    counts: Params = NEVER
+
+    @property
+    def counted(self) -> Params:
+        """A tree with the leaves of the params."""
+        return self.trace
 
 
 def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optimizer:
     """Momentum: `trace = decay * trace + (1 - dampening) * grads`, and the trace is the update.
 
-    The first gradient enters undamped. With `nesterov` the update is `grads + decay * trace`.
-    Without it, updates and the new state share their tensors.
+    The first gradient of each leaf enters undamped. With `nesterov` the update is
+    `grads + decay * trace`. Without it, updates and the new state share their tensors.
 
     Args:
         decay: How much of the trace stays; at least 0.
@@ -67,24 +75,29 @@ def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optim
     _check_nesterov("trace", nesterov, "decay", decay, dampening)
 
     def init(params: Params) -> TraceState:
-        return TraceState(zero_step(params), zeros_like(params))
+        return TraceState(zero_step(params), zeros_like(params), None if dampening else NEVER)
 
     def update(
         grads: PyTree, state: TraceState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, TraceState]:
         leaves, spec = tree.flatten(grads)
-        undamped = _undamped(state.step, dampening)
+        before = counts_of(spec, state)
+        undamped = _undamped(before or [state.step], dampening)
+        step, _counts, own = increased(spec, state)
 
-        def kernel(traces: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        def kernel(
+            traces: list[Tensor], grads: list[Tensor], *each: list[Tensor]
+        ) -> tuple[list[Tensor], list[Tensor]]:
             grads = cast_like(grads, traces)
             new = list(torch._foreach_mul(traces, decay))
-            _accumulate_(new, grads, undamped)
+            _accumulate_(new, grads, each[0] if each else undamped)
             ahead = torch._foreach_add(grads, new, alpha=decay) if nesterov else new
             return list(ahead), new
 
         traces = leaves_like(spec, state.trace, "the optimizer's state")
-        updates, new = by_group(kernel, traces, leaves, outputs=2)
-        return tree.unflatten(spec, updates), TraceState(state.step + 1, tree.unflatten(spec, new))
+        numbers = [undamped] if before else []
+        updates, new = by_group(kernel, traces, leaves, outputs=2, numbers=numbers)
+        return tree.unflatten(spec, updates), TraceState(step, tree.unflatten(spec, new), own)
 
     return Optimizer(init, update, in_place(update))
 
@@ -129,7 +142,9 @@ def sgd(
     accumulate = trace(momentum, nesterov, dampening)
 
     def init(params: Params) -> TraceState:
-        return TraceState(zero_step(params), zeros_like(params) if momentum else None)
+        if momentum:
+            return accumulate.init(params)
+        return TraceState(zero_step(params), None)
 
     def update(
         grads: PyTree, state: TraceState, params: Params | None = None, **_: Any
@@ -151,15 +166,18 @@ def sgd(
     def apply_(grads: PyTree, state: TraceState, params: Params, **_: Any) -> TraceState:
         check.state("sgd", state, TraceState)
         rate = rate_at(lr, state.step)
-        undamped = _undamped(state.step, dampening)
+        leaves, spec = tree.flatten(grads)
+        counts = counts_of(spec, state)
+        undamped = _undamped(counts or [state.step], dampening)
 
-        def kernel(params: list[Tensor], grads: list[Tensor], *momenta: list[Tensor]) -> None:
+        def kernel(params: list[Tensor], grads: list[Tensor], *rest: list[Tensor]) -> None:
+            momenta, shares = rest[: bool(momentum)], rest[-1] if counts else undamped
             directions = cast_like(grads, params)
             if fixed:
                 directions = torch._foreach_add(directions, params, alpha=fixed)
             for traces in momenta:  # one list, or none without momentum
                 torch._foreach_mul_(traces, momentum)
-                _accumulate_(traces, directions, undamped)
+                _accumulate_(traces, directions, shares)
                 if not nesterov:
                     directions = traces
                 elif fixed:  # the directions are a temporary already
@@ -168,25 +186,28 @@ def sgd(
                     directions = torch._foreach_add(directions, traces, alpha=momentum)
             subtract_(params, directions, rate)
 
-        leaves, spec = tree.flatten(grads)
         columns = [leaves_like(spec, params, "params"), leaves]
         if momentum:
             columns.append(leaves_like(spec, state.trace, "the optimizer's state"))
-        by_group(kernel, *columns, max_bytes=temporary_bytes)
+        numbers = [undamped] if counts else []
+        by_group(kernel, *columns, max_bytes=temporary_bytes, numbers=numbers)
         state.step.add_(1)
+        if counts:
+            torch._foreach_add_(counts, 1)
         return state
 
     return Optimizer(init, update, apply_, rates=rate_by_step(lr))
 
 
-def _undamped(step: Tensor, dampening: float) -> Tensor | None:
+def _undamped(ages: list[Tensor], dampening: float) -> list[Tensor]:
     # torch starts the trace with the whole first gradient. The trace starts at zero here, so the
     # share has to depend on the step, and on the device: reading the step would wait for it.
-    return 1.0 - dampening * (step > 0).double() if dampening else None
+    return [1.0 - dampening * (age > 0).double() for age in ages] if dampening else []
 
 
-def _accumulate_(traces: list[Tensor], grads: Leaves, undamped: Tensor | None) -> None:
-    torch._foreach_add_(traces, grads if undamped is None else scaled(grads, undamped))
+def _accumulate_(traces: list[Tensor], grads: Leaves, shares: list[Tensor]) -> None:
+    """Add each gradient's share: of its own, the one of all, or all of it."""
+    torch._foreach_add_(traces, scaled_each(grads, shares) if shares else grads)
 
 
 def _check_nesterov(

@@ -38,6 +38,11 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
         lambda: fzero.optim.sgd(0.1, momentum=0.9, weight_decay=0.1),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     ),
+    "damped": (
+        lambda: fzero.optim.sgd(0.1, momentum=0.9, dampening=0.5),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    ),
+    "adafactor": (lambda: fzero.optim.adafactor(0.1), lambda p: torch.optim.Adafactor(p, 0.1)),
     "adamw": (lambda: fzero.optim.adamw(0.1), lambda p: torch.optim.AdamW(p, 0.1)),
     "amsgrad": (
         lambda: fzero.optim.adam(0.1, amsgrad=True),

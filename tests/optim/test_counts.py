@@ -1,6 +1,7 @@
 """A count of updates for each leaf."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,17 @@ OPTIMIZERS = {
     "chain": fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), fzero.optim.adamw(0.1)),
     "injected": fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=0.1),
     "muon": fzero.optim.muon(0.1),
+    "adafactor": fzero.optim.adafactor(0.1),
+    "damped": fzero.optim.sgd(0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "trace": fzero.optim.trace(0.9, dampening=0.5),
+    "ema": fzero.optim.ema(0.9),
+}
+TORCH: dict[str, Any] = {
+    "adam": lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.1),
+    "amsgrad": lambda p: torch.optim.AdamW(p, 0.1, amsgrad=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.1),
+    "damped": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
 }
 
 
@@ -48,9 +60,58 @@ def test_counts_that_all_are_the_step_change_nothing(name: str, way: str) -> Non
         torch.testing.assert_close(runs[1][key], value, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("name", TORCH)
+def test_a_leaf_that_comes_late_moves_as_torchs_does(name: str) -> None:
+    opt, late = OPTIMIZERS[name], {"w": torch.zeros(()), "b": torch.zeros(())}
+    params, theirs = copy.deepcopy(PARAMS), copy.deepcopy(PARAMS)
+    reference = TORCH[name](list(theirs.values()))
+    state = opt.init(params)
+    for step in range(7):
+        # one leaf's gradient is missing for four updates, the other's for a while in the middle
+        grads = {k: g for k, g in _grads(step).items() if (step >= 4 if k == "b" else step != 5)}
+        for k, p in theirs.items():
+            p.grad = grads.get(k)
+        reference.step()
+        if not grads:
+            continue
+        counted = own_counts(state)
+        only = _only(counted, set(grads))
+        updates, only = opt.update(grads, only, {k: params[k] for k in grads})
+        params |= {k: params[k] + u for k, u in updates.items()}
+        state = _put(counted, only)
+        for k in grads:
+            late[k] += 1
+        assert state.counts == late
+        for k, p in theirs.items():
+            torch.testing.assert_close(params[k], p.detach(), msg=f"{k} at {step}")
+
+
+def _only(state: Any, names: set[str]) -> Any:
+    """The state with these leaves alone, the others None, as a subset of leaves has it."""
+
+    def pick(field: Any) -> Any:
+        if type(field) is not dict:
+            return field
+        return {k: v if k in names else None for k, v in field.items()}
+
+    return type(state)(*map(pick, state))
+
+
+def _put(state: Any, new: Any) -> Any:
+    """The state with what is new in it."""
+
+    def put(old: Any, field: Any) -> Any:
+        if type(old) is not dict:
+            return field
+        return old | {k: v for k, v in field.items() if v is not None}
+
+    return type(state)(*map(put, state, new))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "damped", "trace", "ema"])
 @pytest.mark.parametrize("way", ["update", "apply_"])
-def test_a_leaf_is_corrected_by_its_own_count(way: str) -> None:
-    opt = OPTIMIZERS["adamw"]
+def test_a_leaf_is_corrected_by_its_own_count(way: str, name: str) -> None:
+    opt = OPTIMIZERS[name]
     params, alone = copy.deepcopy(PARAMS), {"b": PARAMS["b"].clone()}
     state, own = own_counts(opt.init(params)), opt.init(alone)
     counts = {"w": torch.tensor(9.0), "b": torch.tensor(0.0)}
@@ -79,6 +140,9 @@ def test_counts_are_made_once_and_can_be_taken_away() -> None:
 
 
 def test_what_corrects_by_no_count_has_none() -> None:
-    state = fzero.optim.sgd(0.1, momentum=0.9).init(PARAMS)
-    assert own_counts(state) == state
-    assert not has_counts(own_counts(state))
+    optim = fzero.optim
+    for opt in (optim.sgd(0.1, momentum=0.9), optim.sgd(0.1, dampening=0.5), optim.lion(0.1)):
+        for one in (opt, optim.chain(opt, optim.ema(0.9, debias=False))):
+            state = one.init(PARAMS)
+            assert own_counts(state) == common_count(state) == state
+            assert not has_counts(own_counts(state))
