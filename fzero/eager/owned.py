@@ -68,6 +68,11 @@ def own(param: Tensor, owner: Owner) -> None:
     param.fzero_owner = owner  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def has_owner(param: Tensor) -> bool:
+    """Whether a parameter is of an engine that is still there."""
+    return _owner(param) is not None
+
+
 def _owner(param: Tensor) -> tuple[Owner, Holder] | None:
     """The owner of a parameter and what holds its gradient, if that is still there."""
     owner: Owner | None = param.__dict__.get("fzero_owner")

@@ -20,6 +20,7 @@ from fzero.eager.owned import (
     OwnedParameter,
     Owner,
     become_former,
+    has_owner,
     keep_hooks,
     own,
     set_raw_grad,
@@ -119,12 +120,12 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
     if not params:
         raise ShardError(f"{type(model).__name__} has no parameters, so there is nothing to train.")
     for name, param in params.items():
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        holders = [hook.engine for hook in hooks.values() if hasattr(hook, "engine")]
-        if isinstance(param, LazyParameter) or any(holder() is not None for holder in holders):
+        if isinstance(param, LazyParameter) or has_owner(param):
             raise ShardError(
-                f"the parameter {name!r} belongs to another engine already. A parameter has one "
-                "engine; make it of the module that holds all of them."
+                f"the parameter {name!r} belongs to another engine already, trained or frozen. A "
+                "parameter has one engine; make it of the module that holds all of them. What is "
+                "frozen in several modules can be kept out of them (a copy, or an argument of "
+                "forward)."
             )
         check_plain(name, param)
         if foreign_accumulate_hooks(param):

@@ -155,12 +155,14 @@ def test_a_backward_inside_forward_that_is_all_there_is() -> None:
     engine.step()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_module_has_one_engine(stage: int) -> None:
-    model = nn.Linear(2, 1)
+def test_a_module_has_one_engine(stage: int, frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    model[0].requires_grad_(not frozen)
     engine: Any = fzero.Engine(model, SGD, fzero.Config(stage))
     with pytest.raises(fzero.ShardError, match="weight' belongs to another engine"):
-        fzero.Engine(nn.Sequential(model), SGD)
+        fzero.Engine(nn.Sequential(model[0], nn.Linear(1, 1)), SGD)
     del engine
     gc.collect()
     again = fzero.Engine(model, SGD, fzero.Config(stage))  # that one is gone
