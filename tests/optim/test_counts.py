@@ -18,7 +18,7 @@ OPTIMIZERS = {
     "chain": fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), fzero.optim.adamw(0.1)),
     "injected": fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=0.1),
     "muon": fzero.optim.muon(0.1),
-    "adafactor": fzero.optim.adafactor(0.1),
+    "adafactor": fzero.optim.adafactor(0.9),
     "damped": fzero.optim.sgd(0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
     "trace": fzero.optim.trace(0.9, dampening=0.5),
     "ema": fzero.optim.ema(0.9),
@@ -27,7 +27,7 @@ TORCH: dict[str, Any] = {
     "adam": lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, 0.1),
     "amsgrad": lambda p: torch.optim.AdamW(p, 0.1, amsgrad=True),
-    "adafactor": lambda p: torch.optim.Adafactor(p, 0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.9),
     "damped": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
 }
 
