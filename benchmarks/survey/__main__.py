@@ -138,12 +138,13 @@ def tried(subject: Subject) -> tuple[Row, Run | None]:
             return row | {"kind": REFUSED, "words": words_of(error)}, None
         program = run.step_fn.lower(*run.state, run.batch)
         islands = [line for line in program.log if line.startswith("opaque")]
-        largest = max(float(g.abs().max()) for g in grads.values()) or 1.0
+        largest = max(float(g.abs().max()) for g in grads.values() if g.numel())
         apart = max(
             float((x - grads.get(n, torch.zeros_like(x))).abs().nan_to_num().max())
             for n, x in run.gradients().items()
+            if x.numel()
         )
-        row |= {"kind": kind, "error": apart / largest, "loss": float(loss - found)}
+        row |= {"kind": kind, "error": apart / (largest or 1.0), "loss": float(loss - found)}
         row["islands"] = islands[0] if islands else ""
         return row, run
     return row | {"kind": REFUSED}, None
