@@ -2,11 +2,10 @@
 
     python -m benchmarks.survey                       # all, a table of what is not plainly traced
     python -m benchmarks.survey --libraries torch --only LSTM Conv
-    python -m benchmarks.survey --write               # the counts into docs/models.md
     python -m benchmarks.survey --save DIR; python -m benchmarks.survey --load DIR
 
-A model is *traced*, or traced with `Config(opaque="auto")` (the submodules that it wraps are named),
-or refused (the words are shown). Each takes one step at stage 3 (SGD), whose gradients are compared
+A model is *traced*, or traced with `Config(opaque="auto")` (the submodules that it wraps are
+named), or refused (the words are shown). Each takes one step at stage 3 (SGD), whose gradients are compared
 with `loss.backward()`. Libraries that are not installed are left out, and named. Models whose own
 forward and backward fail in plain PyTorch are no subjects, and are counted apart. With `--save` and
 `--load` a second process must compute the same losses bit for bit from the saved Programs, and
@@ -35,13 +34,11 @@ from benchmarks.survey.subjects import Built, Subject
 from fzero.errors import FzeroError, TraceError
 from fzero.transforms import recorded
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "models.md"
-BEGIN, END = "<!-- survey: begin -->", "<!-- survey: end -->"
 TRACED, AUTO, REFUSED, NONE = "traced", "opaque", "refused", "fails in plain PyTorch"
 Row = dict[str, Any]
 
 
-class Late(Exception):
+class Late(BaseException):  # which nobody takes for a refusal
     """A model took longer than it may."""
 
 
@@ -157,7 +154,7 @@ def saved(row: Row, run: Run, folder: Path) -> None:
         losses = torch.stack([run.step() for _ in range(2)])
         torch.save(losses, folder / "losses")
     except FzeroError as error:
-        row["saved"] = f"refused: {str(error)}"
+        row["saved"] = f"refused: {error!s}"
 
 
 def loaded(subject: Subject, folder: Path) -> Row:

@@ -105,13 +105,15 @@ def subjects() -> Iterator[Subject]:
         made[name] = _with(lambda cls=cls, a=arguments: cls(**a), FLAT)
     for n, shape in ((1, LINE), (2, PLANE), (3, SPACE)):
         for name in ("AdaptiveAvgPool", "AdaptiveMaxPool"):
-            made[f"{name}{n}d"] = _with(lambda c=getattr(nn, f"{name}{n}d"): c(2), shape)
+            made[f"{name}{n}d"] = _with(lambda name=f"{name}{n}d": getattr(nn, name)(2), shape)
         for name in ("AvgPool", "MaxPool"):
-            made[f"{name}{n}d"] = _with(lambda c=getattr(nn, f"{name}{n}d"): c(2), shape)
-        made[f"LPPool{n}d"] = _with(lambda c=getattr(nn, f"LPPool{n}d"): c(2, 2), shape)
+            made[f"{name}{n}d"] = _with(lambda name=f"{name}{n}d": getattr(nn, name)(2), shape)
+        made[f"LPPool{n}d"] = _with(lambda name=f"LPPool{n}d": getattr(nn, name)(2, 2), shape)
         made[f"MaxUnpool{n}d"] = _with(_unpool(n), shape)
         for name in ("Conv", "ConvTranspose"):
-            made[f"{name}{n}d"] = _with(lambda c=getattr(nn, f"{name}{n}d"): c(8, 4, 3), shape)
+            made[f"{name}{n}d"] = _with(
+                lambda name=f"{name}{n}d": getattr(nn, name)(8, 4, 3), shape
+            )
             lazy = getattr(nn, f"Lazy{name}{n}d")
             made[f"Lazy{name}{n}d"] = _lazy(lambda c=lazy: c(4, 3), shape)
         for name in ("BatchNorm", "InstanceNorm"):
@@ -172,9 +174,7 @@ def subjects() -> Iterator[Subject]:
         "Softmax2d": _with(nn.Softmax2d, PLANE),
         "SyncBatchNorm, one rank": _with(lambda: nn.SyncBatchNorm(8).eval(), PLANE),
         "Threshold": _with(lambda: nn.Threshold(0.1, 0.0), FLAT),
-        "Transformer": _with(
-            lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0), (5, 3, 8), (4, 3, 8)
-        ),
+        "Transformer": _with(lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0), (5, 3, 8), (4, 3, 8)),
         "TransformerDecoder": _with(
             lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, 0.0), 2),
             *[(5, 3, 8)] * 2,
@@ -188,28 +188,26 @@ def subjects() -> Iterator[Subject]:
         "Upsample, bicubic": _with(lambda: nn.Upsample(scale_factor=2, mode="bicubic"), PLANE),
         "UpsamplingBilinear2d": _with(lambda: nn.UpsamplingBilinear2d(scale_factor=2), PLANE),
         "UpsamplingNearest2d": _with(lambda: nn.UpsamplingNearest2d(scale_factor=2), PLANE),
-        "weight_norm": _with(
-            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)), FLAT
-        ),
+        "weight_norm": _with(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)), FLAT),
         "spectral_norm": _with(
             lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)), FLAT
         ),
         "spectral_norm, old": _with(lambda: nn.utils.spectral_norm(nn.Linear(8, 4)), FLAT),
         "orthogonal": _with(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(8, 4)), FLAT),
-        "prune": _with(lambda: nn.utils.prune.random_unstructured(nn.Linear(8, 4), "weight", 0.5),
-                       FLAT),
         "a loop until convergence": _with(Solved, FLAT),
         # losses
         "AdaptiveLogSoftmaxWithLoss": _with(
             lambda: nn.AdaptiveLogSoftmaxWithLoss(8, 12, [4, 8]), FLAT, _ints(12, 4)
         ),
-        "BCELoss": _with(lambda: nn.Sequential2(nn.Sigmoid(), nn.BCELoss()), FLAT, _rand(*FLAT))
-        if hasattr(nn, "Sequential2")
-        else _with(nn.BCEWithLogitsLoss, FLAT, _rand(*FLAT)),
+        "BCEWithLogitsLoss": _with(nn.BCEWithLogitsLoss, FLAT, _rand(*FLAT)),
         "CosineEmbeddingLoss": _with(nn.CosineEmbeddingLoss, FLAT, FLAT, _signs(4)),
         "CrossEntropyLoss": _with(nn.CrossEntropyLoss, FLAT, _ints(8, 4)),
         "CTCLoss": _with(
-            _ctc, (6, 2, 8), _ints(7, 2, 3), lambda: torch.full((2,), 6), lambda: torch.full((2,), 3)
+            _ctc,
+            (6, 2, 8),
+            _ints(7, 2, 3),
+            lambda: torch.full((2,), 6),
+            lambda: torch.full((2,), 3),
         ),
         "GaussianNLLLoss": _with(nn.GaussianNLLLoss, FLAT, FLAT, _rand(*FLAT)),
         "HingeEmbeddingLoss": _with(nn.HingeEmbeddingLoss, FLAT, _signs(*FLAT)),
@@ -217,7 +215,9 @@ def subjects() -> Iterator[Subject]:
         "KLDivLoss": _with(lambda: nn.KLDivLoss(reduction="batchmean"), FLAT, _rand(*FLAT)),
         "L1Loss": _with(nn.L1Loss, FLAT, FLAT),
         "LinearCrossEntropyLoss": _with(
-            lambda: nn.LinearCrossEntropyLoss(8, 12), FLAT, _ints(12, 4)  # pyright: ignore
+            lambda: nn.LinearCrossEntropyLoss(8, 12),
+            FLAT,
+            _ints(12, 4),  # pyright: ignore
         ),
         "MarginRankingLoss": _with(nn.MarginRankingLoss, FLAT, FLAT, _signs(*FLAT)),
         "MSELoss": _with(nn.MSELoss, FLAT, FLAT),
@@ -232,9 +232,7 @@ def subjects() -> Iterator[Subject]:
         "SmoothL1Loss": _with(nn.SmoothL1Loss, FLAT, FLAT),
         "SoftMarginLoss": _with(nn.SoftMarginLoss, FLAT, _signs(*FLAT)),
         "TripletMarginLoss": _with(nn.TripletMarginLoss, FLAT, FLAT, FLAT),
-        "TripletMarginWithDistanceLoss": _with(
-            nn.TripletMarginWithDistanceLoss, FLAT, FLAT, FLAT
-        ),
+        "TripletMarginWithDistanceLoss": _with(nn.TripletMarginWithDistanceLoss, FLAT, FLAT, FLAT),
     }
     for name, build in sorted(made.items()):
         yield Subject(name, "torch", build)

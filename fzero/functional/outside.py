@@ -312,7 +312,10 @@ class _Value(NamedTuple):
 
     def get(self, key: str, default: Any) -> Any:
         del key
-        return self.variable.get(default)
+        try:
+            return self.variable.get()  # its own default, if it has one
+        except LookupError:
+            return default
 
 
 def put(fact: Fact, value: Any) -> None:
