@@ -5,11 +5,11 @@
     python -m benchmarks.survey --save DIR; python -m benchmarks.survey --load DIR
 
 A model is *traced*, or traced with `Config(opaque="auto")` (the submodules that it wraps are
-named), or refused (the words are shown). Each takes one step at stage 3 (SGD), whose gradients are compared
-with `loss.backward()`. Libraries that are not installed are left out, and named. Models whose own
-forward and backward fail in plain PyTorch are no subjects, and are counted apart. With `--save` and
-`--load` a second process must compute the same losses bit for bit from the saved Programs, and
-stage nothing.
+named), or refused (the words are shown). Each takes one step at stage 3 (SGD), whose gradients are
+compared with `loss.backward()`. Libraries that are not installed are left out, and named. Models
+whose own forward and backward fail in plain PyTorch are no subjects, and are counted apart. With
+`--save` and `--load` a second process must compute the same losses bit for bit from the saved
+Programs, and stage nothing.
 """
 
 import argparse

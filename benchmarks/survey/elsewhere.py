@@ -325,7 +325,8 @@ def in_diffusers() -> Iterator[Subject]:
     yield of("UNet2DConditionModel", {"sample_size": 16, **blocks, "cross_attention_dim": 16,
              "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
              "attention_head_dim": 4,
-             "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}, picture, time, words)  # fmt: skip
+             "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")},
+             picture, time, words)  # fmt: skip
     yield of("AutoencoderKL", {"in_channels": 4, "out_channels": 4, **blocks,
              "down_block_types": ("DownEncoderBlock2D",) * 2,
              "up_block_types": ("UpDecoderBlock2D",) * 2}, picture)  # fmt: skip
