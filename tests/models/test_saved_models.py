@@ -1,4 +1,4 @@
-"""Models of the libraries at hand start from Programs that another process saved."""
+"""Modules of torch start from Programs that another process saved."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-MODELS = ("LSTM", "Transformer", "BatchNorm1d", "spectral_norm", "Loss", "gpt2", "bert, M", "bart")
+MODELS = ("LSTM", "Transformer", "BatchNorm1d", "spectral_norm", "Loss")
 
 
 @pytest.mark.slow
@@ -16,11 +16,11 @@ def test_a_new_process_computes_the_same_and_stages_nothing(tmp_path: Path) -> N
     for flag in ("--save", "--load"):
         file = tmp_path / f"{flag}.json"
         command = [sys.executable, "-m", "benchmarks.survey", flag, str(tmp_path / "programs")]
-        command += ["--libraries", "torch", "transformers", "--json", str(file), "--only", *MODELS]
+        command += ["--libraries", "torch", "--json", str(file), "--only", *MODELS]
         subprocess.run(command, check=True, capture_output=True)
         rows[flag] = {row["name"]: row for row in map(json.loads, file.read_text().splitlines())}
     saved = {n for n, row in rows["--save"].items() if row["kind"] == "traced"}
-    assert len(saved) > 30
+    assert len(saved) > 20
     assert not [n for n in saved if "saved" in rows["--save"][n]]  # none was refused
     assert {n: row for n, row in rows["--load"].items() if row["kind"] != "loaded"} == {}
     assert saved == rows["--load"].keys()
