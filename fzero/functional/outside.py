@@ -168,8 +168,8 @@ class Walk:
             return
         if not isinstance(value, (tuple, frozenset)):
             self.containers.append((value, place))
-        for key, item in items_of(value):
-            self._later(item, Place(place, f"[{key!r}]"))
+        for label, item in labelled(value, place):
+            self._later(item, Place(place, label))
 
     # ------------------------------------------------------------------------------- functions
     def _function(self, fn: types.FunctionType, place: Place) -> None:
@@ -312,7 +312,10 @@ class _Value(NamedTuple):
 
     def get(self, key: str, default: Any) -> Any:
         del key
-        return self.variable.get(default)
+        try:
+            return self.variable.get()  # its own default, if it has one
+        except LookupError:
+            return default
 
 
 def put(fact: Fact, value: Any) -> None:
@@ -334,6 +337,25 @@ def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         return iter(list(dict.items(value)))
     return enumerate(list(value))
+
+
+def labelled(value: Any, place: Place) -> Iterator[tuple[str, Any]]:
+    """A container's items, with what places call them.
+
+    Torch numbers hooks as they come in a process, so of these the order counts.
+    """
+    hooks = is_hooks(place.label)
+    for i, (key, item) in enumerate(items_of(value)):
+        yield f"[{i if hooks else key!r}]", item
+
+
+def is_hooks(label: str) -> bool:
+    """Whether a place ends in a module's table of hooks.
+
+    >>> is_hooks("module.first._forward_hooks"), is_hooks("module.hooks")
+    (True, False)
+    """
+    return label.rpartition(".")[2] in _HOOK_TABLES
 
 
 def is_generator(value: Any) -> bool:
@@ -400,6 +422,12 @@ def _dunder_functions(cls: type) -> list[str]:
 
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_HOOK_TABLES = frozenset(
+    name
+    for space in (vars(nn.Module()), vars(nn.modules.module))
+    for name, value in space.items()
+    if "_hooks" in name and isinstance(value, dict)
+)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))

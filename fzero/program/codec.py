@@ -86,7 +86,10 @@ class _Encoder:
         self.at: str = ""
 
     def program(self, fields: Mapping[str, Any]) -> Json:
-        constants = {name: self.constants(name, x) for name, x in self.part.constants.items()}
+        # what was read and then not used, as a module's buffers may be, is nothing that it rests on
+        read = {node.target for node in self.part.graph.nodes if node.op == "get_attr"}
+        there = {name: x for name, x in self.part.constants.items() if name in read}
+        constants = {name: self.constants(name, x) for name, x in there.items()}
         nodes = [self.node(node) for node in self.part.graph.nodes]
         return {
             "fields": {name: self.value(x) for name, x in fields.items()},

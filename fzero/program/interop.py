@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from fzero.functional.patch import Patch
 from fzero.functional.remat import is_recording
+from fzero.program.grouped import recordable
 
 
 @contextlib.contextmanager
@@ -89,8 +90,10 @@ def _gaussian_nll_loss(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 unchecked = Patch(
     (Distribution, "_validate_args", _Unchecked),
     (functional, "gaussian_nll_loss", _gaussian_nll_loss),
+    (torch, "_grouped_mm", recordable),
 )
-"""Meanwhile torch does not read values of what is recorded only to validate them.
+"""Meanwhile torch does not read values of what is recorded only to validate them, and products of
+groups are recorded in every dtype.
 
 There is no public way for one thread: `Distribution.set_default_validate_args` is the process's.
 """

@@ -84,7 +84,9 @@ def _with_islands(
             with opaque_modules(chosen):
                 program = _by_front_ends(name, front_ends, inputs, names, guard)
         except TraceError as error:
+            # what can't be an island was tried apart, so its cause knows of no module around it
             module = _module_of(error.__cause__ or error)
+            module = _module_of(error) if module is None else module
             while module and module in chosen:  # what can't be an island is a part of one
                 module = module.rpartition(".")[0]
             if module is None or module in chosen:

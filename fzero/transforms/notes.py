@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.errors import TraceError
 from fzero.functional.draws import Source, Watch, global_sources, source, without_draws
-from fzero.functional.outside import Fact, Place, Walk, attributes_of, items_of, put
+from fzero.functional.outside import Fact, Place, Walk, attributes_of, labelled, put
 from fzero.functional.reads import MISSING, Reads
 from fzero.program import Program
 
@@ -277,7 +277,7 @@ def tokens_of(walk: Walk, written: frozenset[str]) -> dict[tuple[str, int], Any]
     rows = [(f.place, f.value) for f in walk.facts]
     for container, place in walk.containers:
         rows.append((place, container))
-        rows += [(Place(place, f"[{key!r}]"), item) for key, item in items_of(container)]
+        rows += [(Place(place, label), item) for label, item in labelled(container, place)]
     found: dict[tuple[str, int], Any] = {}
     count: dict[str, int] = {}
     for place, value in rows:

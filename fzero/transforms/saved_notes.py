@@ -17,6 +17,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from fzero.errors import FzeroError
 from fzero.functional.library import HEAP_TYPE, is_library_module, is_machinery
-from fzero.functional.outside import Walk
+from fzero.functional.outside import Walk, is_hooks
 from fzero.functional.reads import MISSING, Reads
 from fzero.transforms.notes import Notes, Seen, ambient, tokens_of
 
@@ -213,8 +214,10 @@ def _prints(
     """What stands for each value that must stay as it is; `strict` refuses what nothing can."""
     found = {}
     roots = {(label, -1): root for label, root in walk.roots.items()}
-    for at, value in (roots | tokens_of(walk, written)).items():
-        text = print_of(value)
+    tokens = roots | tokens_of(walk, written)
+    printer = _Printer.of(tokens)
+    for at, value in tokens.items():
+        text = printer.hooks_of(value) if is_hooks(at[0]) else printer.print(value)
         if text is None and strict:
             raise FzeroError(
                 f"the recording can't be saved: {at[0]} is a {type(value).__name__}, an object "
@@ -233,10 +236,49 @@ def print_of(value: Any) -> str | None:
     >>> print_of(torch.ones(2, 3))
     'Tensor float32 (2, 3) (3, 1) cpu'
     """
-    return _print(value, ())
+    return _Printer({}).print(value)
 
 
-def _print(value: Any, above: tuple[int, ...]) -> str | None:
+class _Printer:
+    """Prints of the values of one walk.
+
+    Args:
+        hooks: the numbers that torch has given to hooks, and their order.
+    """
+
+    def __init__(self, hooks: Mapping[int, int]) -> None:
+        self.hooks = hooks
+        # objects that are only ever told from each other: which places have the same one
+        self.marks: dict[int, int] = {}
+
+    @classmethod
+    def of(cls, tokens: Mapping[tuple[str, int], Any]) -> "_Printer":
+        """For these values, by place.
+
+        A number tells which hook of one table belongs to which entry of another, so all tables
+        have one order.
+        """
+        tables = [x for at, x in tokens.items() if is_hooks(at[0]) and isinstance(x, dict)]
+        numbers = sorted({key for table in tables for key in table if type(key) is int})
+        return cls({number: i for i, number in enumerate(numbers)})
+
+    def hooks_of(self, table: Any) -> str | None:
+        """Of a table of hooks."""
+        if isinstance(table, dict) and all(type(key) is int for key in table):
+            ordered = type(table)((self.hooks[key], hook) for key, hook in table.items())
+            return self.print(ordered)
+        return self.print(table)
+
+    def print(self, value: Any, above: tuple[int, ...] = ()) -> str | None:
+        """Of any value; `above` are the containers that it is in."""
+        if type(value) is object:
+            return f"object {self.marks.setdefault(id(value), len(self.marks))}"
+        return _print(value, above, self.print)
+
+
+def _print(
+    value: Any, above: tuple[int, ...], inner: Callable[[Any, tuple[int, ...]], str | None]
+) -> str | None:
     kind = type(value)
     if value is MISSING:
         return "nothing"
@@ -249,16 +291,18 @@ def _print(value: Any, above: tuple[int, ...]) -> str | None:
         strides = value.stride() if value.layout is torch.strided else value.layout
         return f"{kind.__name__} {dtype} {tuple(value.shape)} {strides} {value.device}"
     if isinstance(value, enum.Enum):
-        return f"{_name(kind)}.{value.name} {_print(value.value, above)}"
+        return f"{_name(kind)}.{value.name} {inner(value.value, above)}"
     if isinstance(value, type):
         return f"class {_name(value)}"
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
+    if isinstance(value, ContextVar):  # what it says is a fact of its own
+        return f"ContextVar {value.name}"
     if isinstance(value, functools.partial):
-        return _print((value.func, value.args, value.keywords), above)
+        return inner((value.func, value.args, value.keywords), above)
     if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, _CONTAINERS):
-        inner = _print(value.__self__, above)
-        return None if inner is None else f"{value.__name__} of {inner}"
+        said = inner(value.__self__, above)
+        return None if said is None else f"{value.__name__} of {said}"
     if isinstance(value, (*_VIEWS, *_WRAPPERS)):  # what is in it has a print of its own
         return kind.__name__
     if isinstance(value, _FUNCTIONS):
@@ -267,7 +311,7 @@ def _print(value: Any, above: tuple[int, ...]) -> str | None:
     if isinstance(value, _CONTAINERS):
         if id(value) in above:
             return "itself"
-        return _container(value, functools.partial(_print, above=(*above, id(value))))
+        return _container(value, lambda x: inner(x, (*above, id(value))))
     machinery = is_machinery(kind)
     if not machinery and (kind.__flags__ & HEAP_TYPE or isinstance(value, nn.Module)):
         return f"a {_name(kind)}"  # what was read of it are facts
@@ -296,7 +340,7 @@ def _container(value: Any, inner: Callable[[Any], str | None]) -> str | None:
 
 def _code(code: types.CodeType) -> str:
     """A digest of what a function does; lines and files may change."""
-    consts = [_code(x) if isinstance(x, types.CodeType) else _print(x, ()) for x in code.co_consts]
+    consts = [_code(x) if isinstance(x, types.CodeType) else print_of(x) for x in code.co_consts]
     said = (
         *(code.co_code.hex(), consts, code.co_names, code.co_varnames, code.co_freevars),
         *(code.co_cellvars, code.co_flags, code.co_argcount, code.co_kwonlyargcount),

@@ -1,6 +1,7 @@
 """Saved Programs: a restart stages nothing, computes the same, and never runs what is stale."""
 
 import contextlib
+import contextvars
 import importlib
 import itertools
 import json
@@ -443,3 +444,155 @@ def test_code_that_no_walk_comes_to_counts_by_its_module(
         step_fn.save_programs(tmp_path / "programs")
     sys.modules.pop("unseen_by_walks", None)
     assert float(state[1].metrics["loss"]) == loss
+
+
+# --------------------------------------------------------- what is not of the function's own doing
+_NOBODY: Any = object()
+_SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=2.0)
+
+
+def spare_buffer() -> nn.Module:
+    module: Any = nn.Sequential(nn.Linear(5, 3))
+    module.register_buffer("spare", torch.ones(2))
+    return module
+
+
+def statistics_at_rest() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).eval()  # counts batches, unread
+
+
+def lstm() -> nn.Module:
+    return Reading(nn.LSTM(5, 3), lambda module, x: module(x)[0])
+
+
+def hook_of_torchs() -> nn.Module:
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(5, 3))).eval()
+
+
+def sentinel() -> nn.Module:
+    def read(module: nn.Module, x: Tensor, scale: Any = _NOBODY) -> Tensor:
+        return module(x) if scale is _NOBODY else module(x) * scale
+
+    return Reading(nn.Linear(5, 3), read)
+
+
+def context_variable() -> nn.Module:
+    return Reading(nn.Linear(5, 3), lambda module, x: module(x) * _SCALE.get())
+
+
+class Reading(nn.Module):
+    """Calls `read(inner, x)`."""
+
+    def __init__(self, inner: nn.Module, read: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.inner, self.read = inner, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.inner, x)
+
+
+def one_step(
+    module: nn.Module, load: Path | None = None, save: Path | None = None
+) -> tuple[Tensor, list[str]]:
+    """The loss, and what was said of Programs that are not used."""
+    apply, params = fzero.functionalize(module)
+    step_fn = fzero.make_train_step(
+        lambda params, x: apply(params, x).square().mean(), fzero.optim.sgd(0.1)
+    )
+    state = step_fn.init(params)
+    if load is not None:
+        step_fn.load_programs(load)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        state = step_fn(*state, torch.arange(20.0).view(4, 5))
+    if save is not None:
+        step_fn.save_programs(save)
+    said = [str(w.message) for w in warned if "are not used" in str(w.message)]
+    return state[1].metrics["loss"], said
+
+
+INCIDENTAL = [
+    spare_buffer,
+    statistics_at_rest,
+    lstm,
+    hook_of_torchs,
+    sentinel,
+    context_variable,
+]
+
+
+@pytest.mark.parametrize("make", INCIDENTAL, ids=lambda make: make.__name__)
+def test_only_what_the_function_reads_counts(
+    make: Callable[[], nn.Module], tmp_path: Path, nothing_is_staged: list[str]
+) -> None:
+    torch.manual_seed(0)
+    wanted, _ = one_step(make(), save=tmp_path)
+    nothing_is_staged.clear()
+    nn.Linear(1, 1).register_forward_hook(print)  # in another process the numbers of hooks differ
+    torch.manual_seed(0)
+    found, said = one_step(make(), load=tmp_path)
+    assert torch.equal(found, wanted)
+    assert (nothing_is_staged, said) == ([], [])
+
+
+def test_hooks_are_compared_by_what_they_do_and_in_their_order(tmp_path: Path) -> None:
+    def halve(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out / 2
+
+    def shift(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out + 1
+
+    def with_hooks(*hooks: Any, kwargs: tuple[bool, ...] = (False, False)) -> nn.Module:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(5, 3))
+        for hook, with_kwargs in zip(hooks, kwargs, strict=True):
+            module.register_forward_hook(hook, with_kwargs=with_kwargs)
+        return module
+
+    one_step(with_hooks(halve, shift), save=tmp_path)
+    wanted, _ = one_step(with_hooks(shift, halve))
+    found, said = one_step(with_hooks(shift, halve), load=tmp_path)
+    assert torch.equal(found, wanted)
+    assert len(said) == 1
+    assert "_forward_hooks" in said[0]
+
+    def either(module: nn.Module, args: Any, *rest: Any) -> Tensor:
+        return rest[-1] * len(rest)
+
+    folder = tmp_path / "either"
+    one_step(with_hooks(either, either, kwargs=(False, True)), save=folder)
+    _, said = one_step(with_hooks(either, either, kwargs=(True, False)), load=folder)
+    assert len(said) == 1
+    assert "_forward_hooks_with_kwargs" in said[0]
+    _, said = one_step(with_hooks(either, either, kwargs=(False, True)), load=folder)
+    assert not said
+
+
+def test_one_sentinel_is_not_taken_for_another(tmp_path: Path) -> None:
+    def made(same: bool) -> nn.Module:
+        torch.manual_seed(0)
+        first, second = object(), object()
+        given = first if same else second
+
+        def read(module: nn.Module, x: Tensor) -> Tensor:
+            return module(x) * (2 if given is first else 3)
+
+        return Reading(nn.Linear(5, 3), read)
+
+    one_step(made(True), save=tmp_path)
+    wanted, _ = one_step(made(False))
+    found, said = one_step(made(False), load=tmp_path)
+    assert torch.equal(found, wanted)
+    assert len(said) == 1
+    assert not one_step(made(True), load=tmp_path)[1]
+
+
+def test_a_context_variable_that_says_otherwise_is_noticed(tmp_path: Path) -> None:
+    one_step(context_variable(), save=tmp_path)
+    token = _SCALE.set(3.0)
+    try:
+        _, said = one_step(context_variable(), load=tmp_path)
+    finally:
+        _SCALE.reset(token)
+    assert len(said) == 1
+    assert "from float 2.0 to float 3.0" in said[0]

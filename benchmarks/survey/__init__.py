@@ -1,0 +1,1 @@
+"""How many models of the libraries at hand run through the traced executor."""
