@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fzero
+from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
 from fzero.program.passes.order import OutOfOrder, in_order, order_of_leaves
 from fzero.program.program import Program
 from tests.ranks import fake_ranks
@@ -22,7 +23,7 @@ def laid() -> Program:
     step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), fzero.Config(stage=3))
     state = step_fn.init({f"w{i}": torch.ones(8, 8) for i in range(3)})
     fitting: Any = step_fn.lower(*state, torch.ones(4, 8)).fitting
-    return fitting.laid()
+    return hoist_reductions(sink_gathers(regather(fitting.laid())))
 
 
 def test_gathers_go_earlier_and_reductions_later() -> None:
