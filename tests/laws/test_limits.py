@@ -83,7 +83,8 @@ def _check(stage: int, kind: str, rows: Any, shares: Any) -> list[Any]:
     for found in zip(*by_rank, strict=True):
         refused = [x for x in found if isinstance(x, str)]
         if refused:
-            assert len(refused) == 2 and len(set(refused)) == 1, found
+            assert len(refused) == 2, found
+            assert len(set(refused)) == 1, found
             assert "Config.memory_limit=" in refused[0]
         else:
             assert set(found) == {(True, True)}
