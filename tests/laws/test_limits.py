@@ -92,8 +92,8 @@ def _check(stage: int, kind: str, rows: Any, shares: Any) -> list[Any]:
 
 
 def test_ranks_differ_in_shape_and_both_stay_below() -> None:
-    """A limit that the large batch needs a plan for, and the small one does not."""
-    (found,) = _check(3, "function", [(4, 64)], [0.8])
+    """The large batch makes products again, which moves gathers; the small one need not."""
+    (found,) = _check(3, "function", [(4, 64)], [0.75])
     assert found == (True, True)
 
 
