@@ -227,8 +227,9 @@ def _results(
             yield waiting.popleft(), LeftOut(text)
 
     def better(result: Report | FzeroError) -> float:
-        fits = isinstance(result, Report) and result.fits is not False
-        return min(best, result.seconds) if fits else best
+        if isinstance(result, Report) and result.fits is not False:
+            return min(best, result.seconds)
+        return best
 
     if workers <= 1:
         while waiting:

@@ -39,7 +39,7 @@ def _run(cfg: fzero.Config, batches: Sequence[Tensor], kind: str) -> tuple[list[
     """What all calls give, and the most bytes that one of them held."""
     if kind == "step":
         step_fn = fzero.make_train_step(model_fn, fzero.optim.adam(0.01), cfg)
-        state: Any = step_fn.init(_params())
+        state: tuple[Any, Any] = step_fn.init(_params())
         losses, peak = [], 0
         for batch in batches:
             state = step_fn(*state, batch)
