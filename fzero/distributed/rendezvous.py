@@ -51,27 +51,29 @@ def rendezvous(
         )
 
 
-def first_says(key: str, text: str, mesh: Mesh, timeout: float | None = None) -> str:
-    """What the first rank of `mesh` passes, on every rank; through the store, no collectives.
+def says(key: str, text: str, mesh: Mesh, rank: int = 0, timeout: float | None = None) -> str:
+    """What one rank of `mesh` passes, on every rank; through the store, no collectives.
 
     Args:
-        key: names this question; used once in a run, and the same on all ranks.
+        key: names this question; the same on all ranks.
         text: this rank's answer.
         mesh: the ranks.
-        timeout: seconds to wait for the first rank; None: the process group's.
+        rank: whose answer it is, as a number in the mesh.
+        timeout: seconds to wait for that rank; None: the process group's.
 
     Raises:
         RankMismatchError: it is elsewhere, gone, or late beyond the limit.
 
     >>> from fzero.distributed.mesh import resolve_mesh
-    >>> first_says("order", "1 2", resolve_mesh(None, "cpu"))
+    >>> says("order", "1 2", resolve_mesh(None, "cpu"))
     '1 2'
     """
     circle = circle_of(mesh)
     if circle.alone:
         return text
     with circle.at(key, timeout):
-        if mesh.rank == 0:
-            circle.set(f"first/{key}", text)
+        name = f"said at {circle.here.number}: {key}"
+        if mesh.rank == rank:
+            circle.set(name, text)
             return text
-        return circle.get(f"first/{key}")
+        return circle.get(name)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fzero.config import Config
-from fzero.distributed.rendezvous import first_says
+from fzero.distributed.rendezvous import says
 from fzero.eager.owned import raw_grad, set_raw_grad
 from fzero.engine import events, phases
 from fzero.engine.attach import gather_around, install, owned_hook
@@ -470,8 +470,11 @@ class Driver:
         self._is_ordered = True
         plan, reducer = self.stepper.plan, self.reducer
         mine = " ".join(map(str, arrived))
-        said = first_says(
-            f"engine {self.journal.number}, order of gradients", mine, plan.mesh, self.cfg.timeout
+        said = says(
+            f"engine {self.journal.number}, order of gradients",
+            mine,
+            plan.mesh,
+            timeout=self.cfg.timeout,
         )
         order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
         self._order = list(order)

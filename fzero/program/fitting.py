@@ -7,13 +7,18 @@ has to go.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from fzero.errors import ConfigError
+from fzero.program.choice import Thrift
 from fzero.program.hardware import CPU, Hardware
 from fzero.program.ladder import RUNGS, Ladder, Plan
 from fzero.program.memory import peak_bytes
+from fzero.program.passes.order import OutOfOrder
 from fzero.program.program import Program
 from fzero.program.text import size
+
+_P = TypeVar("_P", Program, Program | None)
 
 
 class NothingFits(ConfigError):
@@ -29,6 +34,12 @@ class NothingFits(ConfigError):
         self.program, self.limit = program, limit
         super().__init__(f"{_nothing_fits(program, limit)} {ways_on}".rstrip())
 
+    @property
+    def number(self) -> int:
+        """Of the plan that holds least; -1: even that holds too much."""
+        fits = peak_bytes(self.program) <= self.limit - RESERVE
+        return self.program.thrift[0] if fits else -1
+
 
 @dataclass
 class Fitting:
@@ -40,14 +51,14 @@ class Fitting:
     Args:
         laid: makes the Program that the ladder is of: before `recompute`, collectives in place.
         regather: see `Ladder`.
-        build: `(plan, limit, late)` -> the Program as it runs, its buckets the largest under a
-            limit in bytes; with 0 the smallest.
+        build: `(plan, limit, late, alone)` -> the Program as it runs, its buckets the largest under
+            a limit in bytes; with 0 the smallest. With `alone` as if ranks had settled nothing.
         machine: to whose host values may be sent away; None: they may not.
     """
 
     laid: Callable[[], Program]
     regather: bool
-    build: Callable[[Plan | None, int, bool], Program]
+    build: Callable[[Plan | None, int, bool, bool], Program]
     machine: Hardware | None = None
     _ladder: Ladder | None = None
 
@@ -66,8 +77,8 @@ class Fitting:
     def at(self, number: int, limit: int) -> Program:
         """One of them, its buckets chosen under a limit in bytes."""
         rung, late = divmod(number, 2)
-        program = self.build(self.ladder.plan(rung), limit - RESERVE, bool(late))
-        return replace(program, rung=number)
+        program = self.build(self.ladder.plan(rung), limit - RESERVE, bool(late), False)
+        return _numbered(program, number)
 
     def under(self, limit: int) -> Program:
         """The first that stays under a limit in bytes.
@@ -76,37 +87,76 @@ class Fitting:
             NothingFits: none does.
         """
         room = limit - RESERVE
-        built: dict[int, tuple[int, Program]] = {}  # of rungs: the number, and with least buckets
+        found = self._first(room, lambda rung: self._thriftiest(rung, room))
+        if peak_bytes(found) > room:
+            raise NothingFits(found, limit)
+        return self.at(found.thrift[0], limit)
 
-        def peak_at(rung: int) -> int:
-            if rung not in built:
-                plan = self.ladder.plan(rung)
-                first = self.build(plan, 0, False)
-                built[rung] = (2 * rung, first)
-                if peak_bytes(first) > room and any(_gathers(first)):
-                    late = self.build(plan, 0, True)
-                    if peak_bytes(late) < peak_bytes(first):
-                        built[rung] = (2 * rung + 1, late)
-            return peak_bytes(built[rung][1])
+    def settled(self, limit: int, thrift: Thrift) -> Program:
+        """The first that stays under a limit in bytes with the collectives that ranks have settled.
 
+        Raises:
+            NothingFits: none does. Its Program is the one that holds least with others.
+        """
+        room = limit - RESERVE
+        leaves = frozenset(thrift.regathered)
+
+        def with_them(plan: Plan) -> Program | None:
+            try:
+                return self.build(replace(plan, regathered=leaves), 0, False, False)
+            except OutOfOrder:
+                return None
+
+        found = self._first(room, lambda rung: with_them(self.ladder.plan(rung)))
+        if found is None or peak_bytes(found) > room:
+            found = with_them(Plan(recomputed=frozenset(thrift.recomputed)))
+        if found is None or peak_bytes(found) > room:
+            raise NothingFits(self._thriftiest(RUNGS, room, alone=True), limit)
+        return found
+
+    def _thriftiest(self, rung: int, room: int, *, alone: bool = False) -> Program:
+        """That of a rung, in the smallest buckets; its gathers late if it takes that."""
+        plan = self.ladder.plan(rung)
+        first = _numbered(self.build(plan, 0, False, alone), 2 * rung)
+        if peak_bytes(first) > room and any(_gathers(first)):
+            late = _numbered(self.build(plan, 0, True, alone), 2 * rung + 1)
+            if peak_bytes(late) < peak_bytes(first):
+                return late
+        return first
+
+    def _first(self, room: int, made: Callable[[int], _P]) -> _P:
+        """The Program of the first rung found that stays within `room` bytes; else the last rung's.
+
+        Args:
+            made: of a rung; None: there is no Program, as if it held too much.
+        """
+        built: dict[int, _P] = {}
         low, high, rung = -1, RUNGS, 0  # nothing fits up to `low`; `high` may
         while high not in built or (high - low > _NEAR and len(built) < _TRIES):
-            peak = peak_at(rung)
-            if peak > room and rung == RUNGS:
-                raise NothingFits(built[rung][1], limit)
-            low, high = (low, rung) if peak <= room else (rung, high)
+            program = built[rung] = made(rung)
+            peak = None if program is None else peak_bytes(program)
+            fits = peak is not None and peak <= room
+            if not fits and rung == RUNGS:
+                return program
+            low, high = (low, rung) if fits else (rung, high)
             # what the model leaves out is nearly the same at neighbouring rungs
-            guess = self.ladder.rung_of(room - (peak - self.ladder.target(rung)))
+            guess = (low + high) // 2
+            if peak is not None:
+                guess = self.ladder.rung_of(room - (peak - self.ladder.target(rung)))
             if len(built) >= _TRIES - 1 and high not in built:
                 guess = high
             rung = min(max(guess, low + 1), high if high not in built else high - 1)
-        return self.at(built[high][0], limit)
+        return built[high]
 
     def frontier(self, points: int) -> Sequence[Program]:
         """Programs from the one that does least to the one that holds least."""
         rungs = [RUNGS * i // max(points - 1, 1) for i in range(points)]
-        found = [self.build(self.ladder.plan(rung), 0, False) for rung in rungs]
-        return [self.build(None, 0, False), *found]
+        found = [self.build(self.ladder.plan(rung), 0, False, False) for rung in rungs]
+        return [self.build(None, 0, False, False), *found]
+
+
+def _numbered(program: Program, number: int) -> Program:
+    return replace(program, thrift=(number, *program.thrift[1:]))
 
 
 def _gathers(program: Program) -> Iterator[bool]:

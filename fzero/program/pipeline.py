@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from fzero.program.choice import Thrift
 from fzero.program.fitting import Fitting
 from fzero.program.hardware import Hardware
 from fzero.program.ladder import Plan
@@ -10,6 +11,7 @@ from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
 from fzero.program.passes.offload import offload
+from fzero.program.passes.order import in_order, order_of_leaves
 from fzero.program.passes.recompute import recompute
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_gather, is_reduction
@@ -29,7 +31,7 @@ def optimise(
     exact: bool = False,
     early: Early | None = None,
     limit: int | None = None,
-    rung: int | None = None,
+    thrift: Thrift | None = None,
     passes: Named = (),
     machine: Hardware | None = None,
 ) -> Program:
@@ -43,7 +45,8 @@ def optimise(
         exact: take `bucket_bytes` as it is instead of looking for a better size below it.
         early: with `exact`, how early gathers are, which takes the place of `prefetch`.
         limit: bytes that the peak has to stay under, with as little done twice as that takes.
-        rung: of the plan that all ranks settled for that; None: the first that fits.
+        thrift: what all ranks settled for that, with `exact`; None: this rank's own, the first that
+            fits. See [Note: ranks under a limit].
         passes: a user's, by name: see [Note: passes of users].
         machine: to whose host a plan for `limit` may send values away; None: to none.
 
@@ -56,8 +59,11 @@ def optimise(
     program = clean(program)
     program = rematerialise(program)  # before regather: what is computed again reads new gathers
 
-    def build(plan: Plan | None = None, within: int = 0, late: bool = False) -> Program:
-        done = program
+    def build(
+        plan: Plan | None = None, within: int = 0, late: bool = False, alone: bool = False
+    ) -> Program:
+        done, shared = program, None if alone or limit is None else thrift
+        given = exact and not alone
         if plan is not None:
             done = recompute(done, plan.recomputed)
             done = regather(done, plan.regathered)
@@ -67,8 +73,11 @@ def optimise(
             done = regather(done)
         # the last moment at which each collective is one node of one leaf
         done = run_passes(_laid(done), passes, late=False)
-        most, settled = bucket_bytes, exact
-        if plan is not None and not within and not exact:  # to see what it can hold at least
+        if shared is not None:
+            done = in_order(done, shared.order)
+        order = order_of_leaves(done) if limit is not None and plan is not None else ()
+        most, settled = bucket_bytes, given
+        if plan is not None and not within and not given:  # to see what it can hold at least
             most, settled = bucket_sizes(done, bucket_bytes)[-1], True
         done = share_collectives(
             done,
@@ -76,16 +85,20 @@ def optimise(
             prefetch=0 if late else prefetch,
             slack=slack,
             exact=settled,
-            early=early if exact else None,
+            early=early if given else None,
             within=within or None,
         )
-        return run_passes(insert_seeds(done), passes, late=True)
+        done = run_passes(insert_seeds(done), passes, late=True)
+        if limit is None or plan is None:
+            return done
+        own = Thrift(0, tuple(sorted(plan.regathered)), order, tuple(sorted(plan.recomputed)))
+        return replace(done, thrift=tuple(shared or own))
 
     fitting = Fitting(lambda: _laid(program), reshard_after_forward, build, machine)
     if limit is None:
         done = build()
     else:
-        done = fitting.under(limit) if rung is None else fitting.at(rung, limit)
+        done = fitting.under(limit) if thrift is None else fitting.settled(limit, thrift)
     return replace(done, fitting=fitting)
 
 

@@ -49,8 +49,8 @@ class Program:
         resident: what a step's state has that lives beside this graph and isn't among its inputs.
         bucket_bytes: most bytes of full leaves that share a collective; 0 if there are none.
         early: how many buckets early gathers are launched, as `passes.schedule` has it.
-        rung: number of the plan that keeps it under a memory limit, see `fzero.program.fitting`;
-            None: there is no limit.
+        thrift: of a plan for a memory limit, what decides which collectives run, as
+            `fzero.program.fitting` has it; empty: there is no limit.
         next: what the step runs after it.
         input_categories: what each of the first inputs is: see `fzero.program.categories`.
         output_categories: the same of outputs.
@@ -69,7 +69,7 @@ class Program:
     resident: tuple[Held, ...] = ()
     bucket_bytes: int = 0
     early: tuple[int, ...] = ()
-    rung: int | None = None
+    thrift: tuple[Any, ...] = ()
     next: "Program | None" = None
     input_categories: tuple[str, ...] = ()
     output_categories: tuple[str, ...] = ()
@@ -280,7 +280,7 @@ class Program:
 
 
 _PLAIN = (
-    *("name", "inputs", "outputs", "log", "times", "resident", "bucket_bytes", "early", "rung"),
+    *("name", "inputs", "outputs", "log", "times", "resident", "bucket_bytes", "early", "thrift"),
     *("input_categories", "output_categories", "reduced_over"),
 )
 

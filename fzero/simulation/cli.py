@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--precision", default="bf16", choices=["bf16", "fp16", "fp32"], help="[bf16]")
     add("--offload", action="store_true", help="masters and optimizer state in host memory")
+    add("--activations", action="store_true", help="all values of forward that can wait there too")
     add("--exact", action="store_true", help="record every layer instead of reckoning from few")
     add("--sweep", action="store_true", help="search stage, HSDP, accumulation, remat and offload")
     add("--candidates", type=int, default=30, metavar="N", help="of a sweep, at most [30]")
@@ -98,7 +99,9 @@ def _job(args: argparse.Namespace) -> Job:
 
 
 def _one(args: argparse.Namespace) -> int:
-    candidate = Candidate(args.stage, args.replicate, args.accum, args.remat, args.offload)
+    candidate = Candidate(
+        args.stage, args.replicate, args.accum, args.remat, args.offload, args.activations
+    )
     report = _job(args).run(candidate)
     print(report.to_json(indent=1) if args.json else report)  # noqa: T201
     if args.plot:

@@ -4,15 +4,19 @@ import functools
 import itertools
 import multiprocessing
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fzero.config import Config
 from fzero.errors import FzeroError
 from fzero.optim import adamw
+from fzero.program import Program
 from fzero.program.hardware import Hardware
+from fzero.program.passes.offload import offload
 from fzero.program.text import count, seconds, size, table
 from fzero.simulation.layers import simulate_layers
 from fzero.simulation.models import REMAT, Shape, build
@@ -30,6 +34,7 @@ class Candidate:
         accum: micro-batches of a step.
         remat: what is recomputed: see `fzero.simulation.models.REMAT`.
         offload: whether masters and optimizer state are in the host's memory.
+        activations: whether all of forward's values that may wait for backward there do.
     """
 
     stage: int = 3
@@ -37,10 +42,12 @@ class Candidate:
     accum: int = 1
     remat: str = "none"
     offload: bool = False
+    activations: bool = False
 
     def __str__(self) -> str:
         copies = f", {self.replicate} replicas" if self.replicate > 1 else ""
         offload = ", offload" if self.offload else ""
+        offload += ", activations on the host" if self.activations else ""
         return f"stage {self.stage}{copies}, accum {self.accum}, remat {self.remat}{offload}"
 
 
@@ -74,6 +81,7 @@ class Job:
             precision=self.precision,
             clip_norm=1.0,
             offload="cpu" if candidate.offload else None,
+            passes=(partial(send_all, hardware=self.hardware),) if candidate.activations else (),
         )
         opt, layers = adamw(1e-4), self.shape.layers
 
@@ -104,7 +112,7 @@ class Job:
         return few[0] + (few[1] - few[0]) * (self.shape.layers - 1)
 
     def least_bytes(self, candidate: Candidate) -> int:
-        """Bytes of parameters and optimizer state, which no candidate does without.
+        """Bytes of parameters, optimizer state, and what forward keeps of each layer.
 
         A bound from below, for less than a recording costs.
         """
@@ -116,7 +124,47 @@ class Job:
         whole = params * (4 if candidate.stage == 3 or not low else 2) // part[0]
         masters = 4 * params // part[1] if low and candidate.stage < 3 else 0
         state = 0 if candidate.offload else masters + 8 * params // part[1]
-        return whole + state
+        return whole + state + self._kept_bytes(candidate)
+
+    def _kept_bytes(self, candidate: Candidate) -> int:
+        """Of each layer its input; if not all is recomputed, what its products make too."""
+        if candidate.activations:
+            return 0
+        shape, dim = self.shape, self._head_dim
+        row = shape.width
+        if candidate.remat != "full" and not shape.experts:
+            row += (shape.heads + 2 * shape.kv_heads) * dim
+            row += shape.hidden * (1 if shape.gpt2 else 2)
+        tokens = self.rows // candidate.accum * self.sequence
+        return shape.layers * tokens * row * (4 if self.precision is None else 2)
+
+    def least_seconds(self, candidate: Candidate) -> float:
+        """Seconds that a step's matrix products take at the rate that products reach.
+
+        A bound from below: all else, and waiting, comes on top.
+        """
+        shape, hardware = self.shape, self.hardware
+        attention = 2 * shape.width * (shape.heads + shape.kv_heads) * self._head_dim
+        down = shape.width * shape.hidden * (shape.active if shape.experts else 1)
+        layer = attention + down * (2 if shape.gpt2 else 3)
+        products = 3 * (shape.layers * layer + shape.width * shape.vocab)
+        if candidate.remat == "full":  # of a layer's last product nothing is read in backward
+            products += shape.layers * (layer - down)
+        rate = (hardware.low_flops if self.precision is not None else None) or hardware.flops
+        return 2 * self.rows * self.sequence * products / rate
+
+    @property
+    def _head_dim(self) -> int:
+        return self.shape.head_dim or self.shape.width // self.shape.heads
+
+
+class LeftOut(FzeroError):
+    """A candidate that a bound rules out: it can't be the fastest that fits."""
+
+
+def send_all(program: Program, hardware: Hardware) -> Program:
+    """The pass of `Candidate.activations`: all that may travel to the host does."""
+    return offload(program, [node.name for node in program.graph.nodes], hardware)
 
 
 def candidates(job: Job, limit: int = 30) -> list[Candidate]:
@@ -129,10 +177,13 @@ def candidates(job: Job, limit: int = 30) -> list[Candidate]:
         if job.world % (8 * near) == 0 and job.world // (8 * near) > 1:
             copies.append(job.world // (8 * near))
     accums = [k for k in (1, 2, 4, 8) if job.rows % k == 0]
-    ways = itertools.product((False, True), (3, 2, 1, 0), copies, accums, REMAT)
+    there = [(remat, False) for remat in REMAT]
+    if not job.hardware.shares_memory:
+        there += [("full", True), ("none", True)]
+    ways = itertools.product((False, True), (3, 2, 1, 0), copies, accums, there)
     found = [
-        Candidate(stage, replicate, accum, remat, offload)
-        for offload, stage, replicate, accum, remat in ways
+        Candidate(stage, replicate, accum, remat, offload, away)
+        for offload, stage, replicate, accum, (remat, away) in ways
         if stage or replicate == 1
     ]
     fitting = [one for one in found if job.least_bytes(one) <= ROOM * has]
@@ -147,6 +198,9 @@ def sweep(
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[tuple[Candidate, Report | FzeroError]]:
     """What each candidate costs: what fits comes first, the fastest before others.
+
+    Those whose products alone take longer than a step that fits are left out, and said to be:
+    a `LeftOut` stands for their report.
 
     Args:
         job: what they have in common.
@@ -163,15 +217,40 @@ def sweep(
 def _results(
     job: Job, those: Sequence[Candidate], workers: int
 ) -> Iterator[tuple[Candidate, Report | FzeroError]]:
+    # what may be fastest first: it rules out most of the others
+    waiting = deque(sorted(those, key=job.least_seconds))
+    best = float("inf")
+
+    def ruled_out() -> Iterator[tuple[Candidate, FzeroError]]:
+        while waiting and (least := job.least_seconds(waiting[0])) > best:
+            text = f"its products take {seconds(least)}, and a step that fits {seconds(best)}"
+            yield waiting.popleft(), LeftOut(text)
+
+    def better(result: Report | FzeroError) -> float:
+        if isinstance(result, Report) and result.fits is not False:
+            return min(best, result.seconds)
+        return best
+
     if workers <= 1:
-        yield from ((one, _run(job, one)) for one in those)
+        while waiting:
+            one = waiting.popleft()
+            result = _run(job, one)
+            best = better(result)
+            yield one, result
+            yield from ruled_out()
         return
     # fresh processes: a fork would have the caller's threads' locks, and its process groups
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        running = {pool.submit(_run, job, one): one for one in those}
-        for future in as_completed(running):
-            yield running[future], future.result()
+        running: dict[Future[Report | FzeroError], Candidate] = {}
+        while waiting or running:
+            while waiting and len(running) < workers:
+                one = waiting.popleft()
+                running[pool.submit(_run, job, one)] = one
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                best = better(future.result())
+                yield running.pop(future), future.result()
+            yield from ruled_out()
 
 
 def _run(job: Job, candidate: Candidate) -> Report | FzeroError:
@@ -192,6 +271,8 @@ def _told(
 
 
 def _short(result: Report | FzeroError) -> str:
+    if isinstance(result, LeftOut):
+        return f"left out: {result}"
     if isinstance(result, FzeroError):
         return f"refused: {result}"
     fits = {True: "fits", False: "does not fit", None: ""}[result.fits]
@@ -201,7 +282,7 @@ def _short(result: Report | FzeroError) -> str:
 def _rank(row: tuple[Candidate, Report | FzeroError]) -> tuple[int, float]:
     _, result = row
     if isinstance(result, FzeroError):
-        return 2, 0.0
+        return 3 if isinstance(result, LeftOut) else 2, 0.0
     if result.fits is False:
         return 1, float(result.peak_bytes)
     return 0, result.seconds
@@ -212,7 +293,8 @@ def as_table(rows: Iterable[tuple[Candidate, Report | FzeroError]]) -> str:
     lines = [["", "candidate", "peak", "host", "step", "waits", "tokens/s", "MFU"]]
     for one, result in rows:
         if isinstance(result, FzeroError):
-            lines.append(["-", str(one), "refused", "", "", "", "", ""])
+            why = "left out" if isinstance(result, LeftOut) else "refused"
+            lines.append(["-", str(one), why, "", "", "", "", ""])
             continue
         lines.append(
             [

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fzero.config import Config
-from fzero.errors import FzeroError, RankMismatchError
+from fzero.errors import FzeroError
 from fzero.program.choice import Choice
 from fzero.program.collector import collector_paused
-from fzero.program.fitting import MAX_RUNG, NothingFits
+from fzero.program.fitting import NothingFits
 from fzero.program.strides import layout_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
@@ -26,7 +26,7 @@ from fzero.step.eager import Eager
 from fzero.step.gradients import ModelFn
 from fzero.step.saved import SavedPrograms, save_programs
 from fzero.step.traced import Traced, signature_for
-from fzero.transforms.agreement import Agreement
+from fzero.transforms.agreement import Agreement, Mine
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import ONE_AT_A_TIME, warn_of_recordings
 from fzero.transforms.recorded import MAX_RECORDINGS, Recordings
@@ -47,7 +47,6 @@ class Executors:
         self.model_fn, self.cfg = model_fn, cfg
         self._traced: Recordings[Traced] = Recordings()
         self._eager: dict[Any, Eager] = {}
-        self._rungs: dict[Any, int] = {}  # by shapes: the plans for a memory limit that ranks have
         self._warned = False
         self._agreement = Agreement("step function", cfg.timeout)
         self.saved: SavedPrograms | None = None
@@ -71,8 +70,11 @@ class Executors:
 
     def clear(self) -> None:
         """Forget everything that was made for other parameters."""
-        self._traced, self._eager, self._rungs = Recordings(), {}, {}
+        self._drop()
         self._agreement.clear()
+
+    def _drop(self) -> None:
+        self._traced, self._eager = Recordings(), {}
 
     def settle(self, choice: Choice) -> None:
         """Take buckets that were found elsewhere."""
@@ -98,7 +100,7 @@ class Executors:
             like = next((one for one in known if one.notes.hold()), None)
             with ONE_AT_A_TIME:
                 traced = self._resumed(key, plan, leaves, local, batch, frame) or self._record(
-                    plan, leaves, local, batch, frame, like, self._rungs.get(key)
+                    plan, leaves, local, batch, frame, like
                 )
             self._traced.add(key, traced)
         return traced
@@ -115,11 +117,11 @@ class Executors:
         """What another process saved for this; None if there is nothing that holds."""
         if self.saved is None:
             return None
-        settled, rung = self._agreement.choice, self._rungs.get(key)
+        settled = self._agreement.choice
         make = partial(Traced, self.model_fn, plan, leaves, local, batch, frame, settled)
         signature = signature_for(plan, local, frame)
         with collector_paused():
-            return self.saved.find(key, make, self.model_fn, plan, signature, settled, rung)
+            return self.saved.find(key, make, self.model_fn, plan, signature, settled)
 
     def _record(
         self,
@@ -129,12 +131,13 @@ class Executors:
         batch: list[Tensor],
         frame: Frame,
         like: Traced | None,
-        rung: int | None,
     ) -> Traced:
         settled = self._agreement.choice
         try:
-            return Traced(self.model_fn, plan, leaves, local, batch, frame, settled, like, rung)
+            return Traced(self.model_fn, plan, leaves, local, batch, frame, settled, like)
         except NothingFits as error:
+            if settled is not None and settled.thrift is not None:
+                raise  # with other collectives it may
             refusal = error
 
         def peak(plan: Plan, leaves: Any, local: LocalState, batch: Any) -> int:
@@ -153,26 +156,16 @@ class Executors:
         """`find`, with the buckets, and so the collectives, that all ranks have; all must call it.
 
         Raises:
+            ConfigError: a rank can't stay under `cfg.memory_limit`; on all ranks.
             RankMismatchError: ranks would run different collectives.
         """
-        agreement = self._agreement
-        executor = self.find(plan, leaves, local, micro)
-        # counted here and not in `find`, which `lower` may call on one rank alone
-        agreement.calls += 1
-        thrift = _thrift(executor)
-        settled, least = agreement.settle(executor.choice, plan.mesh, *thrift)
-        # made as this rank alone would: once more, as all do
-        if executor.choice != settled or thrift != least:
-            if least:
-                self._rungs[_key(local, *take_apart(micro))] = MAX_RUNG - least[0]
-            self._forget(executor)
-            executor = self.find(plan, leaves, local, micro)
-        try:
-            agreement.compare(executor.collectives, plan.mesh)
-        except RankMismatchError:
-            self._forget(executor)  # the model function may do otherwise when called again
-            raise
-        return executor
+        mine = Mine(
+            lambda: self.find(plan, leaves, local, micro),
+            lambda: (*(one for _, one in self._traced), *self._eager.values()),
+            self._forget,
+            self._drop,
+        )
+        return self._agreement.together(mine, plan.mesh)
 
     def running(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
         """This call's collectives run inside: other ranks can see which call this one is at."""
@@ -198,12 +191,6 @@ class Executors:
 def _key(local: LocalState, batch: list[Tensor], frame: Frame) -> Any:
     shapes = [(x.shape, layout_of(x), x.dtype, x.device) for x in batch]
     return ((local.state_spec, frame), *shapes)
-
-
-def _thrift(executor: Executor) -> tuple[int, ...]:
-    """What a rank could still do to hold less: the smallest of all ranks' counts."""
-    rung = executor.gradient_fn.program.rung if isinstance(executor, Traced) else None
-    return () if rung is None else (MAX_RUNG - rung,)
 
 
 def _warn_of_shapes(old: list[Any], new: Any) -> None:

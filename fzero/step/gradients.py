@@ -173,7 +173,6 @@ def trace_gradients(
     names: Sequence[str],
     resident: Sequence[Held],
     choice: Choice | None = None,
-    rung: int | None = None,
 ) -> Recorded:
     """The gradient function, staged out.
 
@@ -181,8 +180,8 @@ def trace_gradients(
         inputs: example tensors for the flat calling convention.
         names: one per input.
         resident: what a rank holds beside them while the Program runs.
-        choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`.
-        rung: a settled plan for `cfg.memory_limit`; None: the first that fits.
+        choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`, and the first
+            plan that fits.
 
     Raises:
         ConfigError: nothing stays under `cfg.memory_limit`.
@@ -206,7 +205,6 @@ def trace_gradients(
         fixed={leaf.name: leaf.compute or leaf.dtype for leaf in signature.plan.sharding.layout},
         changed=changed_in_place,
         choice=choice,
-        rung=rung,
         slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
         last=lambda program: replace(program, resident=_batch_once(program)),
     )

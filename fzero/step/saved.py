@@ -54,7 +54,7 @@ def save_programs(path: Path, plan: Plan, every: Sequence[tuple[Any, Traced]]) -
                 "gradients": _half(traced.gradient_fn, tensors),
                 "update": None if update is None else _half(update, tensors),
                 "aux": None if aux is None else _aux_as_data(aux),
-                "choice": list(traced.choice.told()),
+                "choice": traced.choice.encoded(),
             }
         )
     data = {"format": _FORMAT, "grounds": grounds(plan), "entries": entries}
@@ -80,17 +80,15 @@ class SavedPrograms:
         plan: Plan,
         signature: Signature,
         settled: Choice | None,
-        rung: int | None,
     ) -> Traced | None:
         """The step of a kind of batch; None, with a warning that says why, if none holds.
 
         Args:
             key: the kind of batch.
-            make: `(like, rung, update)` -> a step, of what holds; the rest of it is recorded.
+            make: `(like, update)` -> a step, of what holds; the rest of it is recorded.
             model_fn, plan: that it is of.
             signature: of its gradients, as far as it is known without recording it.
-            settled: buckets that ranks have settled, if they have.
-            rung: of the plan for a memory limit that they have.
+            settled: buckets that ranks have settled, if they have, and the plan for a limit.
         """
         if self._read is None or self._read[0] is not plan:
             self._read = (plan, *self._open(plan))
@@ -100,10 +98,10 @@ class SavedPrograms:
             self._warn("there is none for this kind of batch")
         reasons: list[str] = []
         for entry in same:
-            if settled is not None and Choice.heard(entry["choice"]) != settled:
+            if settled is not None and Choice.decoded(entry["choice"]) != settled:
                 continue  # the ranks have others: not a change that anybody made
             try:
-                traced, changed = _resumed(entry, tensors, make, model_fn, plan, signature, rung)
+                traced, changed = _resumed(entry, tensors, make, model_fn, plan, signature)
             except Gone as gone:
                 reasons += gone.differences
             except _DAMAGE as error:
@@ -253,12 +251,9 @@ def _resumed(
     model_fn: Any,
     plan: Plan,
     signature: Signature,
-    rung: int | None,
 ) -> tuple[Traced, list[str]]:
     """The step, and what has changed of its update alone, which is recorded then."""
     gradient_fn = _recorded(entry["gradients"], {"model_fn": model_fn}, tensors, plan)
-    if rung is not None and gradient_fn.program.rung != rung:
-        raise Gone([f"the plan for the memory limit from {gradient_fn.program.rung} to {rung}"])
     signature.state_out = signature.state
     signature.aux_out = None if entry["aux"] is None else _aux_of_data(entry["aux"])
     update, changed = None, []
@@ -268,7 +263,7 @@ def _resumed(
         except Gone as gone:
             changed = gone.differences
     half = GradientHalf(signature, gradient_fn)
-    return make(like=half, rung=rung, update=update), changed
+    return make(like=half, update=update), changed
 
 
 def _recorded(
@@ -341,5 +336,5 @@ def _file_of(mesh: Mesh) -> str:
 
 
 _PLACE: Any = object()
-_FORMAT = 3
+_FORMAT = 4
 _DAMAGE = (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError)

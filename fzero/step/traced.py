@@ -48,7 +48,6 @@ class Traced:
     Args:
         like: one for the same shapes, whose gradients' half can be shared if its notes hold.
         choice: of buckets, settled by all ranks; None: this rank's own.
-        rung: of the plan for `cfg.memory_limit` that ranks settled; None: the first that fits.
         update: of another process, if it is not to be recorded.
 
     Raises:
@@ -65,7 +64,6 @@ class Traced:
         batch_spec: Frame,
         choice: Choice | None = None,
         like: "Traced | GradientHalf | None" = None,
-        rung: int | None = None,
         update: Recorded | None = None,
     ) -> None:
         self.plan = plan
@@ -92,7 +90,7 @@ class Traced:
             check_inputs(shared.gradient_fn.program, inputs)
         else:
             self.gradient_fn = trace_gradients(
-                model_fn, self.signature, inputs, names, beside, choice, rung
+                model_fn, self.signature, inputs, names, beside, choice
             )
         gradients = self.gradient_fn.program
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore

@@ -18,13 +18,13 @@ from fzero.config import Config, as_config
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Mesh
 from fzero.eager.lazy import outside_inference, with_versions
-from fzero.errors import ConfigError, RankMismatchError, ShardError, TraceError
+from fzero.errors import ConfigError, ShardError, TraceError
 from fzero.functional.functionalize import calls_noted
 from fzero.functional.transforms import in_transform
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.program import Program
 from fzero.program.strides import layout_of
-from fzero.transforms.agreement import Agreement
+from fzero.transforms.agreement import Agreement, Mine
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import warn_of_recordings
 from fzero.transforms.parts import has_parts, mesh_of
@@ -85,6 +85,7 @@ class Function:
             TraceError: the function can't be staged out.
             FzeroError: it changes an argument in place.
             RankMismatchError: ranks would run different collectives, or a rank is gone.
+            ConfigError: a rank can't stay under `cfg.memory_limit`; on all ranks.
         """
         if _inside(args, kwargs):
             return self.body(*args, **kwargs)
@@ -111,18 +112,14 @@ class Function:
                     frame = take_apart((args, kwargs), "arguments")[1]
                     raise changed_in_place(self.name, _named(frame, self._arguments).names[i])
             return result
-        traced = self._find(args, kwargs, leaves, key, mesh)
-        # counted here and not in `_find`, which `lower` may call on one rank alone
-        agreement.calls += 1
-        if traced.choice != agreement.settle(traced.choice, mesh)[0]:
-            # made as this rank alone would: once more, as all do
-            self._recordings.forget(traced)
-            traced = self._find(args, kwargs, leaves, key, mesh)
-        try:
-            agreement.compare(traced.collectives, mesh)
-        except RankMismatchError:
-            self._recordings.forget(traced)
-            raise
+        known = self._recordings
+        mine = Mine(
+            lambda: self._find(args, kwargs, leaves, key, mesh),
+            lambda: (one for _, one in known),
+            known.forget,
+            known.clear,
+        )
+        traced = agreement.together(mine, mesh)
         with agreement.running(mesh):
             return traced(leaves, rng)
 

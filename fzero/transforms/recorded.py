@@ -154,6 +154,10 @@ class Recordings(Generic[T]):
         """Keep one more; of too many the one of its kind that was used longest ago goes."""
         self._by_kind[kind] = [one, *self.of(kind)][:MAX_RECORDINGS]
 
+    def clear(self) -> None:
+        """Drop all."""
+        self._by_kind = {}
+
     def forget(self, one: T) -> None:
         """Drop it."""
         rest = {k: [x for x in known if x is not one] for k, known in self._by_kind.items()}

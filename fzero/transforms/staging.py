@@ -69,7 +69,6 @@ def staged_out(
     fixed: Mapping[str, torch.dtype],
     changed: Callable[[str], FzeroError],
     choice: Choice | None = None,
-    rung: int | None = None,
     slack: float = 0.1,
     last: Pass = lambda program: program,
 ) -> Recorded:
@@ -88,8 +87,8 @@ def staged_out(
         fixed: names of the first inputs, which nobody may write to, and the dtypes in which the
             function gets them.
         changed: what to say where it does.
-        choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`.
-        rung: a settled plan for `cfg.memory_limit`; None: the first that fits.
+        choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`, and the first
+            plan that fits.
         slack: share of the lowest peak that larger buckets may cost.
         last: a pass after all others.
 
@@ -120,7 +119,7 @@ def staged_out(
             prefetch=cfg.prefetch,
             slack=slack,
             limit=cfg.limit,
-            rung=rung,
+            thrift=choice.thrift if choice else None,
             passes=cfg.named_passes,
             machine=machine,
         )

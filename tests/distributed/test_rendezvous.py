@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from fzero.distributed.mesh import resolve_mesh
-from fzero.distributed.rendezvous import first_says, rendezvous
+from fzero.distributed.rendezvous import rendezvous, says
 from fzero.errors import RankMismatchError
 from tests.ranks import fake_ranks, run_ranks
 
@@ -31,12 +31,12 @@ def test_rendezvous_names_the_first_line_that_differs_and_all_may_go_on() -> Non
     assert run_ranks(2, _rendezvous, "Program 3", ["x"] * 2, [0, 0.1]) == [None] * 2
 
 
-def _first_says() -> str:
-    return first_says("order", f"of rank {dist.get_rank()}", resolve_mesh(None, "cpu"))
+def _says() -> str:
+    return says("order", f"of rank {dist.get_rank()}", resolve_mesh(None, "cpu"))
 
 
 def test_all_get_what_the_first_rank_says() -> None:
-    assert run_ranks(3, _first_says) == ["of rank 0"] * 3
+    assert run_ranks(3, _says) == ["of rank 0"] * 3
 
 
 @pytest.mark.parametrize("world", [1, 4])
@@ -44,4 +44,4 @@ def test_a_world_that_is_not_there_meets(world: int) -> None:
     with fake_ranks(world):
         mesh = resolve_mesh(None, "cpu")
         rendezvous("key", "text", mesh)
-        assert first_says("key", "text", mesh) == "text"
+        assert says("key", "text", mesh) == "text"

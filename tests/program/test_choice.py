@@ -3,11 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.program.choice import Choice
+from fzero.program.choice import Choice, Thrift
 from fzero.program.passes.schedule import Early
 
 small = st.integers(0, 9)
-choices = st.builds(Choice, st.integers(0, 2**40), st.builds(Early, small, small, small, small))
+names = st.lists(st.text(max_size=3), max_size=3).map(tuple)
+early = st.builds(Early, small, small, small, small)
+choices = st.builds(Choice, st.integers(0, 2**40), early, small, st.none())
+thrifty = st.builds(Thrift, small, names, names, names)
+limited = st.builds(Choice, st.integers(0, 2**40), early, small, thrifty)
 
 
 @given(choices, choices)
@@ -27,3 +31,8 @@ def test_the_smallest_is_no_larger_and_no_earlier_than_either(mine: Choice, othe
 @given(choices)
 def test_what_was_told_is_heard(choice: Choice) -> None:
     assert Choice.heard(choice.told()) == choice
+
+
+@given(choices | limited)
+def test_a_whole_choice_goes_through_text(choice: Choice) -> None:
+    assert Choice.decoded(choice.encoded()) == choice

@@ -81,7 +81,7 @@ def test_a_limit_changes_no_number_and_is_kept(
     assert all(map(torch.equal, expected, found))
 
 
-def _on_a_rank(stage: int, shares: list[float]) -> list[tuple[int, int, bool, int]]:
+def _on_a_rank(stage: int, shares: list[float]) -> list[tuple[int, int, bool, str]]:
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -95,7 +95,7 @@ def _on_a_rank(stage: int, shares: list[float]) -> list[tuple[int, int, bool, in
         limit = round(int(most) * share)
         found, limited = run_step(cfg.replace(memory_limit=limit), 3, 25, 96, 0.3, rank)
         same = all(map(torch.equal, expected, found))
-        rows.append((limit, limited.peak_bytes(), same, limited.rung))
+        rows.append((limit, limited.peak_bytes(), same, str(limited.thrift)))
     return rows
 
 
@@ -106,7 +106,7 @@ def test_ranks_take_the_same_plan(stage: int) -> None:
         for limit, peak, same, _ in rows:
             assert peak <= limit
             assert same
-        assert len({rung for *_, rung in rows}) == 1
+        assert len({thrift for *_, thrift in rows}) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from fzero.simulation.machines import HARDWARE
 from fzero.simulation.models import MODELS, Shape
 from fzero.simulation.report import ROOM, Report
-from fzero.simulation.sweep import Candidate, Job, candidates, sweep
+from fzero.simulation.sweep import Candidate, Job, LeftOut, candidates, sweep
 
 SHAPE = Shape(layers=1, width=64, heads=2, kv_heads=2, hidden=64, vocab=64, sequence=16)
 JOB = Job(SHAPE, rows=2, sequence=16, world=4, hardware=HARDWARE["h100"])
@@ -40,14 +40,40 @@ def test_candidates_vary_everything_and_leave_out_what_cannot_fit() -> None:
     job = Job(MODELS["llama3-8b"], 4, 8192, 64, HARDWARE["h100"])
     found = candidates(job, 1000)
     assert len(found) == len(set(found)) > 30
-    for name in ("stage", "replicate", "accum", "remat", "offload"):
+    for name in ("stage", "replicate", "accum", "remat", "offload", "activations"):
         assert len({getattr(one, name) for one in found}) > 1
     assert all(job.least_bytes(one) <= ROOM * 80e9 for one in found)
     assert not any(one.stage == 0 and not one.offload for one in found)  # 16 bytes each: 128 GB
     assert len(candidates(job)) == 30
 
 
+def test_what_bounds_rule_out_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Candidate] = []
+    report = JOB.run(Candidate(3))
+
+    def run(job: Job, one: Candidate) -> Report:
+        ran.append(one)
+        return replace(report, seconds=job.least_seconds(one) * 1.01)
+
+    monkeypatch.setattr(Job, "run", run)
+    those = [Candidate(3, remat="full"), Candidate(3, remat="dots"), Candidate(2, remat="full")]
+    told: list[str] = []
+    rows = sweep(JOB, those, workers=1, tell=told.append)
+    assert ran == [those[1]]  # what may be fastest first
+    assert [one for one, found in rows if isinstance(found, LeftOut)] == [those[0], those[2]]
+    assert sum("left out: its products take" in line for line in told) == 2
+
+
 @pytest.mark.slow
-def test_the_bound_is_below_every_peak() -> None:
-    for one in (Candidate(3), Candidate(1), Candidate(0), Candidate(2, offload=True)):
-        assert JOB.least_bytes(one) <= JOB.run(one).peak_bytes
+def test_the_bounds_are_below_every_report() -> None:
+    for one in (
+        Candidate(3),
+        Candidate(1, remat="dots"),
+        Candidate(0, remat="full"),
+        Candidate(2, offload=True),
+        Candidate(3, accum=2, activations=True),
+    ):
+        report = JOB.run(one)
+        assert JOB.least_bytes(one) <= report.peak_bytes
+        assert JOB.least_seconds(one) <= report.seconds
+        assert (report.host_bytes > 0) == (one.offload or one.activations)

@@ -1,5 +1,6 @@
 """Activations on the host: the same bits, less on the device, nothing read that is not there."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -99,22 +100,23 @@ def test_a_link_with_time_to_spare_takes_the_place_of_recomputation() -> None:
     )
 
 
-def test_a_link_that_is_too_slow_is_left_alone() -> None:
-    limit = lowered(fzero.Config(stage=3)).peak_bytes() * 6 // 10
-    slow = fzero.Hardware("m", flops=1e12, memory_bandwidth=1e11, overhead=1e-6, host_bandwidth=1e5)
-    with planned_for(slow):
+SLOW = Hardware("m", flops=1e12, memory_bandwidth=1e11, overhead=1e-6, host_bandwidth=1e5)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "logged"),
+    [(None, True), (CPU, True), (SLOW, False)],
+    ids=["this machine", "one that shares its memory", "a link that is too slow"],
+)
+def test_where_copies_cannot_pay_nothing_is_sent(hardware: Hardware | None, logged: bool) -> None:
+    limit = lowered(fzero.Config(stage=3)).peak_bytes() * 8 // 10
+    planned = contextlib.nullcontext() if hardware is None else planned_for(hardware)
+    with planned:
         program = lowered(fzero.Config(stage=3, memory_limit=limit, offload="activations"))
     assert program.host_bytes() == 0
-
-
-def test_where_the_host_is_the_device_nothing_is_sent() -> None:
-    limit = lowered(fzero.Config(stage=3)).peak_bytes() * 8 // 10
-    cfg = fzero.Config(stage=3, memory_limit=limit, offload="activations")
-    program = lowered(cfg)
     assert not any(map(is_transfer, program.graph.nodes))
-    assert any("the host's memory is the device's own" in line for line in program.log)
-    with planned_for(CPU):
-        assert lowered(cfg).host_bytes() == 0
+    said = any("the host's memory is the device's own" in line for line in program.log)
+    assert said == logged
 
 
 def test_copies_of_one_way_go_one_after_another() -> None:
