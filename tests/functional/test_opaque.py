@@ -65,6 +65,37 @@ class Aligned(nn.Module):
         return x + nn.functional.ctc_loss(log_probs, targets, *lengths, reduction="mean")
 
 
+class Chosen:
+    """What a router has decided, as an object that no pytree knows."""
+
+    def __init__(self, weights: Tensor, rows: list[int]) -> None:
+        self.weights, self.rows = weights, rows
+
+
+class Router(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scores = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Chosen:
+        weights = self.scores(x).sigmoid()
+        return Chosen(weights, (weights[:, 0] > 0.5).nonzero()[:, 0].tolist())
+
+
+class Routed(nn.Module):
+    """What reads values is a module that can't be an island: the one around it has to be."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router, self.expert = Router(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.router(x)
+        out = x.clone()
+        out[chosen.rows] = self.expert(x[chosen.rows])
+        return out * chosen.weights
+
+
 class Net(nn.Module):
     def __init__(self, kind: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -74,7 +105,12 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.middle(self.first(x))))
 
 
-KINDS = {"experts": Experts, "packed": Packed, "ctc and a norm": Aligned}
+KINDS = {
+    "experts": Experts,
+    "packed": Packed,
+    "ctc and a norm": Aligned,
+    "routed by an object": Routed,
+}
 
 
 def built(kind: str) -> Net:
