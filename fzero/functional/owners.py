@@ -17,6 +17,9 @@ T = TypeVar("T", bound=Tensor)
 Owners = tuple[str, ...] | None
 """Dotted names of classes, sorted; None for a tensor that nobody has made a note on."""
 
+STATISTICS = "statistics"
+"""One more name, where a module that holds the parameter keeps statistics as precise as it is."""
+
 _NOTE = "fzero_owners"
 
 
@@ -36,6 +39,19 @@ def noted(x: T, owners: Iterable[str] | None) -> T:
 def owners_of(x: Tensor) -> Owners:
     """The note on `x`, or None."""
     return getattr(x, _NOTE, None)
+
+
+def keeps_dtype(owners: Owners) -> bool:
+    """Whether a parameter is computed with as it is, whatever low dtype others are cast to.
+
+    Torch's batch norm takes weights and running statistics of one dtype, and so PyTorch's own
+    `MixedPrecision` of FSDP leaves such modules out.
+
+    Examples:
+        >>> keeps_dtype(("torch.nn.modules.batchnorm.BatchNorm2d", STATISTICS)), keeps_dtype(None)
+        (True, False)
+    """
+    return owners is not None and STATISTICS in owners
 
 
 def noted_like(x: T, other: Tensor) -> T:

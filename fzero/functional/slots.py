@@ -17,7 +17,8 @@ from torch.nn.utils import parametrize
 
 from fzero.errors import ShardError, TraceError
 from fzero.functional.memory import refuse_shared
-from fzero.numerics.precision import class_name
+from fzero.functional.owners import STATISTICS
+from fzero.numerics.precision import LOW, class_name
 
 Params = dict[str, Tensor]
 
@@ -126,8 +127,19 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 
 def owners_of_slots(plan: SlotTable, slots: Slots) -> set[str]:
-    """The classes of the modules that hold a tensor."""
-    return {class_name(type(plan.modules[index])) for index, _, _ in slots.entries}
+    """The classes of the modules that hold a parameter, and STATISTICS."""
+    modules = [plan.modules[index] for index, _, _ in slots.entries]
+    found = {class_name(type(module)) for module in modules}
+    dtype = slots.tensor(plan).dtype
+    if dtype not in LOW and any(_has_statistics(module, dtype) for module in modules):
+        found.add(STATISTICS)
+    return found
+
+
+def _has_statistics(module: nn.Module, dtype: torch.dtype) -> bool:
+    # Private, but what every norm with statistics is one of; a user's may be a subclass.
+    is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+    return is_norm and module.running_mean is not None and module.running_mean.dtype == dtype
 
 
 def structure_of(attrs: dict[str, Any]) -> tuple[list[nn.Module | None], list[str], list[str]]:

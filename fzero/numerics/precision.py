@@ -28,7 +28,8 @@ class Precision:
     """The dtypes of a step. None leaves a dtype as it comes.
 
     Args:
-        param: compute and gather dtype; the cast happens on the shard.
+        param: compute and gather dtype; the cast happens on the shard. Norms that keep statistics
+            have weights as precise as these.
         reduce: dtype in which gradients are reduced over ranks (None: as computed).
         master: dtype of what the optimizer updates, at least as precise as `param` (None: the
             parameters themselves, in `param`). bfloat16 goes with a bfloat16 `param`, float16 with

@@ -12,7 +12,7 @@ from fzero.config import Config
 from fzero.distributed.agree import agree
 from fzero.distributed.mesh import Mesh, is_simulated, resolve_mesh
 from fzero.errors import ConfigError, ShardError
-from fzero.functional.owners import noted_like
+from fzero.functional.owners import keeps_dtype, noted_like, owners_of
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
 from fzero.optim.base import Optimizer
@@ -65,6 +65,7 @@ def start(
         trained=[not cfg.is_frozen(name) for name in tree.names(shapes)],
         sharded=cfg.stage == 3,
         apart=cfg.offloads_state,
+        kept=[keeps_dtype(owners_of(x)) for x in leaves],
     )
     pairs = zip(leaves, dtypes.params, strict=True)
     # On the meta device: plans need no values, and casts of all leaves at once would cost memory.

@@ -100,6 +100,7 @@ def plan_leaf_dtypes(
     trained: Sequence[bool],
     sharded: bool,
     apart: bool = False,
+    kept: Sequence[bool] = (),
 ) -> LeafDtypes:
     """In which dtypes parameters live between steps, and whether masters do beside them.
 
@@ -111,6 +112,7 @@ def plan_leaf_dtypes(
         sharded: parameters live as shards (stage 3): then they are the masters, and are cast on
             their way into a step.
         apart: masters live elsewhere (in host memory), so that there are some in any case.
+        kept: which leaves are computed with as they are; none if it is empty.
 
     Raises:
         ConfigError: a leaf that the master dtype cannot hold, named by its path.
@@ -125,8 +127,9 @@ def plan_leaf_dtypes(
     """
     used: list[torch.dtype] = []
     high: list[torch.dtype] = []
-    for leaf, path, train in zip(leaves, paths, trained, strict=True):
-        floating = leaf.is_floating_point()
+    rows = zip(leaves, paths, trained, kept or [False] * len(leaves), strict=True)
+    for leaf, path, train, keep in rows:
+        floating = leaf.is_floating_point() and not keep
         used.append((precision.param if floating else None) or leaf.dtype)
         high.append((precision.master if floating and train else None) or used[-1])
         if not holds(high[-1], used[-1]):

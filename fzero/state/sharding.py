@@ -19,7 +19,14 @@ from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, ShardError
-from fzero.functional.owners import Owners, noted, noted_like, owners_of
+from fzero.functional.owners import (
+    STATISTICS,
+    Owners,
+    keeps_dtype,
+    noted,
+    noted_like,
+    owners_of,
+)
 from fzero.layout import Layout, LeafLayout, plan_layout
 from fzero.numerics.precision import Precision
 from fzero.tree import PyTree
@@ -84,7 +91,7 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
         reduce=dtypes.reduce,
     )
     owners = tuple(map(owners_of, leaves))
-    layout = _under_autocast(layout, owners, paths, dtypes)
+    layout = _by_owners(layout, owners, paths, dtypes)
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
 
@@ -118,7 +125,7 @@ def read_sharding(values: PyTree, cfg: Config, mesh: Mesh, what: str = "params")
     pairs = zip(layout, dims, strict=True)
     layout = replace(layout, leaves=tuple(replace(leaf, dim=dim) for leaf, dim in pairs))
     owners = tuple(map(owners_of, leaves))
-    layout = _under_autocast(layout, owners, paths, dtypes)
+    layout = _by_owners(layout, owners, paths, dtypes)
     specs = [x._spec if isinstance(x, DTensor) else None for x in leaves]
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
 
@@ -155,13 +162,15 @@ def _split_dim(x: Tensor, mesh: Mesh, where: str) -> int | None:
     )
 
 
-def _under_autocast(
+def _by_owners(
     layout: Layout, owners: Sequence[Owners], paths: Sequence[str], dtypes: Precision
 ) -> Layout:
-    if dtypes.autocast is None:
-        return layout
-    rows = zip(layout, owners, paths, strict=True)
-    return replace(layout, leaves=tuple(_autocast(*row, dtypes) for row in rows))
+    """A layout whose leaves travel in the dtypes that the modules which hold them ask for."""
+    rows = list(zip(layout, owners, paths, strict=True))
+    if dtypes.autocast is not None:
+        return replace(layout, leaves=tuple(_autocast(*row, dtypes) for row in rows))
+    kept = (replace(leaf, compute=None) if keeps_dtype(of) else leaf for leaf, of, _ in rows)
+    return replace(layout, leaves=tuple(kept))
 
 
 def _autocast(leaf: LeafLayout, owners: Owners, path: str, dtypes: Precision) -> LeafLayout:
@@ -178,7 +187,7 @@ def _autocast(leaf: LeafLayout, owners: Owners, path: str, dtypes: Precision) ->
             "and pass the params as they come. For parameters of no module set "
             "Precision(autocast=..., lower_precision_safe_modules=()): all travel in float32."
         )
-    low = dtypes.autocast if safe.issuperset(owners) else None
+    low = dtypes.autocast if safe.issuperset(set(owners) - {STATISTICS}) else None
     return replace(leaf, compute=low, reduce=low or leaf.reduce)
 
 
