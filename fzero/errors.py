@@ -3,6 +3,8 @@
 A message says what was found, where (leaf path, rank, field), the rule, and what to do next.
 """
 
+import sys
+
 
 class FzeroError(Exception):
     """Base of all errors of this library."""
@@ -34,3 +36,11 @@ class BackwardError(FzeroError):
 
 class CheckpointError(FzeroError):
     """A checkpoint that cannot be written, read or trusted."""
+
+
+def users_line() -> int:
+    """The `stacklevel` with which a warning names the line that called into this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fzero":
+        frame, level = frame.f_back, level + 1
+    return level

@@ -299,8 +299,10 @@ def _end_groups() -> None:
     """
     if dist.is_initialized():
         world = dist.distributed_c10d._world  # private; only it knows all groups
-        for group in [g for g in world.pg_map if g is not dist.group.WORLD]:
-            dist.destroy_process_group(group)
+        for group in list(world.pg_map):
+            # checkpoints in the background keep one for as long as the process lives
+            if group is not dist.group.WORLD and group.group_desc != "fzero checkpoints":
+                dist.destroy_process_group(group)
 
 
 def _end_with_parent() -> None:

@@ -57,8 +57,9 @@ class Choice(NamedTuple):
     def heard(cls, told: Sequence[int]) -> Self:
         """The inverse of `told`.
 
-        >>> Choice.heard(Choice(9, Early(4, 2, 1, 3), 8).told())
-        Choice(gradients=9, early=Early(forward=4, backward=2, last=1, first=3), update=8)
+        >>> choice = Choice(9, Early(4, 2, 1, 3), 8)
+        >>> Choice.heard(choice.told()) == choice
+        True
         """
         gradients, update, forward, backward, last, first = told
         return cls(gradients, Early(forward, backward, _MOST - last, _MOST - first), update)

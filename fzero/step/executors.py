@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.config import Config
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, users_line
 from fzero.program.choice import Choice
 from fzero.program.collector import collector_paused
 from fzero.program.fitting import NothingFits
@@ -183,7 +183,7 @@ class Executors:
             return
         self._warned = True
         if known:
-            warn_of_recordings("this step function", count + 1, known[0].differences(), 6)
+            warn_of_recordings("this step function", count + 1, known[0].differences())
         else:
             _warn_of_shapes(list(dict.fromkeys(kind for kind, _ in self._traced)), key)
 
@@ -204,7 +204,7 @@ def _warn_of_shapes(old: list[Any], new: Any) -> None:
         f"this step function has been staged out for {len(old)} kinds of batch, and now comes "
         f"another; since the last one changed {', '.join(changed[:3])}. Each costs a recording and "
         "its memory. Pad batches to a few shapes, or drop the last incomplete one.",
-        stacklevel=6,  # the line that called the step function
+        stacklevel=users_line(),
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fzero.errors import TraceError
+from fzero.errors import TraceError, users_line
 from fzero.functional.draws import Source, Watch, global_sources, source, without_draws
 from fzero.functional.outside import Fact, Place, Walk, attributes_of, labelled, put
 from fzero.functional.reads import MISSING, Reads
@@ -191,13 +191,13 @@ class Notes:
         self._tokens = tokens_of(walk, self._written)
 
 
-def warn_of_recordings(what: str, count: int, changed: Sequence[str], stacklevel: int = 5) -> None:
-    """Say that recordings come too often, and why; `stacklevel` is that of the user's line."""
+def warn_of_recordings(what: str, count: int, changed: Sequence[str]) -> None:
+    """Say that recordings come too often, and why."""
     warnings.warn(
         f"{what} is recorded for the {count}th time; since the last one changed "
         f"{', '.join(changed[:3]) or 'nothing'}. Each costs time and memory. What changes at every "
         "step belongs in the batch (or, for a learning rate, in a schedule of the step).",
-        stacklevel=stacklevel,
+        stacklevel=users_line(),
     )
 
 
