@@ -87,6 +87,7 @@ class Walk:
         self._todo: list[tuple[Any, Place]] = []
         self._classes: set[type] = set()
         self._named: set[int] = set()  # classes whose attributes code names
+        self._bound: set[tuple[int, int]] = set()  # classes and the code of their class methods
         for label, root in roots.items():
             self.visit(root, Place(None, label))
 
@@ -120,10 +121,13 @@ class Walk:
             self._function(value, place)
         elif isinstance(value, types.MethodType):
             self._later(value.__func__, place)
-            self._later(value.__self__, _named(value.__self__, place))
+            if isinstance(value.__self__, type):  # a class method of it
+                self._read_by_class(value.__self__, value, place)
+            else:
+                self._later(value.__self__, _named(value.__self__, place))
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
             self._later(value.__self__, place)
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, (functools.partial, functools.partialmethod)):
             for inner in (value.func, value.args, value.keywords):
                 self._later(inner, place)
         elif isinstance(value, (staticmethod, classmethod, functools._lru_cache_wrapper)):
@@ -145,6 +149,9 @@ class Walk:
             self.arrays.append((value, place))
         elif isinstance(value, Tensor):
             self.tensors.append((value, place))
+            # what torch and this package put there is nothing that a user's code reads
+            for name in sorted(name for name in vars(value) if not name.startswith(_INTERNAL)):
+                self._note(vars(value).get, name, Place(place, f".{name}"), vars(value))
         elif isinstance(value, type) and issubclass(value, torch.autograd.Function):
             # torch calls these: no code of the user's names them
             for base in value.__mro__:
@@ -236,16 +243,27 @@ class Walk:
 
     def _class_attribute(self, cls: type, name: str, place: Place) -> bool:
         found = False
-        for base in cls.__mro__:
+        for i, base in enumerate(cls.__mro__):
             if name in base.__dict__:
                 if base.__flags__ & HEAP_TYPE and not is_library_class(base):
-                    if name[:2] != "__":
-                        self._note(base.__dict__.get, name, place, base, follow=False)
+                    # also where it is not: a class may get one of its own
+                    for holder in cls.__mro__[: i + 1] if name[:2] != "__" else ():
+                        self._note(holder.__dict__.get, name, place, holder, follow=False)
                     self._later(base.__dict__[name], place)
+                    if isinstance(base.__dict__[name], classmethod):
+                        self._read_by_class(cls, base.__dict__[name], place)
                 found = True
                 if not _calls_super(base.__dict__[name]):
                     break  # else the next one of that name runs, too
         return found
+
+    def _read_by_class(self, cls: type, method: Any, place: Place) -> None:
+        """What a class method reads of the class that it is called on."""
+        code = getattr(method.__func__, "__code__", None)
+        if code is None or is_library(code.co_filename) or (id(cls), id(code)) in self._bound:
+            return
+        self._bound.add((id(cls), id(code)))  # class methods may call each other
+        self._namespace(cls, _names(code), place)
 
     # --------------------------------------------------------------------------------- objects
     def _object(self, value: Any, place: Place) -> None:
@@ -429,6 +447,7 @@ _HOOK_TABLES = frozenset(
     if "_hooks" in name and isinstance(value, dict)
 )
 _TABLES = ("_parameters", "_buffers", "_modules")
+_INTERNAL = ("_", "fzero_")
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 _CALLED = (types.FunctionType, staticmethod, classmethod)

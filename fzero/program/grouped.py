@@ -1,8 +1,8 @@
-"""`torch.nn.functional.grouped_mm`, which mixtures of experts call, in every floating dtype.
+"""`torch.nn.functional.grouped_mm`, which mixtures of experts call, in every dtype it has.
 
-Torch's fake kernel of it wants bfloat16, where its kernels for a CPU take any dtype. So what is
-recorded in another one calls an operator of this package: the same kernel, with a fake one that
-tells the same shapes.
+Torch's fake kernel of it wants bfloat16, where its kernels for a CPU take float32 and float16, too.
+So what is recorded in another one calls an operator of this package: the same kernel, with a fake
+one that tells the same shapes.
 """
 
 from collections.abc import Callable

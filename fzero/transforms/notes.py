@@ -95,7 +95,11 @@ class Notes:
         sources: list[Source] = global_sources()
         host: list[Any] = []
 
+        first: Walk | None = None
+
         def met(value: Any) -> None:
+            if first is None:  # what the walk itself reads
+                return
             known = len(first.generators)
             first.visit(value, Place(None, type(value).__name__))
             sources.extend(source(g, f"a generator ({p})") for g, p in first.generators[known:])

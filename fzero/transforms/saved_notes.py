@@ -12,6 +12,7 @@ import collections
 import enum
 import functools
 import hashlib
+import re
 import sys
 import types
 import weakref
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from fzero.errors import FzeroError
 from fzero.functional.library import HEAP_TYPE, is_library_module, is_machinery
-from fzero.functional.outside import Walk, is_hooks
+from fzero.functional.outside import Walk, attributes_of, is_hooks
 from fzero.functional.reads import MISSING, Reads
 from fzero.transforms.notes import Notes, Seen, ambient, tokens_of
 
@@ -271,9 +272,11 @@ class _Printer:
 
     def print(self, value: Any, above: tuple[int, ...] = ()) -> str | None:
         """Of any value; `above` are the containers that it is in."""
-        if type(value) is object:
-            return f"object {self.marks.setdefault(id(value), len(self.marks))}"
-        return _print(value, above, self.print)
+        text = "object" if type(value) is object else _print(value, above, self.print)
+        # it may be compared by `is` alone
+        if text == "object" or ((text or "").startswith("a ") and not is_machinery(type(value))):
+            return f"{text} {self.marks.setdefault(id(value), len(self.marks))}"
+        return text
 
 
 def _print(
@@ -298,7 +301,9 @@ def _print(
         return f"module {value.__name__}"
     if isinstance(value, ContextVar):  # what it says is a fact of its own
         return f"ContextVar {value.name}"
-    if isinstance(value, functools.partial):
+    if isinstance(value, re.Pattern):
+        return inner((value.pattern, value.flags), above)
+    if isinstance(value, (functools.partial, functools.partialmethod)):
         return inner((value.func, value.args, value.keywords), above)
     if isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, _CONTAINERS):
         said = inner(value.__self__, above)
@@ -314,11 +319,26 @@ def _print(
         return _container(value, lambda x: inner(x, (*above, id(value))))
     machinery = is_machinery(kind)
     if not machinery and (kind.__flags__ & HEAP_TYPE or isinstance(value, nn.Module)):
-        return f"a {_name(kind)}"  # what was read of it are facts
+        own = _own_value(value)
+        return f"a {_name(kind)}{own}"  # what was read of it are facts
     text = repr(value)
     if " at 0x" not in text:
         return f"{_name(kind)} {text}"
     return f"a {_name(kind)}" if machinery else None
+
+
+def _own_value(value: Any) -> str:
+    """What an object is beside its attributes: a number of a class of one's own, a C object."""
+    numbers: tuple[Any, ...] = _BY_VALUE
+    for base in numbers:
+        if isinstance(value, base):
+            return f" {base.__repr__(value)}"
+    root = type(value).__module__.partition(".")[0]
+    # such as operator.attrgetter, which has no attributes to note
+    if root in sys.stdlib_module_names and attributes_of(value) is None:
+        text = repr(value)
+        return "" if " at 0x" in text else f" {text}"
+    return ""
 
 
 def _container(value: Any, inner: Callable[[Any], str | None]) -> str | None:

@@ -1,11 +1,15 @@
 """Saved Programs: a restart stages nothing, computes the same, and never runs what is stale."""
 
+import array
 import contextlib
 import contextvars
+import functools
 import importlib
 import itertools
 import json
 import math
+import operator
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -568,10 +572,58 @@ def test_hooks_are_compared_by_what_they_do_and_in_their_order(tmp_path: Path) -
     assert not said
 
 
-def test_one_sentinel_is_not_taken_for_another(tmp_path: Path) -> None:
+class Number(float):
+    """A float of a class of one's own."""
+
+
+class Numbers:
+    def scale(self, by: float) -> float:
+        return by
+
+    twice = functools.partialmethod(scale, 2.0)
+    thrice = functools.partialmethod(scale, 3.0)
+
+
+WITH_VALUES: dict[str, tuple[Any, Any, Callable[[Any], float]]] = {
+    "attrgetter": (operator.attrgetter("real"), operator.attrgetter("imag"), lambda f: f(2 + 3j)),
+    "itemgetter": (operator.itemgetter(0), operator.itemgetter(1), lambda f: f([2.0, 3.0])),
+    "a float's class": (Number(2.0), Number(3.0), lambda x: x),
+    "pattern": (re.compile("a"), re.compile("b"), lambda p: 2.0 if p.match("a") else 3.0),
+    "array": (array.array("d", [2.0]), array.array("d", [3.0]), lambda a: a[0]),
+    "path": (Path("a"), Path("abc"), lambda p: float(len(str(p)))),
+    "partialmethod": (
+        Numbers.__dict__["twice"],
+        Numbers.__dict__["thrice"],
+        lambda m: m.__get__(Numbers(), Numbers)(),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_VALUES)
+def test_what_an_object_of_the_library_holds_is_compared(kind: str, tmp_path: Path) -> None:
+    first, second, read = WITH_VALUES[kind]
+
+    def made(held: Any) -> nn.Module:
+        torch.manual_seed(0)
+        return Reading(nn.Linear(5, 3), lambda module, x: module(x) * read(held))
+
+    one_step(made(first), save=tmp_path)
+    assert not one_step(made(first), load=tmp_path)[1]
+    wanted, _ = one_step(made(second))
+    found, said = one_step(made(second), load=tmp_path)
+    assert torch.equal(found, wanted)
+    assert len(said) == 1
+
+
+class Marker:
+    """What is told from another one by `is` alone."""
+
+
+@pytest.mark.parametrize("kind", [object, Marker])
+def test_one_sentinel_is_not_taken_for_another(kind: type, tmp_path: Path) -> None:
     def made(same: bool) -> nn.Module:
         torch.manual_seed(0)
-        first, second = object(), object()
+        first, second = kind(), kind()
         given = first if same else second
 
         def read(module: nn.Module, x: Tensor) -> Tensor:

@@ -704,6 +704,26 @@ class Kept:
 KINDS = [Kept]
 
 
+class Called:
+    factor = 1.0
+
+    @classmethod
+    def scaled(cls, x: Tensor, again: bool = True) -> Tensor:
+        return cls.other(x) if again else x
+
+    @classmethod
+    def other(cls, x: Tensor) -> Tensor:
+        return cls.scaled(x, again=False) * cls.factor
+
+
+class Inherits(Called):
+    pass
+
+
+CARRIES: Any = torch.ones(1)
+CARRIES.factor = 1.0
+
+
 @pytest.mark.parametrize(
     ("scaled", "change"),
     [
@@ -717,8 +737,18 @@ KINDS = [Kept]
             lambda x, kind=Kept: x * kind.factor,
             lambda patch: patch.setattr(Kept, "factor", 3.0),
         ),
+        (lambda x: Called.scaled(x), lambda patch: patch.setattr(Called, "factor", 3.0)),
+        (lambda x, f=Called.scaled: f(x), lambda patch: patch.setattr(Called, "factor", 3.0)),
+        (
+            lambda x: Inherits.scaled(x),
+            lambda patch: patch.setattr(Inherits, "factor", 3.0, raising=False),
+        ),
+        (lambda x: x * CARRIES.factor, lambda patch: patch.setattr(CARRIES, "factor", 3.0)),
     ],
-    ids=["autograd.Function", "super", "class in a list", "class as a default"],
+    ids=[
+        *("autograd.Function", "super", "class in a list", "class as a default"),
+        *("class methods", "bound class method", "a subclass's own", "attribute of a tensor"),
+    ],
 )
 def test_what_no_code_names_counts_too(
     scaled: Any, change: Any, monkeypatch: pytest.MonkeyPatch
