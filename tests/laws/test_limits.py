@@ -103,6 +103,38 @@ def test_the_order_of_batches_does_not_matter() -> None:
     assert found == (True, True)
 
 
+def _plans(rows: Sequence[int], lowered: Sequence[int]) -> tuple[int, int]:
+    """Numbers of plans: what this rank alone would take for its largest, and the settled one."""
+    rank = dist.get_rank()
+    cfg = fzero.Config(stage=3, bucket_mb=0.004)
+    large = torch.ones(max(rows[rank], lowered[rank]), WIDTH)
+
+    def made(cfg: fzero.Config) -> Any:
+        step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), cfg)
+        return step_fn, step_fn.init(_params())
+
+    step_fn, state = made(cfg)
+    most = torch.tensor(step_fn.lower(*state, large).peak_bytes())
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    cfg = cfg.replace(memory_limit=int(int(most) * 0.75))
+    step_fn, state = made(cfg)
+    program = next(iter(step_fn.lower(*state, large).parts()))
+    step_fn, state = made(cfg)
+    if lowered[rank]:
+        step_fn.lower(*state, torch.ones(lowered[rank], WIDTH))
+    step_fn(*state, torch.ones(rows[rank], WIDTH))
+    settled = next(iter(step_fn.lower(*state, torch.ones(rows[rank], WIDTH)).parts()))
+    return program.thrift[0], settled.thrift[0]
+
+
+@pytest.mark.parametrize(("rows", "lowered"), [((4, 64), (0, 0)), ((4, 4), (0, 64))])
+def test_the_thriftiest_plan_of_all_ranks_is_taken(rows: Any, lowered: Any) -> None:
+    """Of what is run, and of what was only lowered before the first call."""
+    (small, first), (large, second) = run_ranks(2, _plans, rows, lowered)
+    assert small < large
+    assert first == second == large
+
+
 def test_what_one_rank_cannot_hold_is_refused_on_all() -> None:
     (found,) = _check(3, "function", [(64, 4)], [0.2])
     assert "On rank 0: Config.memory_limit=" in found
