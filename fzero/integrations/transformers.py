@@ -38,6 +38,8 @@ FOLDER = "fzero"
 
 _SCHEDULER = "scheduler.pt"  # as transformers has it
 
+_SAVE_PRETRAINED = transformers.PreTrainedModel.save_pretrained
+
 
 class EngineAccelerator(Accelerator):
     """The Trainer's accelerator, once an engine does what it would do to model and gradients."""
@@ -141,9 +143,21 @@ class _OnEngine:
             super().save_model(output_dir, _internal_call)  # pyright: ignore
             return
         state = self.engine.state_dict()
-        self._save(output_dir, state if self.args.should_save else {})  # pyright: ignore
+        with self._read_by_one():
+            self._save(output_dir, state if self.args.should_save else {})  # pyright: ignore
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # pyright: ignore
+
+    def _read_by_one(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the rank that writes may read the module alone.
+
+        transformers' own writing goes by the state that it is given. Others read the module besides
+        (peft does for `modules_to_save`), and a gather would wait for the ranks that do not write.
+        """
+        assert self.engine is not None
+        if getattr(type(self.model), "save_pretrained", None) is _SAVE_PRETRAINED:
+            return contextlib.nullcontext()
+        return self.engine.local_forward()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None

@@ -58,8 +58,9 @@ def _t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, **more))
 
 
-def _lora() -> Any:
-    config = LoraConfig(r=4, lora_dropout=0.0, target_modules=["c_attn"], fan_in_fan_out=True)
+def _lora(kept: list[str] | None = None) -> Any:
+    how: Any = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "modules_to_save": kept}
+    config = LoraConfig(r=4, lora_dropout=0.0, **how)
     torch.manual_seed(0)
     return get_peft_model(_gpt(), config)
 
@@ -141,9 +142,9 @@ def _resumed(folder: str) -> dict[str, Any]:
     }
 
 
-def _adapted(folder: str) -> dict[str, Any]:
-    plain = _trained(transformers.Trainer(_lora(), _arguments(f"{folder}/plain"), **_data()))
-    trainer = Trainer(_lora(), _arguments(f"{folder}/ours"), **_data())
+def _adapted(folder: str, kept: list[str] | None) -> dict[str, Any]:
+    plain = _trained(transformers.Trainer(_lora(kept), _arguments(f"{folder}/plain"), **_data()))
+    trainer = Trainer(_lora(kept), _arguments(f"{folder}/ours"), **_data())
     ours = _trained(trainer)
     trainer.save_model(f"{folder}/final")
     state = trainer.engine.state_dict()  # pyright: ignore[reportOptionalMemberAccess]
@@ -210,8 +211,9 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
         assert {"fzero", "model.safetensors", "scheduler.pt"} <= set(found["files"])
 
 
-def test_adapters_train_and_are_saved_alone(tmp_path: Path) -> None:
-    for found in run_fresh(2, _adapted, str(tmp_path), timeout=240):
+@pytest.mark.parametrize("kept", [None, ["ln_f"]], ids=str)
+def test_adapters_train_and_are_saved_alone(tmp_path: Path, kept: list[str] | None) -> None:
+    for found in run_fresh(2, _adapted, str(tmp_path), kept, timeout=240):
         assert found["ours"] == pytest.approx(found["plain"], rel=2e-5)
         assert "adapter_model.safetensors" in found["files"]
         assert "model.safetensors" not in found["files"]
