@@ -7,6 +7,7 @@ not translated here has its row.
 import json
 import logging
 import os
+import warnings
 from os import PathLike
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.config.keys import Keys
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, users_line
 from fzero.numerics.loss_scale import LossScale
 from fzero.numerics.precision import Precision
 
@@ -65,6 +66,13 @@ def read(source: dict[str, Any] | str | PathLike[str], *, world_size: int | None
         )
     if keys.ignored:
         _LOG.info("DeepSpeed's keys that change no result are ignored: %s", ", ".join(keys.ignored))
+    if keys.in_vain:
+        warnings.warn(
+            f"DeepSpeed's {', '.join(keys.in_vain)}: true here, and nothing is written or shown "
+            "for it; results are the same. Log metrics yourself; profile with torch.profiler, or "
+            "see Program.cost().",
+            stacklevel=users_line(),
+        )
     return {name: value for name, value in fields.items() if value is not None}
 
 

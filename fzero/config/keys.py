@@ -48,6 +48,11 @@ IGNORED = frozenset(
         "zero_optimization.offload_optimizer.pin_memory",
         "zero_optimization.offload_optimizer.pipeline_read",
         "zero_optimization.offload_optimizer.pipeline_write",
+        # of interest with a device alone, which is refused but for "none"
+        "zero_optimization.offload_param.buffer_count",
+        "zero_optimization.offload_param.buffer_size",
+        "zero_optimization.offload_param.max_in_cpu",
+        "zero_optimization.offload_param.pin_memory",
         "zero_optimization.overlap_comm",
         "zero_optimization.pipeline_loading_checkpoint",
         "zero_optimization.reduce_scatter",
@@ -63,6 +68,20 @@ IGNORED = frozenset(
         "zero_optimization.sub_group_size",
         "zero_optimization.use_multi_rank_bucket_allreduce",
     }
+)
+
+# Of these, the sections and flags that ask for something to be written or shown: in vain.
+WRITES = (
+    "autotuning",
+    "comet",
+    "comms_logger",
+    "csv_monitor",
+    "dump_state",
+    "flops_profiler",
+    "memory_breakdown",
+    "tensorboard",
+    "wall_clock_breakdown",
+    "wandb",
 )
 
 # Keys that may stand at these values only, which ask for nothing; otherwise, what to do instead.
@@ -218,6 +237,18 @@ class Keys:
         """The keys that are there and mean nothing here."""
         there = dict(_leaves(self.raw, ""))
         return [key for key in there if key in IGNORED and key not in self.read]
+
+    @property
+    def in_vain(self) -> list[str]:
+        """What is switched on and would be written or shown by DeepSpeed, and is not here."""
+        found: list[str] = []
+        for key in WRITES:
+            value = self._raw(key)
+            if value is True:
+                found.append(key)
+            elif isinstance(value, dict) and value.get("enabled") is True:
+                found.append(f"{key}.enabled")
+        return found
 
     def refuse_the_rest(self) -> None:
         """Note each key that was not read and may change results, and each that is unknown."""

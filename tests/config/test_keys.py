@@ -1,12 +1,14 @@
 """Each key of DeepSpeed's has one row, and its row decides what becomes of it."""
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
 
 import fzero
-from fzero.config.keys import IGNORED, INERT, REFUSED, SECTIONS, Keys
+from fzero.config import Config
+from fzero.config.keys import IGNORED, INERT, REFUSED, SECTIONS, WRITES, Keys
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
@@ -87,3 +89,20 @@ def test_what_is_ignored_is_told_to_the_log(caplog: pytest.LogCaptureFixture) ->
         fzero.Config.from_deepspeed({"steps_per_print": 10, "gradient_clipping": 1.0})
     assert "ignored: steps_per_print" in caplog.text
     assert "gradient_clipping" not in caplog.text
+
+
+@pytest.mark.parametrize("key", WRITES)
+def test_what_would_be_written_says_that_it_is_not(key: str) -> None:
+    for on, said in ((True, key), ({"enabled": True, "job_name": "run"}, f"{key}.enabled")):
+        with pytest.warns(UserWarning, match=rf"DeepSpeed's {said}: true.*nothing is written") as w:
+            Config.from_deepspeed({key: on})
+        assert w[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Config.from_deepspeed({key: {"enabled": False, "job_name": "run"}})
+
+
+def test_a_device_that_is_none_may_have_options() -> None:
+    none = {"device": "none", "pin_memory": True, "buffer_count": 5, "max_in_cpu": 1e9}
+    zero = {"stage": 3, "offload_param": none, "overlap_comm": True}
+    assert Config.from_deepspeed({"zero_optimization": zero}).stage == 3

@@ -17,7 +17,7 @@ from fzero.compat.deepspeed.devices import get_accelerator
 from fzero.compat.deepspeed.engine import DeepSpeedEngine
 from fzero.compat.deepspeed.launch import add_config_arguments, initialize
 from fzero.compat.deepspeed.optimizers import DeepSpeedOptimizer
-from fzero.compat.deepspeed.refused import NAMES, missing
+from fzero.compat.deepspeed.refused import NAMES, missing, watch_imports
 from fzero.compat.deepspeed.utils import log_dist, logger
 from fzero.errors import ConfigError as DeepSpeedConfigError
 
@@ -40,3 +40,4 @@ __all__ = [
     "zero",
 ]
 __getattr__ = missing("", NAMES)
+watch_imports(__name__)

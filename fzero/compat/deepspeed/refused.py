@@ -1,6 +1,8 @@
 """What DeepSpeed has and this library has not: each name with what to do instead."""
 
+import sys
 from collections.abc import Callable, Mapping
+from importlib.abc import MetaPathFinder
 from typing import Any, NoReturn
 
 from fzero.errors import FzeroError
@@ -82,6 +84,61 @@ OPTIMIZERS: Mapping[str, str] = {
     "ZeroOneAdam": _ONEBIT,
 }
 """Of `deepspeed.ops`."""
+
+
+MODULES: Mapping[str, str] = {
+    "ops.sparse_attention": "use sparse attention in the model",
+    "ops.transformer": NAMES["DeepSpeedTransformerLayer"],
+    "runtime.activation_checkpointing": "deepspeed.checkpointing is here",
+    "runtime.data_pipeline": "choose the batches yourself",
+    "runtime.fp16": f'set "fp16" in the configuration; {_ONEBIT}',
+    "runtime.pipe": _PIPELINE,
+    "runtime.utils": "see torch.cuda.memory_summary() and Config(clip_norm=...)",
+    "utils.groups": UTILS["groups"],
+    "utils.nvtx": "see torch.cuda.nvtx.range",
+    "utils.timer": "see torch.profiler",
+}
+"""Below the package, and not its own names."""
+
+
+class AbsentModuleError(FzeroError, ModuleNotFoundError):
+    """An import of a module of DeepSpeed's that is not here."""
+
+
+class Absent(MetaPathFinder):
+    """Asked last for a module below the package: says what there is in its place.
+
+    Args:
+        package: whose modules these are.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        """None for modules of others.
+
+        Raises:
+            AbsentModuleError: for all of the package's: nobody before has found it.
+        """
+        package, _, name = fullname.partition(f"{self.package}.")
+        if package or not name:
+            return
+        table = {**NAMES, **MODULES}
+        parts = name.split(".")
+        around = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+        instead = next((f": {table[module]}" for module in around if module in table), "")
+        raise AbsentModuleError(
+            f"the module deepspeed.{name} has no counterpart in fzero{instead}. "
+            "docs/deepspeed.md lists what has one.",
+            name=fullname,
+        )
+
+
+def watch_imports(package: str) -> None:
+    """Have imports of modules that a package has not refused in words, with what to do instead."""
+    if not any(isinstance(x, Absent) and x.package == package for x in sys.meta_path):
+        sys.meta_path.append(Absent(package))
 
 
 def refuse(name: str, instead: str) -> NoReturn:

@@ -144,19 +144,39 @@ def write_tensors(file: Path, tensors: dict[str, Any]) -> None:
 
 
 def _packed(kept: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
     try:
-        torch.save(kept, buffer)
-        buffer.seek(0)
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            torch.load(buffer, weights_only=True)
+        return _plainly(kept)
     except Exception as error:
         raise CheckpointError(
-            "save_checkpoint(client_state=...) holds what can't be read back without running code: "
-            f"{str(error).strip().splitlines()[0][:200]}. Keep tensors, numbers, texts, lists and "
-            "dicts; nothing was written."
+            f"save_checkpoint: {_culprit(kept)}, which can't be read back without running code. "
+            "Keep tensors, numbers, texts, lists and dicts (x.item() of a number of numpy's); "
+            "nothing was written."
         ) from error
+
+
+def _plainly(kept: Any) -> bytes:
+    """What `torch.save` writes, if that can be read back as data alone."""
+    buffer = io.BytesIO()
+    torch.save(kept, buffer)
+    buffer.seek(0)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        torch.load(buffer, weights_only=True)
     return buffer.getvalue()
+
+
+def _culprit(kept: Any, at: str = "") -> str:
+    """The place of what is to blame, and what it is."""
+    children: Any = ()
+    if isinstance(kept, dict):
+        children = kept.items()
+    elif isinstance(kept, list | tuple):
+        children = enumerate(kept)
+    for key, child in children:
+        try:
+            _plainly(child)
+        except Exception:
+            return _culprit(child, f"{at}[{key!r}]" if at else str(key))
+    return f"{at} is a {type(kept).__module__}.{type(kept).__qualname__}"
 
 
 def _file(where: Path, rank: int, step: int) -> Path:

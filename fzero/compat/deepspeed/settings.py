@@ -2,11 +2,12 @@
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from fzero.config import Config
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, users_line
 
 # DeepSpeed clips since 0.19 where nothing is said; before, it did not.
 CLIPPING = 1.0
@@ -66,7 +67,8 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
     raw = dict(source) if isinstance(source, Mapping) else _load(source)
     _refuse(raw)
     rest = {k: v for k, v in raw.items() if k not in _OURS}
-    rest.setdefault("gradient_clipping", CLIPPING)
+    if rest.get("gradient_clipping", "auto") == "auto":
+        rest["gradient_clipping"] = CLIPPING
     config = Config.from_deepspeed(rest, world_size=world_size)
     return Settings(
         config,
@@ -170,4 +172,10 @@ def _section(raw: Mapping[str, Any], name: str) -> Section | None:
             "it."
         )
     params = section.get("params") or {}
+    if auto := [f"{name}.params.{k}" for k, v in params.items() if v == "auto"]:
+        warnings.warn(
+            f"DeepSpeed's {', '.join(auto)}: 'auto', which transformers' Trainer would fill in and "
+            f"nobody does here: the default of {section['type']} counts. Write the numbers.",
+            stacklevel=users_line(),
+        )
     return Section(section["type"], {k: v for k, v in params.items() if v != "auto"})

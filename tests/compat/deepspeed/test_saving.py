@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -148,8 +149,15 @@ def test_the_latest_tag_is_the_last_that_asked_to_be(tmp_path: Path) -> None:
 
 def test_what_would_run_code_when_read_is_not_written(tmp_path: Path) -> None:
     engine = engine_of(stage=0)
-    with pytest.raises(CheckpointError, match="client_state"):
-        engine.save_checkpoint(tmp_path, tag="a", client_state={"fn": model_of})
+    for kept, place in (
+        ({"fn": model_of}, r"client_state\['fn'\] is a builtins.function"),
+        (
+            {"runs": [{"best": np.float64(2)}]},
+            r"\['runs'\]\[0\]\['best'\] is a numpy.float64.*item",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=place):
+            engine.save_checkpoint(tmp_path, tag="a", client_state=kept)
     assert not (tmp_path / "a").exists()
     engine.save_checkpoint(tmp_path, client_state={"args": argparse.Namespace(lr=0.1)})
     assert engine.load_checkpoint(tmp_path)[1]["args"].lr == 0.1

@@ -30,13 +30,15 @@ def test_sections_are_read_and_auto_is_not_said() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}},
         "scheduler": {"type": "WarmupLR"},
     }
-    found = settings(raw, 1)
+    with pytest.warns(UserWarning, match=r"optimizer\.params\.lr: 'auto'.*default of AdamW counts"):
+        found = settings(raw, 1)
     assert found.optimizer == Section("AdamW", {"eps": 1e-6})
     assert found.scheduler == Section("WarmupLR", {})
 
 
 def test_gradients_are_clipped_unless_it_says_otherwise() -> None:
     assert settings({}, 1).config.clip_norm == 1.0
+    assert settings({"gradient_clipping": "auto"}, 1).config.clip_norm == 1.0
     assert settings({"gradient_clipping": 0.0}, 1).config.clip_norm is None
 
 
