@@ -3,7 +3,14 @@
 A message says what was found, where (leaf path, rank, field), the rule, and what to do next.
 """
 
+import dataclasses
+import functools
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class FzeroError(Exception):
@@ -36,6 +43,42 @@ class BackwardError(FzeroError):
 
 class CheckpointError(FzeroError):
     """A checkpoint that cannot be written, read or trusted."""
+
+
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a ConfigError that names the first of `given` that `what` has not, and near ones.
+
+    Raises:
+        ConfigError: one is not known.
+
+    Examples:
+        >>> refuse_unknown("Config", ["acum_steps"], ["stage", "accum_steps"])
+        Traceback (most recent call last):
+        ...
+        fzero.errors.ConfigError: Config has no field 'acum_steps'. Did you mean 'accum_steps'? ...
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=2)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ConfigError(
+                f"{what} has no field {name!r}.{hint} Its fields: {', '.join(known)}."
+            )
+
+
+def fields_by_name(cls: type[T]) -> type[T]:
+    """A dataclass that refuses arguments which are no fields of it as `refuse_unknown` does."""
+    made: Any = cls.__init__
+    names = [f.name for f in dataclasses.fields(cls) if f.init]  # pyright: ignore
+
+    @functools.wraps(made)
+    def __init__(self: Any, *args: Any, **fields: Any) -> None:
+        refuse_unknown(cls.__name__, fields, names)
+        made(self, *args, **fields)
+
+    setattr(cls, "__init__", __init__)  # noqa: B010 - a method of a class that is any
+    return cls
 
 
 def users_line() -> int:

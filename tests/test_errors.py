@@ -3,10 +3,12 @@
 import random
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -419,3 +421,72 @@ def test_a_step_under_the_caller_s_autocast_is_refused(executor: Any) -> None:
     ):
         step_fn(*state, X)
     assert step_fn(*state, X)[1].step == 1
+
+
+@dataclass
+class _Net:
+    w: Tensor
+    b: Tensor | None = None
+
+
+@pytest.mark.parametrize(
+    ("params", "instead"),
+    [
+        (nn.Linear(3, 2), "fzero.functionalize"),
+        (nn.Linear(3, 2).parameters(), "named_parameters"),
+        (_Net(torch.ones(3)), "register_node"),
+        ({"net": [_Net(torch.ones(3))]}, "register_node"),
+    ],
+    ids=["module", "iterator", "dataclass", "dataclass inside"],
+)
+def test_what_is_no_tree_of_tensors_says_how_it_becomes_one(params: Any, instead: str) -> None:
+    with pytest.raises(ShardError, match=rf"params.* is a .*{instead}"):
+        _make().init(params)
+
+
+def test_a_registered_dataclass_is_a_tree() -> None:
+    @dataclass
+    class Net:
+        w: Tensor
+        b: Tensor | None
+
+    optree.dataclasses.register_node(Net, namespace="")
+    step_fn = fzero.make_train_step(lambda p, x: (x @ p.w).square().mean(), fzero.optim.adam(0.1))
+    params, opt_state = step_fn.init(Net(torch.ones(4), None))
+    params, _ = step_fn(params, opt_state, X)
+    assert isinstance(params, Net)
+    assert params.b is None
+    assert tree.labels(params) == ["w"]
+
+
+def test_a_module_where_a_function_belongs_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model_fn is a Linear, a module.*functionalize"):
+        fzero.make_train_step(nn.Linear(3, 2), fzero.optim.sgd(0.1))
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize(
+    ("model_fn", "stateful"),
+    [
+        (lambda params, state, batch: (params["w"].sum(), state), False),
+        (lambda params: params["w"].sum(), False),
+        (lambda params, batch, *, key: params["w"].sum(), False),
+        (lambda params, state, batch, key: (params["w"].sum(), state), True),
+    ],
+    ids=["no state", "one", "keyword", "four"],
+)
+def test_a_model_function_with_other_arguments_is_told_which_it_gets(
+    model_fn: Callable[..., Any], stateful: bool, executor: Any
+) -> None:
+    step_fn = _make(model_fn, executor=executor)
+    params, opt_state = step_fn.init(_params(), {"mean": torch.zeros(1)} if stateful else None)
+    with pytest.raises(FzeroError, match=r"the model function .* can't be called with \(params, "):
+        step_fn(params, opt_state, X)
+
+
+@pytest.mark.parametrize("glob", ["encoder.*", "W", "w.*"])
+def test_a_glob_that_freezes_nothing_is_refused(glob: str) -> None:
+    with pytest.raises(ConfigError, match=r"Config.frozen: .* matches no leaf; there are .*'w'"):
+        _make(frozen=["b", glob]).init(_params())
+    with pytest.raises(ConfigError, match=r"Config.frozen: .* matches no leaf; there are "):
+        fzero.Engine(nn.Linear(3, 2), None, Config(frozen=["bias", glob]))

@@ -79,7 +79,9 @@ def choose(path: Path) -> str:
     if newest is None:
         raise CheckpointError(
             f"{path} is no checkpoint and holds none that is whole. Pass the folder that save was "
-            "given, or one checkpoint in it; python -m fzero.checkpoint verify says what is there."
+            "given, or one checkpoint in it; python -m fzero.checkpoint verify says what is there. "
+            "A file of torch.save (.pt, .bin) is read before: module.load_state_dict(torch.load("
+            "file, weights_only=True)), then functionalize or Engine."
         )
     # absolute, for other ranks open it, wherever they were started
     return str(newest.absolute())

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.config import deepspeed
 from fzero.config.names import name_of
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, fields_by_name, refuse_unknown
 from fzero.functional.remat import Policy, SaveOnly, saves_of
 from fzero.numerics import loss_scale as loss_scales
 from fzero.numerics import precision as precisions
@@ -43,6 +43,7 @@ _FOREIGN_AXES = (
 )
 
 
+@fields_by_name
 @dataclass(frozen=True)
 class Config:
     """How a step is sharded, accumulated, kept finite and run.
@@ -249,6 +250,31 @@ class Config:
             return bool(self.frozen(name))
         return any(fnmatchcase(name, glob) for glob in self.frozen)
 
+    def check_frozen(self, names: Sequence[str]) -> None:
+        """See that every glob of `frozen` matches a leaf: one that does not would train all.
+
+        Args:
+            names: dotted names of all leaves.
+
+        Raises:
+            ConfigError: a glob matches none of them.
+
+        Examples:
+            >>> Config(frozen=["encoder.*"]).check_frozen(["encode.weight", "head.weight"])
+            Traceback (most recent call last):
+            ...
+            fzero.errors.ConfigError: Config.frozen: 'encoder.*' matches no leaf; ...
+        """
+        for glob in () if callable(self.frozen) else self.frozen:
+            if not any(fnmatchcase(name, glob) for name in names):
+                near = get_close_matches(glob, names, n=3) or names[:3]
+                raise ConfigError(
+                    f"Config.frozen: {glob!r} matches no leaf; there are "
+                    f"{', '.join(map(repr, near))}, {len(names)} in all. Globs are over the dotted "
+                    "names of leaves, whole ones: 'encoder.*'. Nothing would be frozen by it; "
+                    "where that is right, pass a predicate: frozen=lambda name: ..."
+                )
+
     def replace(self, **changes: Any) -> "Config":
         """A copy with some fields changed, checked like a new one.
 
@@ -256,7 +282,7 @@ class Config:
             >>> Config(stage=3).replace(stage=1).stage
             1
         """
-        _check_names(changes)
+        refuse_unknown("Config", changes, [f.name for f in dataclasses.fields(Config)])
         return dataclasses.replace(self, **changes)
 
     def describe(self) -> dict[str, str]:
@@ -415,17 +441,6 @@ class Config:
     def _refuse(self, field: str, rule: str) -> NoReturn:
         end = "" if rule.endswith(("?", ".")) else "."
         raise ConfigError(f"Config.{field}={getattr(self, field)!r}: must be {rule}{end}")
-
-
-def _check_names(changes: dict[str, Any]) -> None:
-    fields = [f.name for f in dataclasses.fields(Config)]
-    for name in changes:
-        if name not in fields:
-            near = get_close_matches(name, fields, n=2)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise ConfigError(
-                f"Config has no field {name!r}.{hint} Its fields: {', '.join(fields)}."
-            )
 
 
 def _policy_text(policy: Any) -> str:

@@ -146,6 +146,7 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
 
 def frozen_too(cfg: Config, params: dict[str, nn.Parameter]) -> Config:
     """`cfg` with the names of what is frozen, by it or by `requires_grad=False`."""
+    cfg.check_frozen(list(params))
     frozen = [n for n, p in params.items() if not p.requires_grad or cfg.is_frozen(n)]
     # the config takes globs, and a name may hold what a glob takes for a pattern
     return cfg.replace(frozen=tuple(glob.escape(name) for name in frozen))

@@ -68,6 +68,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._alive().step()
         return loss
 
+    def stepped(self) -> None:
+        """`engine.step()` was called itself: torch's schedulers warn where no `step()` was."""
+        self._opt_called = True
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`engine.zero_grad()`."""
         self._alive().zero_grad(set_to_none)

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.errors import ConfigError, FzeroError
+from fzero.errors import ConfigError, FzeroError, fields_by_name
 
 
+@fields_by_name
 @dataclass(frozen=True)
 class LossScale:
     """How the loss is scaled.

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, fields_by_name
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LOW = (torch.bfloat16, torch.float16)
 
 
+@fields_by_name
 @dataclass(frozen=True)
 class Precision:
     """The dtypes of a step. None leaves a dtype as it comes.

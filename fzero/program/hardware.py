@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.distributed.buckets import ALL_REDUCE, EXCHANGE, Bucket
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, fields_by_name
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -38,6 +38,7 @@ class Sent(NamedTuple):
     between: int
 
 
+@fields_by_name
 @dataclass(frozen=True)
 class Hardware:
     """What a step would run on: one rank's processor, its memory, and its links to the others.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fzero import tree
@@ -45,13 +45,16 @@ def start(
         RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
         TraceError: the function that builds the parameters can't be recorded.
     """
-    recorded = record(params) if callable(params) else params
-    recording = recorded if isinstance(recorded, Recording) else None
+    # a module can be called, and builds no parameters by that
+    if callable(params) and not isinstance(params, nn.Module):
+        params = record(params)
+    recording = params if isinstance(params, Recording) else None
     shapes = recording.tree() if recording else params
     leaves = tree.leaves(shapes)
     check_tensors("params", leaves, tree.paths(shapes))
     _refuse_shards(leaves, tree.paths(shapes))
     check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
+    cfg.check_frozen(tree.names(shapes))
     device = leaves[0].device if leaves else torch.device("cpu")
     device = recording.device if recording else device
     mesh = resolve_mesh(cfg.mesh, device.type)

@@ -4,12 +4,13 @@ Inside a step every tensor is a plain local one; outside, a sharded leaf is a `D
 global shape `torch.distributed.checkpoint`, `full_tensor()` and `torch.optim` understand.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -289,8 +290,26 @@ def check_tensors(what: str, leaves: Sequence[Any], paths: Sequence[str]) -> Non
         if not isinstance(leaf, Tensor):
             raise ShardError(
                 f"{what}{path} is a {type(leaf).__name__} ({leaf!r:.60}); every leaf must be a "
-                f"torch.Tensor. Make it one with torch.as_tensor, or keep it out of the tree."
+                f"torch.Tensor. {_remedy(leaf)}"
             )
+
+
+def _remedy(leaf: Any) -> str:
+    """What to do with a leaf that is no tensor."""
+    if isinstance(leaf, nn.Module):
+        return (
+            "Pass the parameters, not the module: apply, params = fzero.functionalize(module); or "
+            "use fzero.Engine(module, opt, cfg), which takes it as it is."
+        )
+    if isinstance(leaf, Iterator):
+        return "Pass a tree, which can be read again: dict(module.named_parameters()), or a list."
+    if dataclasses.is_dataclass(leaf):
+        name = type(leaf).__name__
+        return (
+            f"A dataclass is a tree once it is registered, after its class: "
+            f"optree.dataclasses.register_node({name}, namespace=''). Then each field is a subtree."
+        )
+    return "Make it one with torch.as_tensor, or keep it out of the tree."
 
 
 def _dtensor(leaf: LeafLayout, mesh: Mesh) -> DTensorSpec:

@@ -5,6 +5,7 @@ micro-batch, the loss scale if there is one. Out: gradients, loss, new model sta
 """
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,6 +78,7 @@ class Signature:
             state, batch: leaves of the model state and of a micro-batch.
         """
         plan, sharding = self.plan, self.plan.sharding
+        _check_takes(model_fn, self.state is not None)
         args: list[Any] = [
             Opened(
                 sharding.spec,
@@ -262,6 +264,29 @@ def _roles(signature: Signature, resident: Sequence[Held]) -> dict[str, Any]:
 # How much of the peak fewer and larger collectives may cost. Who shards parameters is short of
 # memory; who doesn't holds them all in any case.
 _SLACK_SHARDED, _SLACK = 0.1, 0.25
+
+
+def _check_takes(model_fn: ModelFn, stateful: bool) -> None:
+    """See that the model function can be called with what it will be given.
+
+    A TypeError from the call itself would look like one of the model's own.
+    """
+    given = ["params"] + ["model_state"] * stateful + ["batch"]
+    try:
+        signature = inspect.signature(model_fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        name = getattr(model_fn, "__name__", type(model_fn).__name__)
+        raise FzeroError(
+            f"the model function {name}{signature} can't be called with ({', '.join(given)}): "
+            f"{error}. init was given {'a' if stateful else 'no'} model state: a model function is "
+            "called as model_fn(params, batch), and as model_fn(params, model_state, batch) after "
+            "step_fn.init(params, model_state). What else it needs, give it by a closure or "
+            "functools.partial, or in the batch, which may be a tuple or a dict."
+        ) from None
 
 
 def _taken_apart(result: Any, cfg: Config, stateful: bool) -> tuple[Any, Any, Any]:

@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero import tree
 from fzero.config import Config, as_config
@@ -58,6 +58,13 @@ def make_train_step(model_fn: ModelFn, opt: Any, cfg: Config | None = None) -> "
         >>> opt_state.metrics["loss"]
         tensor(9.)
     """
+    if isinstance(model_fn, nn.Module):
+        raise ConfigError(
+            f"model_fn is a {type(model_fn).__name__}, a module; it must be a function (params, "
+            "batch) -> loss. Make one: apply, params = fzero.functionalize(module), and "
+            "lambda params, batch: loss(apply(params, batch)); or use fzero.Engine(module, opt, "
+            "cfg), which takes the module as it is."
+        )
     if not callable(model_fn):
         raise ConfigError(
             f"model_fn is a {type(model_fn).__name__}; it must be a function "

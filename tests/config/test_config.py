@@ -1,10 +1,12 @@
 """Config: every field checked, DeepSpeed's JSON translated or refused."""
 
 import dataclasses
+import inspect
 import json
 import math
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,6 +170,25 @@ def test_defaults_are_the_documented_ones() -> None:
 def test_an_unknown_field_in_replace_lists_near_ones() -> None:
     with pytest.raises(ConfigError, match=r"no field 'accum'.*'accum_steps'"):
         Config().replace(accum=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "near"),
+    [
+        (lambda: Config(accum_step=2), "'accum_steps'"),  # pyright: ignore[reportCallIssue]
+        (lambda: Precision(params=torch.bfloat16), "'param'"),  # pyright: ignore[reportCallIssue]
+        (lambda: LossScale(windows=9), "'window'"),  # pyright: ignore[reportCallIssue]
+    ],
+    ids=["Config", "Precision", "LossScale"],
+)
+def test_an_unknown_field_lists_near_ones(make: Callable[[], object], near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"has no field .*Did you mean {near}.*Its fields: "):
+        make()
+
+
+def test_a_class_that_knows_its_fields_keeps_its_signature() -> None:
+    assert next(iter(inspect.signature(Config).parameters)) == "stage"
+    assert Config(2, None, 4) == Config(stage=2, accum_steps=4)  # by position as before
 
 
 def test_fp16_scales_dynamically_unless_told() -> None:

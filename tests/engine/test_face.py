@@ -1,5 +1,6 @@
 """`engine.lr = ...` and `engine.optimizer`: torch's schedulers drive an engine."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,17 @@ def rates(name: str, stage: int) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedulers_of_torch_drive_an_engine(name: str) -> None:
     run_ranks(2, rates, name, 3)
+
+
+def test_no_scheduler_warns_where_the_engine_itself_is_stepped() -> None:
+    engine = fzero.Engine(nn.Linear(3, 2), SGD(lr=0.1))
+    schedule = lr_scheduler.StepLR(engine.optimizer, 1)
+    engine(torch.ones(4, 3)).sum().backward()
+    engine.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()
+    assert engine.lr == pytest.approx(0.01)
 
 
 def test_a_rate_that_is_set_counts_at_once_and_stays_over_a_checkpoint() -> None:

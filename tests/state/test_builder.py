@@ -178,7 +178,7 @@ def test_init_gives_every_rank_its_part(world: int) -> None:
 def _init_everything() -> bool:
     for stage in range(4):
         for precision in (None, "bf16"):
-            cfg = fzero.Config(stage=stage, precision=precision, frozen="*pos*")
+            cfg = fzero.Config(stage=stage, precision=precision, frozen=lambda name: "pos" in name)
             for name in ("gpt", "linear", "lstm", "until small", "conv"):
                 torch.manual_seed(5)
                 plain = fzero.make_train_step(_no_model, adam(0.1), cfg).init(BUILDERS[name]())
