@@ -460,8 +460,32 @@ def test_a_registered_dataclass_is_a_tree() -> None:
 
 
 def test_a_module_where_a_function_belongs_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model_fn is a Linear, a module.*functionalize"):
-        fzero.make_train_step(nn.Linear(3, 2), fzero.optim.sgd(0.1))
+    module: Any = nn.Linear(3, 2)
+    sgd = fzero.optim.sgd(0.1)
+    for what, call in (
+        ("make_train_step", lambda: fzero.make_train_step(module, sgd)),
+        ("value_and_grad", lambda: fzero.value_and_grad(module)),
+        ("sharded", lambda: fzero.sharded(module)),
+        ("jit", lambda: fzero.jit(module)),
+        ("simulate", lambda: fzero.simulate(module, sgd, Config(), _params(), X, 2)),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"{what} was given a Linear, a module.*functionalize"
+        ):
+            call()
+
+
+def test_a_dict_where_a_config_belongs_is_refused_by_shard() -> None:
+    given: Any = {"stage": 3}
+    with pytest.raises(ConfigError, match=r"shard: cfg is a dict; pass fzero.Config"):
+        fzero.shard(_params(), given)
+
+
+def test_a_function_of_whole_leaves_inside_jit_is_told_how_it_is_called() -> None:
+    params = fzero.shard(_params(), Config())
+    with pytest.raises(TraceError, match=r"read as if it were whole.*fzero.sharded\(fn, cfg\)"):
+        fzero.jit(_loss)(params, X)
+    assert fzero.jit(lambda params, x: fzero.sharded(_loss)(params, x))(params, X).ndim == 0
 
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])

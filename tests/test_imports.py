@@ -44,7 +44,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "simulation": (
         *("errors", "tree", "distributed", "optim", "functional", "config", "program"),
-        *("transforms.frames", "step"),
+        *("transforms.frames", "transforms.function", "step"),
     ),
     "simulate": ("simulation",),
     "checkpoint": (

@@ -194,6 +194,8 @@ def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
     module = _module_of(cause)
     said = "\n".join(f"  through {label}: {_first_line(error)}" for label, error in refusals)
     bug = "" if isinstance(cause, _DATA_DEPENDENT) else _PERHAPS_A_BUG
+    if "mixed torch.Tensor and DTensor" in str(cause):
+        bug = _SHARDS_READ
     error = TraceError(
         f"the model function can't be staged out: {_operation(cause)}{where}.\n{said}\n"
         f"{bug}A Program holds the same operations for every batch, so nothing in it may depend on "
@@ -207,6 +209,11 @@ def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
 
 
 _PERHAPS_A_BUG = "If the function raises the same when you call it yourself, mend that first. "
+_SHARDS_READ = (
+    "A leaf of a tree of shards was read as if it were whole. A function of whole leaves goes "
+    "through fzero.sharded(fn, cfg)(params, ...), fzero.value_and_grad(fn, cfg) or another of "
+    "them, inside of fzero.jit too. "
+)
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 _READS = {

@@ -19,6 +19,7 @@ from fzero.simulation.machines import resolve_hardware
 from fzero.simulation.report import Report, report_on, tokens_in
 from fzero.step.gradients import ModelFn
 from fzero.step.train_step import make_train_step
+from fzero.transforms.function import refuse_module
 from fzero.tree import PyTree
 
 
@@ -68,6 +69,7 @@ def simulate(
         True
     """
     cfg = as_config("simulate", cfg)
+    refuse_module("simulate", model_fn)
     shape = check_world(cfg, world_size)
     machine = resolve_hardware(hardware)
     program, mesh = lowered(model_fn, opt, cfg, params, batch, shape, machine, model_state)

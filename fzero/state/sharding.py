@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fzero import tree
-from fzero.config import Config
+from fzero.config import Config, as_config
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.distributed.whereabouts import circle_of
@@ -210,7 +210,7 @@ def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
         >>> sharded["w"].shape, torch.equal(unshard(sharded)["w"], torch.ones(4, 2))
         (torch.Size([4, 2]), True)
     """
-    cfg = Config(mesh=cfg.mesh if cfg else None)
+    cfg = Config(mesh=as_config("shard", cfg).mesh)
     leaves = tree.leaves(full)
     check_tensors("full", leaves, tree.paths(full))
     mesh = resolve_mesh(cfg.mesh, leaves[0].device.type if leaves else "cpu")

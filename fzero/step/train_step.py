@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fzero import tree
 from fzero.config import Config, as_config
@@ -30,6 +30,7 @@ from fzero.step.gradients import ModelFn
 from fzero.step.metrics import metrics_of, rate_of, refuse_nonfinite
 from fzero.step.saved import SavedPrograms
 from fzero.step.update import Updated
+from fzero.transforms.function import refuse_module
 from fzero.transforms.micro import micro_batches
 from fzero.tree import PyTree
 
@@ -58,13 +59,7 @@ def make_train_step(model_fn: ModelFn, opt: Any, cfg: Config | None = None) -> "
         >>> opt_state.metrics["loss"]
         tensor(9.)
     """
-    if isinstance(model_fn, nn.Module):
-        raise ConfigError(
-            f"model_fn is a {type(model_fn).__name__}, a module; it must be a function (params, "
-            "batch) -> loss. Make one: apply, params = fzero.functionalize(module), and "
-            "lambda params, batch: loss(apply(params, batch)); or use fzero.Engine(module, opt, "
-            "cfg), which takes the module as it is."
-        )
+    refuse_module("make_train_step", model_fn)
     if not callable(model_fn):
         raise ConfigError(
             f"model_fn is a {type(model_fn).__name__}; it must be a function "

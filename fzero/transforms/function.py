@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -224,12 +224,29 @@ def positions(what: str, field: str, given: Any) -> tuple[int, ...]:
     return numbers
 
 
+def refuse_module(what: str, fn: Any) -> None:
+    """See that a user's function is no module, which has parameters of its own.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if isinstance(fn, nn.Module):
+        raise ConfigError(
+            f"{what} was given a {type(fn).__name__}, a module; it must be a function of "
+            "parameters, as fn(params, batch). Make one: apply, params = "
+            "fzero.functionalize(module), and lambda params, batch: loss(apply(params, batch)); or "
+            "use fzero.Engine(module, opt, cfg), which takes the module as it is."
+        )
+
+
 def check_callable(what: str, fn: Any) -> str:
     """The name of a user's function.
 
     Raises:
-        ConfigError: it can't be called, or has an argument that the library takes for itself.
+        ConfigError: it can't be called, is a module, or has an argument that the library takes for
+            itself.
     """
+    refuse_module(what, fn)
     if not callable(fn):
         raise ConfigError(
             f"{what} was given a {type(fn).__name__}; it must be a function of trees of tensors."
