@@ -321,7 +321,9 @@ class DeepSpeedEngine(nn.Module):
         trains = self.optimizer is not None
         whole = load_optimizer_states and not load_module_only and trains
         if whole:
-            self.inner.state = checkpoint.load(found, *self.inner.state, strict=load_module_strict)
+            with saving.in_its_words():
+                state = checkpoint.load(found, *self.inner.state, strict=load_module_strict)
+            self.inner.state = state
         else:
             self.inner.load_state_dict(saving.module_of(found), strict=load_module_strict)
         self.inner.zero_grad()

@@ -9,8 +9,10 @@ once, then `latest`: who follows it finds all three.
 """
 
 import argparse
+import contextlib
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,20 @@ def module_of(found: Path) -> dict[str, Tensor]:
     return {
         next(key[len(p) :] for p in _PREFIXES if key.startswith(p)): wanted[key] for key in wanted
     }
+
+
+@contextlib.contextmanager
+def in_its_words() -> Iterator[None]:
+    """Inside, what does not fit is told with the arguments that DeepSpeed's load has for it."""
+    try:
+        yield
+    except CheckpointError as error:
+        if "strict=False" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{error} Here that is load_checkpoint(load_module_strict=False); of another optimizer "
+            "load_optimizer_states=False."
+        ) from error
 
 
 def _same(folder: Path, tag: str, step: int) -> None:

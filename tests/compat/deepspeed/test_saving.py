@@ -163,6 +163,14 @@ def test_what_would_run_code_when_read_is_not_written(tmp_path: Path) -> None:
     assert engine.load_checkpoint(tmp_path)[1]["args"].lr == 0.1
 
 
+def test_another_optimizer_is_told_in_deepspeeds_words(tmp_path: Path) -> None:
+    engine_of(stage=0).save_checkpoint(tmp_path, tag="a")
+    other = engine_of(stage=0, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    with pytest.raises(CheckpointError, match=r"does not fit.*load_optimizer_states=False"):
+        other.load_checkpoint(tmp_path, tag="a")
+    assert other.load_checkpoint(tmp_path, tag="a", load_optimizer_states=False)[0]
+
+
 def test_a_folder_that_is_none_of_ours_is_told(tmp_path: Path) -> None:
     engine = engine_of(stage=0)
     engine.save_checkpoint(tmp_path, tag="a")
