@@ -6,10 +6,10 @@
 
 A model is *traced*, or traced with `Config(opaque="auto")` (the submodules that it wraps are
 named), or refused (the words are shown). Each takes one step at stage 3 (SGD), whose gradients are
-compared with `loss.backward()`. Libraries that are not installed are left out, and named. Models
-whose own forward and backward fail in plain PyTorch are no subjects, and are counted apart. With
-`--save` and `--load` a second process must compute the same losses bit for bit from the saved
-Programs, and stage nothing.
+compared with `loss.backward()`; one that draws random numbers in training is compared in eval mode.
+Libraries that are not installed are left out, and named. Models whose own forward and backward fail
+in plain PyTorch are no subjects, and are counted apart. With `--save` and `--load` a second process
+must compute the same losses bit for bit from the saved Programs, and stage nothing.
 """
 
 import argparse
@@ -58,15 +58,24 @@ def within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, old)
 
 
-def built(subject: Subject) -> Built:
+def built(subject: Subject, training: bool = True) -> Built:
     """The same in every call and process."""
     torch.manual_seed(0)
-    return subject.build()
+    found = subject.build()
+    return found if training else found._replace(module=found.module.eval())
 
 
-def plain(subject: Subject) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of `loss.backward()`."""
+def draws(subject: Subject) -> bool:
+    """Whether its forward draws random numbers, which are others in a step."""
     module, batch, loss_of = built(subject)
+    before = torch.get_rng_state()
+    loss_of(module, batch)
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def plain(subject: Subject, training: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of `loss.backward()`."""
+    module, batch, loss_of = built(subject, training)
     torch.manual_seed(1)
     loss = loss_of(module, batch)
     loss.backward()
@@ -77,8 +86,8 @@ def plain(subject: Subject) -> tuple[Tensor, dict[str, Tensor]]:
 class Run:
     """A step function of a subject and its state."""
 
-    def __init__(self, subject: Subject, opaque: Any) -> None:
-        module, self.batch, loss_of = built(subject)
+    def __init__(self, subject: Subject, opaque: Any, training: bool = True) -> None:
+        module, self.batch, loss_of = built(subject, training)
         apply, params, buffers = fzero.functionalize(module, buffers=True)
 
         def model_fn(params: Any, state: Any, batch: Any) -> tuple[Tensor, Any]:
@@ -117,14 +126,15 @@ def tried(subject: Subject) -> tuple[Row, Run | None]:
     """What became of one model."""
     row: Row = {"name": subject.name, "library": subject.library}
     try:
-        loss, grads = plain(subject)
+        training = not draws(subject)
+        loss, grads = plain(subject, training)
     except Exception as error:  # whatever the libraries raise
         return row | {"kind": NONE, "words": words_of(error)}, None
     if not grads:
         return row | {"kind": NONE, "words": "no gradient"}, None
     for opaque, kind in (((), TRACED), ("auto", AUTO)):
         try:
-            run = Run(subject, opaque)
+            run = Run(subject, opaque, training)
             found = run.step()
         except TraceError as error:
             row["words"] = words_of(error)
@@ -143,6 +153,7 @@ def tried(subject: Subject) -> tuple[Row, Run | None]:
         )
         row |= {"kind": kind, "error": apart / (largest or 1.0), "loss": float(loss - found)}
         row["islands"] = islands[0] if islands else ""
+        row["training"] = training
         return row, run
     return row | {"kind": REFUSED}, None
 
@@ -171,7 +182,8 @@ def loaded(subject: Subject, folder: Path) -> Row:
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            run = Run(subject, "auto" if (folder / "auto").exists() else ())
+            auto = "auto" if (folder / "auto").exists() else ()
+            run = Run(subject, auto, training=not draws(subject))
             run.step_fn.load_programs(folder)
             run.step()
             losses = torch.stack([run.step() for _ in range(2)])

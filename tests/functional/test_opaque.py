@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -96,6 +97,29 @@ class Routed(nn.Module):
         return out * chosen.weights
 
 
+class Keeps(nn.Module):
+    """Puts what it found into a list that it was given: the module that made the list is opaque."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scores = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, memory: list[Tensor]) -> Tensor:
+        out = self.scores(x)
+        memory.append(out * float(out.detach().max()))
+        return out
+
+
+class Remembers(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.keeps = Keeps(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory: list[Tensor] = []
+        return self.keeps(x, memory) + sum(memory)
+
+
 class Net(nn.Module):
     def __init__(self, kind: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -110,6 +134,7 @@ KINDS = {
     "packed": Packed,
     "ctc and a norm": Aligned,
     "routed by an object": Routed,
+    "a list to fill": Remembers,
 }
 
 
@@ -254,6 +279,38 @@ def test_results_that_are_arguments_and_whole_numbers() -> None:
     assert grads["w"].tolist() == [2.0, 5.0, 1.0]
 
 
+@dataclass(frozen=True)
+class Record:
+    """As libraries return them."""
+
+    chosen: Chosen
+    dtype: torch.dtype = torch.float32
+    values: Tensor | None = None
+
+
+class Scores(dict[str, Any]):
+    """A mapping of a class of its own."""
+
+
+@pytest.mark.parametrize("like", [None, lambda given: Record(Chosen(given["w"], []))])
+def test_records_and_objects_are_taken_and_returned(like: Any) -> None:
+    def scored(given: Scores) -> Record:
+        w = given["w"]
+        if float(w.detach().max()) > 9:
+            raise ValueError("too large")
+        return Record(Chosen(w * given["scale"], []))
+
+    def fn(params: Any) -> Tensor:
+        found = fzero.opaque(scored, like=like)(Scores(w=params["w"] * 2, scale=3))
+        assert found.dtype is torch.float32
+        assert found.chosen.rows == []
+        return found.chosen.weights.square().sum()
+
+    w = torch.tensor([2.0, 1.0, 4.0])
+    grads = fzero.grad(fn)({"w": w})
+    assert grads["w"].equal(2 * 36 * w)
+
+
 def test_autocast_is_that_of_the_call() -> None:
     seen = []
 
@@ -318,6 +375,41 @@ def test_what_it_raises_is_raised() -> None:
 
     with pytest.raises(ZeroDivisionError, match="of mine"):
         gradient_of(fzero.opaque(fails))
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+
+
+@pytest.mark.parametrize("given", [[], {}, Cache(), [torch.ones(4)]])
+def test_a_tensor_that_is_put_into_an_argument_is_refused(given: Any) -> None:
+    def fn(w: Tensor) -> Tensor:
+        @fzero.opaque
+        def kept(w: Tensor, given: Any) -> Tensor:
+            if isinstance(given, list):
+                given.append(w)
+            elif isinstance(given, dict):
+                given["w"] = w
+            else:
+                given.values = w
+            return w * float(w.detach().max())
+
+        return kept(w, given)
+
+    before = copy.deepcopy(given)
+    with pytest.raises(TraceError, match="into one of its arguments"):
+        gradient_of(fn)
+    assert str(vars(given) if isinstance(given, Cache) else given) == str(
+        vars(before) if isinstance(before, Cache) else before
+    )
+
+
+@pytest.mark.parametrize("number", [int, float, bool])
+def test_numbers_that_may_depend_on_values_are_refused(number: Any) -> None:
+    found = fzero.opaque(lambda w: Chosen(w, [number(w.detach().max())]))
+    with pytest.raises(TraceError, match="may depend on values"):
+        gradient_of(lambda w: found(w).weights)
 
 
 def test_a_change_of_an_argument_is_refused() -> None:
