@@ -147,7 +147,7 @@ def _config(kind: str) -> Any:
         if type(value) is float and ("drop" in name or name.endswith("pdrop")):
             given[name] = 0.0
     other = _OTHER.get("wav2vec2" if kind in SOUNDS else kind, {})
-    config = cls(**{**given, **copy.deepcopy(other)}, num_labels=5)
+    config = cls(**{**given, **copy.deepcopy(other), "num_labels": 5})
     for name in ("pad_token_id", "decoder_start_token_id"):
         if getattr(config, name, None) is None:
             setattr(config, name, 0)

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch import Tensor
 _PLAIN = (str, bytes, int, float, complex, type, enum.Enum, torch.dtype, torch.device, type(None))
 
 
-class Place(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Place:
     """Stands for the tensor of this index."""
 
     index: int
@@ -147,7 +148,8 @@ def _mapped(fn: Callable[[Any], Any], value: Any, kind: type, made: dict[int, An
     if isinstance(value, tuple):
         found = [_mapped(fn, x, kind, made) for _, x in items]
         # not by its constructor, which may look at what it is given
-        made[id(value)] = new = value._make(found) if _named(value) else type(value)(found)
+        make = getattr(value, "_make", type(value))
+        made[id(value)] = new = make(found)
         return new
     made[id(value)] = new = copy.copy(value)
     for key, x in items:
@@ -157,7 +159,3 @@ def _mapped(fn: Callable[[Any], Any], value: Any, kind: type, made: dict[int, An
         else:
             object.__setattr__(new, key, x)  # of a frozen one, too
     return new
-
-
-def _named(value: tuple[Any, ...]) -> Any:
-    return hasattr(value, "_make")

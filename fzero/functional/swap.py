@@ -29,6 +29,7 @@ def swapped(
     check_fit(plan, params, plan.params, "params")
     check_structure(plan)
     saved = _snapshot(plan.modules)
+    call: _Call | None = None
     try:
         for tensors, slots in ((params, plan.params), (buffers, plan.buffers)):
             for name, _, entries in slots:
@@ -45,33 +46,38 @@ def swapped(
                     raise rebuilt(plan, index, f"its attribute {attr!r}") from None
         # what tells, when something is called back, whether forward has written into a copy
         versions = {name: buffer._version for name, buffer in buffers.items()}
-        call = _Call(plan, params, buffers, versions, given)
+        call = _Call(plan, params, buffers, versions, given, left=[])
         _wrap_hooks(plan, call.again)
         with recomputing(call.again):
             yield
     finally:
+        if call is not None:
+            call.left.extend(_left(plan, saved))
         _restore(saved)
 
 
-def _there(name: str, value: Tensor) -> Tensor:
+def _there(name: str, value: Any) -> Any:
     """`value` for a computation in backward, or what raises when it is read."""
-    return Over(value, repr(name)) if is_over(value) else value
+    return Over(value, repr(name)) if isinstance(value, Tensor) and is_over(value) else value
 
 
 class _Call(NamedTuple):
-    """What one call of `apply` put into the slots, and the buffers it was given."""
+    """What one call of `apply` put into the slots, the buffers it was given, and once it is over
+    the attributes that forward has set."""
 
     plan: SlotTable
     params: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     versions: Mapping[str, int]
     given: Mapping[str, Tensor]
+    left: list[tuple[dict[str, Any], dict[str, Any]]]
 
     def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, a part of this call, as it will be called back in backward.
 
         By then the slots hold the module's own tensors again, so it swaps for itself. The buffers
-        are those of now; what a recomputation changes in them is lost, as it was done before. See
+        are those of now; what a recomputation changes in them is lost, as it was done before.
+        Attributes are as forward has left them, such as the seeds of a reversible layer. See
         [Note: called back] in `fzero.functional.callbacks`.
         """
         buffers_then = {
@@ -88,6 +94,8 @@ class _Call(NamedTuple):
             )
             clones = {name: x if isinstance(x, Over) else clone(x) for name, x in buffers.items()}
             with swapped(self.plan, params, clones, buffers):
+                for attrs, values in self.left:
+                    attrs.update({name: _there(name, x) for name, x in values.items()})
                 return fn(*args, **kwargs)
 
         return called_back
@@ -124,6 +132,25 @@ def _snapshot(modules: tuple[nn.Module, ...]) -> _Saved:
                 seen.add(id(value))
                 saved.append((value, value.copy() if value else ()))
     return saved
+
+
+def _left(plan: SlotTable, saved: _Saved) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The attributes that are others than before the call, but for what `swapped` has put there."""
+    before = {id(attrs): copy for attrs, copy in saved if isinstance(copy, dict)}
+    ours = {(index, attr) for index, attr, _ in plan.caches}
+    for index, module in enumerate(plan.modules):
+        attrs = module.__dict__
+        then = before[id(attrs)]
+        found = {
+            name: value
+            for name, value in attrs.items()
+            if value is not then.get(name) and name not in _PUT and (index, name) not in ours
+        }
+        if found:
+            yield attrs, found
+
+
+_PUT = frozenset({"_backward_hooks", "_backward_pre_hooks", "forward"})
 
 
 def _restore(saved: _Saved) -> None:

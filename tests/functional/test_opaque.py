@@ -120,6 +120,39 @@ class Remembers(nn.Module):
         return self.keeps(x, memory) + sum(memory)
 
 
+class Reversed(nn.Module):
+    """Runs itself again in backward, where a backward inside accumulates, as reversible layers do.
+
+    What forward leaves in an attribute is there in backward.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.limit: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Reversed.apply(self, x)  # pyright: ignore
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: Reversed, x: Tensor) -> Tensor:  # pyright: ignore
+        ctx.module = module
+        ctx.save_for_backward(x)
+        module.limit = float(x.max())
+        return module.inner(x).clamp(max=module.limit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            assert ctx.module.limit is not None
+            ctx.module.inner(x).clamp(max=ctx.module.limit).backward(grad)
+        return None, x.grad
+
+
 class Net(nn.Module):
     def __init__(self, kind: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -135,6 +168,7 @@ KINDS = {
     "ctc and a norm": Aligned,
     "routed by an object": Routed,
     "a list to fill": Remembers,
+    "reversible": Reversed,
 }
 
 
