@@ -2,6 +2,7 @@
 
     python -m benchmarks.survey                       # all, a table of what is not plainly traced
     python -m benchmarks.survey --libraries torch --only LSTM Conv
+    python -m benchmarks.survey --json FILE; python -m benchmarks.survey --read FILE --markdown
     python -m benchmarks.survey --save DIR; python -m benchmarks.survey --load DIR
 
 A model is *traced*, or traced with `Config(opaque="auto")` (the submodules that it wraps are
@@ -16,11 +17,12 @@ import argparse
 import contextlib
 import io
 import json
+import re
 import signal
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -65,12 +67,14 @@ def built(subject: Subject, training: bool = True) -> Built:
     return found if training else found._replace(module=found.module.eval())
 
 
-def draws(subject: Subject) -> bool:
-    """Whether its forward draws random numbers, which are others in a step."""
+def trains(subject: Subject) -> bool:
+    """Whether training is compared: not where forward draws random numbers, others in a step."""
     module, batch, loss_of = built(subject)
+    torch.manual_seed(1)
     before = torch.get_rng_state()
     loss_of(module, batch)
-    return not torch.equal(before, torch.get_rng_state())
+    # what seeds by itself, as reversible layers do, need not have drawn
+    return torch.initial_seed() != 1 or torch.equal(before, torch.get_rng_state())
 
 
 def plain(subject: Subject, training: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
@@ -126,7 +130,7 @@ def tried(subject: Subject) -> tuple[Row, Run | None]:
     """What became of one model."""
     row: Row = {"name": subject.name, "library": subject.library}
     try:
-        training = not draws(subject)
+        training = trains(subject)
         loss, grads = plain(subject, training)
     except Exception as error:  # whatever the libraries raise
         return row | {"kind": NONE, "words": words_of(error)}, None
@@ -183,7 +187,7 @@ def loaded(subject: Subject, folder: Path) -> Row:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             auto = "auto" if (folder / "auto").exists() else ()
-            run = Run(subject, auto, training=not draws(subject))
+            run = Run(subject, auto, training=trains(subject))
             run.step_fn.load_programs(folder)
             run.step()
             losses = torch.stack([run.step() for _ in range(2)])
@@ -207,12 +211,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="parts of names")
     parser.add_argument("--seconds", type=int, default=120, help="that a model may take")
     parser.add_argument("--json", type=Path, help="a line of JSON per model")
+    parser.add_argument("--read", nargs="+", type=Path, default=[], help="such lines; run nothing")
+    parser.add_argument("--markdown", action="store_true", help="the names, for docs/models.md")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rows: list[Row] = []
+    rows = read(args.read)
+    if rows:
+        print(markdown(rows) if args.markdown else summary(rows))
+        return
     missing: set[str] = set()
     for subject in chain(in_torch.subjects(), elsewhere.subjects()):
         if args.libraries and subject.library not in args.libraries:
@@ -247,9 +256,42 @@ def main() -> None:
         if args.json:
             with args.json.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    print(summary(rows))
+    print(markdown(rows) if args.markdown else summary(rows))
     for name in sorted(missing):
         print(f"{name} is not installed: left out")
+
+
+def read(files: Iterable[Path]) -> list[Row]:
+    """What earlier runs have found, of each model the last; in the survey's order."""
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    found = {(row["library"], row["name"]): row for row in lines}
+    every = chain(in_torch.subjects(), elsewhere.subjects())
+    keys = [(subject.library, subject.name) for subject in every]
+    return [found[key] for key in keys if key in found]
+
+
+def markdown(rows: list[Row]) -> str:
+    """Each library's models by name: traced, with which opaque parts, refused with which words."""
+    parts = [summary(rows)]
+    for library in dict.fromkeys(row["library"] for row in rows):
+        of = {kind: [r for r in rows if (r["library"], r["kind"]) == (library, kind)]
+              for kind in dict.fromkeys(row["kind"] for row in rows)}  # fmt: skip
+        names = "; ".join(row["name"].replace(", ", " ") for row in of.pop(TRACED, []))
+        lines = [f"**{library}**. Traced: {names or 'none'}."]
+        for kind, others in of.items():
+            lines += [f"- {row['name']}: {kind}: {_why(row)}" for row in others]
+        parts.append("\n".join([lines[0], "", *lines[1:]]).rstrip())
+    return "\n\n".join(parts)
+
+
+def _why(row: Row) -> str:
+    if not row.get("islands"):
+        return row.get("words", "").split(". ")[0][:200]
+    # blocks and layers are alike
+    parts = row["islands"].removeprefix("opaque: ").split(", ")
+    starred = dict.fromkeys(re.sub(r"(?<=\.)\d+|^\d+", "*", part) for part in parts)
+    shown = ", ".join(f"`{part}`" if part != "all" else part for part in [*starred][:3])
+    return f"{shown}{', ...' * (len(starred) > 3)}"
 
 
 def _shown(row: Row) -> str:

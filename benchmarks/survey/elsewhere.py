@@ -58,6 +58,7 @@ _OTHER: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "use_cache": False},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "prophetnet": {"use_cache": False},
     "longformer": {"attention_window": [4, 4]},
     "big_bird": {"attention_type": "original_full"},
     "funnel": {"block_sizes": [1, 1], "d_head": 8},
@@ -170,7 +171,10 @@ def _picture(kind: str) -> Callable[[], Built]:
     def build() -> Built:
         import transformers
 
-        module = transformers.AutoModelForImageClassification.from_config(_config(kind))
+        if kind == "deit":  # of two classes, which the automatic one doesn't choose between
+            module: Any = transformers.DeiTForImageClassification(_config(kind))
+        else:
+            module = transformers.AutoModelForImageClassification.from_config(_config(kind))
         size = getattr(module.config, "image_size", 32)
         size = size if isinstance(size, int) else size[0]
         batch = {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.tensor([1, 3])}
