@@ -64,7 +64,16 @@ def built(subject: Subject, training: bool = True) -> Built:
     """The same in every call and process."""
     torch.manual_seed(0)
     found = subject.build()
+    _wake(found.module)
     return found if training else found._replace(module=found.module.eval())
+
+
+def _wake(module: torch.nn.Module) -> None:
+    """Give values to weights that start at zero or next to it: gradients behind one are zero."""
+    for p in module.parameters():
+        largest = float(p.detach().abs().max()) if p.is_floating_point() and p.numel() else 1.0
+        if largest < 1e-3 and (largest or p.dim() > 1):
+            torch.nn.init.normal_(p, std=0.05)
 
 
 def trains(subject: Subject) -> bool:
