@@ -20,9 +20,11 @@ import json
 import re
 import signal
 import sys
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -227,8 +229,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rows = read(args.read)
-    if rows:
+    rows = [x for x in read(args.read) if x["library"] in (args.libraries or [x["library"]])]
+    if args.read:
         print(markdown(rows) if args.markdown else summary(rows))
         return
     missing: set[str] = set()
@@ -281,25 +283,54 @@ def read(files: Iterable[Path]) -> list[Row]:
 
 def markdown(rows: list[Row]) -> str:
     """Each library's models by name: traced, with which opaque parts, refused with which words."""
-    parts = [summary(rows)]
+    count = Counter(row["kind"] for row in rows if row["kind"] != NONE)
+    share = count[TRACED] / count.total()
+    ran = [row["error"] for row in rows if "error" in row]
+    parts = [
+        f"Of {count.total()} models {count[TRACED]} are traced ({share:.0%}), "
+        f"{count[AUTO]} with opaque parts, {count[REFUSED]} refused. {ran.count(0.0)} have the "
+        "gradients of plain PyTorch to the bit; elsewhere the largest difference over the largest "
+        f"gradient is {max(ran):.0e}.",
+        summary(rows),
+    ]
     for library in dict.fromkeys(row["library"] for row in rows):
-        of = {kind: [r for r in rows if (r["library"], r["kind"]) == (library, kind)]
-              for kind in dict.fromkeys(row["kind"] for row in rows)}  # fmt: skip
-        names = "; ".join(row["name"].replace(", ", " ") for row in of.pop(TRACED, []))
-        lines = [f"**{library}**. Traced: {names or 'none'}."]
-        for kind, others in of.items():
-            lines += [f"- {row['name']}: {kind}: {_why(row)}" for row in others]
-        parts.append("\n".join([lines[0], "", *lines[1:]]).rstrip())
-    return "\n\n".join(parts)
+        said: dict[str, list[str]] = {}
+        # a stable sort: the survey's order within a kind
+        for row in sorted(rows, key=lambda row: (row["kind"] != TRACED, row["kind"])):
+            if row["library"] == library:
+                said.setdefault(_became(row), []).append(row["name"])
+        for became, names in said.items():
+            parts.append(f"**{library}**, {became}: {_listed(names)}.")
+    wrap = partial(textwrap.fill, width=110, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join(x if x.startswith("|") else wrap(x) for x in parts)
+
+
+def _listed(names: list[str]) -> str:
+    """Names; what follows the comma of five and more stands once, before them."""
+    ends = Counter(name.partition(", ")[2] for name in names)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        first, _, end = name.partition(", ")
+        many = end and ends[end] >= 5
+        groups.setdefault(end if many else "", []).append(
+            first if many else name.replace(", ", " ")
+        )
+    return "; ".join(
+        f"{end}: {', '.join(of)}" if end else ", ".join(of) for end, of in groups.items()
+    )
+
+
+def _became(row: Row) -> str:
+    return row["kind"] if row["kind"] == TRACED else f"{row['kind']}: {_why(row)}"
 
 
 def _why(row: Row) -> str:
     if not row.get("islands"):
-        return row.get("words", "").split(". ")[0][:200]
+        return row.get("words", "").split(". ")[0].split(": ")[0]
     # blocks and layers are alike
     parts = row["islands"].removeprefix("opaque: ").split(", ")
     starred = dict.fromkeys(re.sub(r"(?<=\.)\d+|^\d+", "*", part) for part in parts)
-    shown = ", ".join(f"`{part}`" if part != "all" else part for part in [*starred][:3])
+    shown = ", ".join(f"`{part}`" if part != "all" else "the whole" for part in [*starred][:3])
     return f"{shown}{', ...' * (len(starred) > 3)}"
 
 
@@ -311,7 +342,9 @@ def _shown(row: Row) -> str:
 
 def summary(rows: list[Row]) -> str:
     """A row per library: how many of its models became what."""
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    found = {row["kind"] for row in rows}
+    kinds = [kind for kind in (TRACED, AUTO, REFUSED) if kind in found]
+    kinds += sorted(found - set(kinds))
     libraries = list(dict.fromkeys(row["library"] for row in rows))
     count = Counter((row["library"], row["kind"]) for row in rows)
     lines = [["library", *kinds], ["---"] * (len(kinds) + 1)]
