@@ -8,6 +8,8 @@ everything else stays the very object that it was. Modules and functions are not
 import copy
 import dataclasses
 import enum
+import logging
+import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 _PLAIN = (str, bytes, int, float, complex, type, enum.Enum, torch.dtype, torch.device, type(None))
+_OTHERS = (*_PLAIN, types.ModuleType, logging.Logger)  # which would bring everything else
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,7 @@ def _same(some: list[tuple[Any, Any]], more: list[tuple[Any, Any]]) -> bool:
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
     """What a container holds, in an order that is no matter of who filled it; None: it is none."""
-    if isinstance(value, (*_PLAIN, Place)) or callable(value):
+    if isinstance(value, (*_OTHERS, Place)) or callable(value):
         return None
     if isinstance(value, tuple | list):
         return list(enumerate(value))

@@ -3,7 +3,8 @@
 import contextlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +47,12 @@ def swapped(
                     raise rebuilt(plan, index, f"its attribute {attr!r}") from None
         # what tells, when something is called back, whether forward has written into a copy
         versions = {name: buffer._version for name, buffer in buffers.items()}
-        call = _Call(plan, params, buffers, versions, given, left=[])
+        call = _Call(plan, params, buffers, versions, given)
         _wrap_hooks(plan, call.again)
         with recomputing(call.again):
             yield
     finally:
-        if call is not None:
+        if call is not None and call.goes_on:
             call.left.extend(_left(plan, saved))
         _restore(saved)
 
@@ -61,16 +62,22 @@ def _there(name: str, value: Any) -> Any:
     return Over(value, repr(name)) if isinstance(value, Tensor) and is_over(value) else value
 
 
-class _Call(NamedTuple):
-    """What one call of `apply` put into the slots, the buffers it was given, and once it is over
-    the attributes that forward has set."""
+@dataclass(eq=False)
+class _Call:
+    """What one call of `apply` put into the slots, and the buffers it was given.
+
+    Args:
+        goes_on: whether something of it will be called back.
+        left: once it is over and goes on, the attributes that forward has set.
+    """
 
     plan: SlotTable
     params: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     versions: Mapping[str, int]
     given: Mapping[str, Tensor]
-    left: list[tuple[dict[str, Any], dict[str, Any]]]
+    goes_on: bool = False
+    left: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, a part of this call, as it will be called back in backward.
@@ -80,6 +87,7 @@ class _Call(NamedTuple):
         Attributes are as forward has left them, such as the seeds of a reversible layer. See
         [Note: called back] in `fzero.functional.callbacks`.
         """
+        self.goes_on = True
         buffers_then = {
             name: self.given[name]
             if value is self.buffers[name] and value._version == self.versions[name]
