@@ -216,6 +216,9 @@ def trains_as_plain_torch(kind: str, stage: int, how: str) -> None:
     targets = [node.target for node in program.graph.nodes]
     assert targets.count(RUN) == 2  # again in backward, for its tape
     assert targets.count(PULL) == 1
+    if how == "auto":  # the parts that it tried inside of one are not named
+        assert len([line for line in program.log if line.startswith("opaque: middle")]) == 1
+        assert "opaque: middle.router, middle" not in program.log
     for step in range(3):
         params, state = step_fn(params, state, rows(rank, step))
     full = fzero.unshard(params)
