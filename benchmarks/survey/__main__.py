@@ -2,25 +2,29 @@
 
     python -m benchmarks.survey                       # all, a table of what is not plainly traced
     python -m benchmarks.survey --libraries torch --only LSTM Conv
+    python -m benchmarks.survey --json FILE; python -m benchmarks.survey --read FILE --markdown
     python -m benchmarks.survey --save DIR; python -m benchmarks.survey --load DIR
 
 A model is *traced*, or traced with `Config(opaque="auto")` (the submodules that it wraps are
 named), or refused (the words are shown). Each takes one step at stage 3 (SGD), whose gradients are
-compared with `loss.backward()`. Libraries that are not installed are left out, and named. Models
-whose own forward and backward fail in plain PyTorch are no subjects, and are counted apart. With
-`--save` and `--load` a second process must compute the same losses bit for bit from the saved
-Programs, and stage nothing.
+compared with `loss.backward()`; one that draws random numbers in training is compared in eval mode.
+Libraries that are not installed are left out, and named. Models whose own forward and backward fail
+in plain PyTorch are no subjects, and are counted apart. With `--save` and `--load` a second process
+must compute the same losses bit for bit from the saved Programs, and stage nothing.
 """
 
 import argparse
 import contextlib
 import io
 import json
+import re
 import signal
 import sys
+import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -58,15 +62,35 @@ def within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, old)
 
 
-def built(subject: Subject) -> Built:
+def built(subject: Subject, training: bool = True) -> Built:
     """The same in every call and process."""
     torch.manual_seed(0)
-    return subject.build()
+    found = subject.build()
+    _wake(found.module)
+    return found if training else found._replace(module=found.module.eval())
 
 
-def plain(subject: Subject) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of `loss.backward()`."""
+def _wake(module: torch.nn.Module) -> None:
+    """Give values to weights that start at zero or next to it: gradients behind one are zero."""
+    for p in module.parameters():
+        largest = float(p.detach().abs().max()) if p.is_floating_point() and p.numel() else 1.0
+        if largest < 1e-3 and (largest or p.dim() > 1):
+            torch.nn.init.normal_(p, std=0.05)
+
+
+def trains(subject: Subject) -> bool:
+    """Whether training is compared: not where forward draws random numbers, others in a step."""
     module, batch, loss_of = built(subject)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    loss_of(module, batch)
+    # what seeds by itself, as reversible layers do, need not have drawn
+    return torch.initial_seed() != 1 or torch.equal(before, torch.get_rng_state())
+
+
+def plain(subject: Subject, training: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of `loss.backward()`."""
+    module, batch, loss_of = built(subject, training)
     torch.manual_seed(1)
     loss = loss_of(module, batch)
     loss.backward()
@@ -77,8 +101,8 @@ def plain(subject: Subject) -> tuple[Tensor, dict[str, Tensor]]:
 class Run:
     """A step function of a subject and its state."""
 
-    def __init__(self, subject: Subject, opaque: Any) -> None:
-        module, self.batch, loss_of = built(subject)
+    def __init__(self, subject: Subject, opaque: Any, training: bool = True) -> None:
+        module, self.batch, loss_of = built(subject, training)
         apply, params, buffers = fzero.functionalize(module, buffers=True)
 
         def model_fn(params: Any, state: Any, batch: Any) -> tuple[Tensor, Any]:
@@ -117,14 +141,15 @@ def tried(subject: Subject) -> tuple[Row, Run | None]:
     """What became of one model."""
     row: Row = {"name": subject.name, "library": subject.library}
     try:
-        loss, grads = plain(subject)
+        training = trains(subject)
+        loss, grads = plain(subject, training)
     except Exception as error:  # whatever the libraries raise
         return row | {"kind": NONE, "words": words_of(error)}, None
     if not grads:
         return row | {"kind": NONE, "words": "no gradient"}, None
     for opaque, kind in (((), TRACED), ("auto", AUTO)):
         try:
-            run = Run(subject, opaque)
+            run = Run(subject, opaque, training)
             found = run.step()
         except TraceError as error:
             row["words"] = words_of(error)
@@ -143,6 +168,7 @@ def tried(subject: Subject) -> tuple[Row, Run | None]:
         )
         row |= {"kind": kind, "error": apart / (largest or 1.0), "loss": float(loss - found)}
         row["islands"] = islands[0] if islands else ""
+        row["training"] = training
         return row, run
     return row | {"kind": REFUSED}, None
 
@@ -171,7 +197,8 @@ def loaded(subject: Subject, folder: Path) -> Row:
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            run = Run(subject, "auto" if (folder / "auto").exists() else ())
+            auto = "auto" if (folder / "auto").exists() else ()
+            run = Run(subject, auto, training=trains(subject))
             run.step_fn.load_programs(folder)
             run.step()
             losses = torch.stack([run.step() for _ in range(2)])
@@ -195,12 +222,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="parts of names")
     parser.add_argument("--seconds", type=int, default=120, help="that a model may take")
     parser.add_argument("--json", type=Path, help="a line of JSON per model")
+    parser.add_argument("--read", nargs="+", type=Path, default=[], help="such lines; run nothing")
+    parser.add_argument("--markdown", action="store_true", help="the names, for docs/models.md")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rows: list[Row] = []
+    rows = [x for x in read(args.read) if x["library"] in (args.libraries or [x["library"]])]
+    if args.read:
+        print(markdown(rows) if args.markdown else summary(rows))
+        return
     missing: set[str] = set()
     for subject in chain(in_torch.subjects(), elsewhere.subjects()):
         if args.libraries and subject.library not in args.libraries:
@@ -235,9 +267,71 @@ def main() -> None:
         if args.json:
             with args.json.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    print(summary(rows))
+    print(markdown(rows) if args.markdown else summary(rows))
     for name in sorted(missing):
         print(f"{name} is not installed: left out")
+
+
+def read(files: Iterable[Path]) -> list[Row]:
+    """What earlier runs have found, of each model the last; in the survey's order."""
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    found = {(row["library"], row["name"]): row for row in lines}
+    every = chain(in_torch.subjects(), elsewhere.subjects())
+    keys = [(subject.library, subject.name) for subject in every]
+    return [found[key] for key in keys if key in found]
+
+
+def markdown(rows: list[Row]) -> str:
+    """Each library's models by name: traced, with which opaque parts, refused with which words."""
+    count = Counter(row["kind"] for row in rows if row["kind"] != NONE)
+    share = count[TRACED] / count.total()
+    ran = [row["error"] for row in rows if "error" in row]
+    parts = [
+        f"Of {count.total()} models {count[TRACED]} are traced ({share:.0%}), "
+        f"{count[AUTO]} with opaque parts, {count[REFUSED]} refused. {ran.count(0.0)} have the "
+        "gradients of plain PyTorch to the bit; elsewhere the largest difference over the largest "
+        f"gradient is {max(ran):.0e}.",
+        summary(rows),
+    ]
+    for library in dict.fromkeys(row["library"] for row in rows):
+        said: dict[str, list[str]] = {}
+        # a stable sort: the survey's order within a kind
+        for row in sorted(rows, key=lambda row: (row["kind"] != TRACED, row["kind"])):
+            if row["library"] == library:
+                said.setdefault(_became(row), []).append(row["name"])
+        for became, names in said.items():
+            parts.append(f"**{library}**, {became}: {_listed(names)}.")
+    wrap = partial(textwrap.fill, width=110, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join(x if x.startswith("|") else wrap(x) for x in parts)
+
+
+def _listed(names: list[str]) -> str:
+    """Names; what follows the comma of five and more stands once, before them."""
+    ends = Counter(name.partition(", ")[2] for name in names)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        first, _, end = name.partition(", ")
+        many = end and ends[end] >= 5
+        groups.setdefault(end if many else "", []).append(
+            first if many else name.replace(", ", " ")
+        )
+    return "; ".join(
+        f"{end}: {', '.join(of)}" if end else ", ".join(of) for end, of in groups.items()
+    )
+
+
+def _became(row: Row) -> str:
+    return row["kind"] if row["kind"] == TRACED else f"{row['kind']}: {_why(row)}"
+
+
+def _why(row: Row) -> str:
+    if not row.get("islands"):
+        return row.get("words", "").split(". ")[0].split(": ")[0]
+    # blocks and layers are alike
+    parts = row["islands"].removeprefix("opaque: ").split(", ")
+    starred = dict.fromkeys(re.sub(r"(?<=\.)\d+|^\d+", "*", part) for part in parts)
+    shown = ", ".join(f"`{part}`" if part != "all" else "the whole" for part in [*starred][:3])
+    return f"{shown}{', ...' * (len(starred) > 3)}"
 
 
 def _shown(row: Row) -> str:
@@ -248,7 +342,9 @@ def _shown(row: Row) -> str:
 
 def summary(rows: list[Row]) -> str:
     """A row per library: how many of its models became what."""
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    found = {row["kind"] for row in rows}
+    kinds = [kind for kind in (TRACED, AUTO, REFUSED) if kind in found]
+    kinds += sorted(found - set(kinds))
     libraries = list(dict.fromkeys(row["library"] for row in rows))
     count = Counter((row["library"], row["kind"]) for row in rows)
     lines = [["library", *kinds], ["---"] * (len(kinds) + 1)]

@@ -28,7 +28,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
     **dict.fromkeys(("head_dim", "d_kv", "qk_nope_head_dim", "v_head_dim"), 8),
     "attention_head_dim": 8,
-    **dict.fromkeys(("qk_rope_head_dim", "qk_head_dim", "rotary_dim", "rope_head_dim"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "rope_head_dim"), 8),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
     # words and places
     **dict.fromkeys(("vocab_size", "encoder_vocab_size", "decoder_vocab_size"), WORDS),
@@ -47,7 +47,6 @@ _SMALL: dict[str, Any] = {
     # pictures and sounds
     "image_size": 32,
     "patch_size": 8,
-    "num_labels": 5,
     "num_mel_bins": 8,
 }  # fmt: skip
 _OTHER: dict[str, dict[str, Any]] = {
@@ -56,33 +55,35 @@ _OTHER: dict[str, dict[str, Any]] = {
                  "attn_layers": ["local", "lsh"], "num_buckets": 2, "hash_seed": 0,
                  "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4,
                  "attention_head_size": 8},
-    "deepseek_v2": {"head_dim": 4, "qk_rope_head_dim": 4},
-    "deepseek_v3": {"head_dim": 4, "qk_rope_head_dim": 4},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "use_cache": False},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "prophetnet": {"use_cache": False},
     "longformer": {"attention_window": [4, 4]},
     "big_bird": {"attention_type": "original_full"},
     "funnel": {"block_sizes": [1, 1], "d_head": 8},
     "xlnet": {"d_head": 8},
     "mpt": {"attn_config": {"attn_pdrop": 0}, "max_seq_len": 32},
+    "deepseek_v2": {"num_key_value_heads": 4},
+    "deepseek_v3": {"num_key_value_heads": 4},
     "dbrx": {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-             "attn_config": {"kv_n_heads": 2}, "max_seq_len": 32},
+             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+             "max_seq_len": 32},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1,
               "expert_layer_period": 2, "use_mamba_kernels": False},
     "mamba": {"use_mambapy": False},
-    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8},
     "rwkv": {"attention_hidden_size": 32, "context_length": 32},
     "qwen3_next": {"linear_num_key_heads": 2, "linear_num_value_heads": 4,
                    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
                    "layer_types": ["linear_attention", "full_attention"]},
-    "nystromformer": {"num_landmarks": 4, "segment_means_seq_len": 8},
+    "nystromformer": {"num_landmarks": 8, "segment_means_seq_len": 8},
     "mobilebert": {"intra_bottleneck_size": 16, "true_hidden_size": 16},
     "roformer": {"rotary_value": False},
     "wav2vec2": {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3],
                  "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16,
                  "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0},
-    "convnext": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 4},
-    "convnextv2": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 4},
+    "convnext": {"hidden_sizes": [16, 16, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 4},
+    "convnextv2": {"hidden_sizes": [16, 16, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 4},
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
                "layer_type": "basic"},
     "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1],
@@ -147,7 +148,11 @@ def _config(kind: str) -> Any:
         if type(value) is float and ("drop" in name or name.endswith("pdrop")):
             given[name] = 0.0
     other = _OTHER.get("wav2vec2" if kind in SOUNDS else kind, {})
-    return cls(**{**given, **copy.deepcopy(other)})
+    config = cls(**{**given, **copy.deepcopy(other), "num_labels": 5})
+    for name in ("pad_token_id", "decoder_start_token_id"):
+        if getattr(config, name, None) is None:
+            setattr(config, name, 0)
+    return config
 
 
 def _text(kind: str, head: str) -> Callable[[], Built]:
@@ -166,7 +171,10 @@ def _picture(kind: str) -> Callable[[], Built]:
     def build() -> Built:
         import transformers
 
-        module = transformers.AutoModelForImageClassification.from_config(_config(kind))
+        if kind == "deit":  # of two classes, which the automatic one doesn't choose between
+            module: Any = transformers.DeiTForImageClassification(_config(kind))
+        else:
+            module = transformers.AutoModelForImageClassification.from_config(_config(kind))
         size = getattr(module.config, "image_size", 32)
         size = size if isinstance(size, int) else size[0]
         batch = {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.tensor([1, 3])}
@@ -179,9 +187,7 @@ def _sound(kind: str, head: str) -> Callable[[], Built]:
     def build() -> Built:
         import transformers
 
-        config = _config(kind)
-        config.pad_token_id = 0
-        module = getattr(transformers, f"AutoModelFor{head}").from_config(config)
+        module = getattr(transformers, f"AutoModelFor{head}").from_config(_config(kind))
         labels = torch.tensor([[3, 4, 5], [6, 7, 8]]) if head == "CTC" else torch.tensor([1, 3])
         batch = {"input_values": torch.randn(2, 800), "labels": labels}
         return Built(still(module), batch, lambda c, b: c(**b).loss)
@@ -202,20 +208,20 @@ def in_transformers() -> Iterator[Subject]:
 
 
 def in_peft() -> Iterator[Subject]:
-    """Adapters on a GPT-2."""
+    """Adapters on a GPT-2, or on a Llama those that want an `nn.Linear`."""
     made: dict[str, dict[str, Any]] = {
         "LoraConfig": {"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True},
         "IA3Config": {"target_modules": ["c_attn"], "feedforward_modules": []},
-        "LoHaConfig": {"r": 4, "target_modules": ["c_attn"]},
-        "LoKrConfig": {"r": 4, "target_modules": ["c_attn"]},
+        "LoHaConfig": {"r": 4, "target_modules": ["q_proj"]},
+        "LoKrConfig": {"r": 4, "target_modules": ["q_proj"]},
         "AdaLoraConfig": {"target_modules": ["c_attn"], "total_step": 10, "init_r": 4},
         "VeraConfig": {"r": 4, "target_modules": ["c_attn"]},
         "PromptTuningConfig": {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
         "PrefixTuningConfig": {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
         "PromptEncoderConfig": {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
-        "BOFTConfig": {"target_modules": ["c_proj"], "boft_block_size": 4},
-        "OFTConfig": {"target_modules": ["c_attn"], "oft_block_size": 4},
-        "HRAConfig": {"r": 4, "target_modules": ["c_attn"]},
+        "BOFTConfig": {"target_modules": ["q_proj"], "boft_block_size": 4},
+        "OFTConfig": {"target_modules": ["q_proj"], "oft_block_size": 4},
+        "HRAConfig": {"r": 4, "target_modules": ["q_proj"]},
         "FourierFTConfig": {"n_frequency": 8, "target_modules": ["c_attn"]},
         "LNTuningConfig": {"target_modules": ["ln_1"]},
     }
@@ -225,7 +231,8 @@ def in_peft() -> Iterator[Subject]:
             import peft
             import transformers
 
-            base = transformers.AutoModelForCausalLM.from_config(_config("gpt2"))
+            kind = "llama" if made[name].get("target_modules") == ["q_proj"] else "gpt2"
+            base = transformers.AutoModelForCausalLM.from_config(_config(kind))
             model: Any = peft.get_peft_model(base, getattr(peft, name)(**made[name]))
             ids = torch.randint(3, WORDS, (2, 8))
             batch = {"input_ids": ids, "labels": ids.clone()}
@@ -345,7 +352,7 @@ def in_diffusers() -> Iterator[Subject]:
              "caption_channels": 16, "out_channels": 4}, picture, words, time,
              added_cond_kwargs={"resolution": None, "aspect_ratio": None})  # fmt: skip
     yield of("UNet1DModel", {"in_channels": 4, "out_channels": 4, "sample_size": 32,
-             "block_out_channels": (16, 16, 16), "extra_in_channels": 16},
+             "block_out_channels": (32, 32, 64), "extra_in_channels": 64},
              torch.randn(2, 4, 32), time)  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class Arrivals:
         if not loss.requires_grad:
             raise no_gradient()
         self.hooks.append(loss.register_hook(self._begin))
-        found = reaching_all(loss, inputs)
+        found = reaching_all([loss], inputs)
         if all(grad is None and x.grad is None for grad, x in zip(found, inputs, strict=True)):
             raise no_gradient()
         return found[len(self.tensors) :]

@@ -1,6 +1,7 @@
 """Gradients as `loss.backward()` accumulates them, from `torch.autograd.grad`."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,30 +27,46 @@ def differentiated(
     """
     found: list[Tensor | None] = [None] * len(inputs)
     if loss.requires_grad and inputs:
-        found = reaching_all(loss, inputs)
-        found = [added(grad, accumulated(x)) for grad, x in zip(found, inputs, strict=True)]
+        found = pulled_back([loss], inputs)
     if must_depend and inputs and all(grad is None for grad in found):
         raise no_gradient()
     return found
 
 
-def reaching_all(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+def pulled_back(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor] | None = None
+) -> list[Tensor | None]:
+    """What backward of the outputs accumulates in these leaves, wherever it leaves it.
+
+    Args:
+        outputs: on autograd's graph.
+        inputs: leaves.
+        grads: one per output; None: of scalars.
+    """
+    found = reaching_all(outputs, inputs, grads)
+    return [added(grad, accumulated(x)) for grad, x in zip(found, inputs, strict=True)]
+
+
+def reaching_all(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor] | None = None
+) -> list[Tensor | None]:
     """`torch.autograd.grad` that runs every node, as `loss.backward()` does.
 
     A re-entrant checkpoint of what needs no gradient but closes over what does (the first layer's,
     of `x.requires_grad_()`) is on the way to no input. So all leaves are asked for.
     """
     with _VALID:
-        found = torch.autograd.grad(loss, [*inputs, *_others(loss, inputs)], allow_unused=True)
+        wanted = [*inputs, *_others(outputs, inputs)]
+        found = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
     return list(found[: len(inputs)])
 
 
-def _others(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves of the graph of `loss` that are not among `inputs`, if a user's node is there."""
+def _others(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves of the outputs' graph that are not among `inputs`, if a user's node is there."""
     ours = set(map(id, inputs))
     found: dict[int, Tensor] = {}
     has_users = False
-    for node in nodes_behind(loss):
+    for node in chain.from_iterable(map(nodes_behind, outputs)):
         has_users |= isinstance(node, BackwardCFunction)
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in ours:

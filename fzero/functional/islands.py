@@ -31,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import (
 
 from fzero.errors import FzeroError, TraceError
 from fzero.functional.apart import apart
+from fzero.functional.differentiate import pulled_back
 from fzero.functional.transforms import in_forward_mode
 
 
@@ -120,9 +121,7 @@ class Island:
         if not reached:
             return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in wanted)
         with torch.enable_grad():
-            found = torch.autograd.grad(
-                [x for x, _ in reached], wanted, [g for _, g in reached], allow_unused=True
-            )
+            found = pulled_back([x for x, _ in reached], wanted, [g for _, g in reached])
         return tuple(
             torch.zeros_like(x, memory_format=torch.contiguous_format)
             if g is None

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fzero import tree
 from fzero.errors import ConfigError, ShardError, TraceError
 from fzero.functional.apart import apart
+from fzero.functional.containers import Contents, others, put_together, take_apart
 from fzero.functional.islands import Form, Island, check_islands, record, shown
 from fzero.functional.remat import is_recording, region
 from fzero.functional.slots import SlotTable, plan_slots
@@ -46,9 +46,9 @@ def opaque(fn_or_module: F, *, like: Callable[..., PyTree] | None = None) -> F:
     `Engine`), it is called as it is.
 
     Args:
-        fn_or_module: a function of trees of tensors, numbers and strings, pure, which takes every
-            tensor that it needs the gradient of as an argument; or a module, whose parameters and
-            buffers are its own.
+        fn_or_module: a function of tensors in any containers, numbers and strings, pure, which
+            takes every tensor that it needs the gradient of as an argument; or a module, whose
+            parameters and buffers are its own.
         like: `like(*args) -> results`, tensors of the shapes and dtypes that come out. They must
             follow from the shapes of the arguments. None: found by trying: on tensors without
             values, or else on tensors of ones and of twos.
@@ -60,8 +60,9 @@ def opaque(fn_or_module: F, *, like: Callable[..., PyTree] | None = None) -> F:
     Raises:
         ConfigError: it is neither.
         ShardError: it is given a shard.
-        TraceError: while it is recorded: the shapes of its results can't be found, or it closes
-            over a tensor of the recording. When it runs: its results have other shapes.
+        TraceError: while it is recorded: the shapes of its results can't be found, it closes over
+            a tensor of the recording, or it puts one into an argument. When it runs: its results
+            have other shapes.
 
     Examples:
         >>> import fzero, torch
@@ -208,8 +209,7 @@ def _recorded(
     )
     with region():
         results = record(island, [x.contiguous() for x in tensors])
-    assert call.result is not None
-    return tree.unflatten(call.result, results)
+    return put_together(call.result, results)
 
 
 @dataclass(eq=False)
@@ -219,52 +219,69 @@ class _Call:
     Args:
         name: of the function.
         fn: the function.
-        spec: structure of the arguments.
-        leaves: of them, those that are no tensors; None in the place of a tensor.
-        indices: where tensors are.
+        template: its arguments, with places where tensors are.
         tensors: these.
         casts: device and dtype of the autocast that is in force, per device.
-        result: structure of the result, once it is known.
+        result: template of the result, once it is known.
     """
 
     name: str
     fn: Callable[..., Any]
-    spec: tree.Spec
-    leaves: list[Any]
-    indices: list[int]
+    template: Any
     tensors: list[Tensor]
     casts: dict[str, torch.dtype]
-    result: tree.Spec | None = None
+    result: Any = None
 
     @classmethod
     def of(cls, name: str, fn: Any, args: Any, kwargs: Any) -> "_Call":
         """Take a call apart."""
-        leaves, spec = tree.flatten((args, kwargs))
-        indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        tensors = [leaves[i] for i in indices]
-        rest = [None if isinstance(x, Tensor) else x for x in leaves]
+        tensors, template = take_apart((args, kwargs))
         devices = {x.device.type for x in tensors}
         casts = {d: torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
-        return cls(name, fn, spec, rest, indices, tensors, casts)
+        return cls(name, fn, template, tensors, casts)
 
-    def flat(self, tensors: Sequence[Tensor], fn: Any = None) -> list[Tensor]:
-        """The results, of these tensors in place of its own."""
-        leaves = list(self.leaves)
-        for index, x in zip(self.indices, tensors, strict=True):
-            leaves[index] = x
-        args, kwargs = tree.unflatten(self.spec, leaves)
+    def flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of the result, of these tensors in place of its own."""
+        return take_apart(self._called(self.fn, *put_together(self.template, tensors)))[0]
+
+    def tried(self, tensors: Sequence[Tensor], fn: Any, valued: bool) -> list[Tensor]:
+        """The same of `fn`, while it is not known yet what comes out.
+
+        Args:
+            tensors: of the forms of its own.
+            fn: its own function, or what tells the shapes.
+            valued: whether they have values, which what is no tensor may depend on.
+        """
+        args, kwargs = put_together(self.template, tensors)
+        contents = Contents((args, kwargs))
+        try:
+            result = self._called(fn, args, kwargs)
+        finally:
+            changed = contents.restored()
+        if changed:
+            raise TraceError(
+                f"the opaque function {self.name} put a tensor or an item into one of its "
+                "arguments, where those outside would not find it. Return it instead, or make what "
+                "holds the argument opaque as well."
+            )
+        for x in others(result):
+            if isinstance(x, _SYMBOLS) or (valued and not isinstance(x, _WITHOUT_VALUE)):
+                raise TraceError(
+                    f"the opaque function {self.name} returned a {type(x).__name__}, which may "
+                    "depend on values; it must return tensors, in any containers."
+                )
+        found, self.result = take_apart(result)
+        return found
+
+    def _called(self, fn: Any, args: Any, kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for device, dtype in self.casts.items():
                 stack.enter_context(torch.autocast(device, dtype))
-            result = (fn or self.fn)(*args, **kwargs)
-        found, self.result = tree.flatten(result)
-        for x in found:
-            if not isinstance(x, Tensor):
-                raise TraceError(
-                    f"the opaque function {self.name} returned a {type(x).__name__}; it must "
-                    "return tensors, in tuples, lists and dicts."
-                )
-        return found
+            return fn(*args, **kwargs)
+
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_WITHOUT_VALUE = (type(None), type, torch.dtype, torch.device)
 
 
 def _forms(call: _Call, like: Callable[..., Any] | None) -> tuple[Form, ...]:
@@ -299,12 +316,13 @@ def _forms(call: _Call, like: Callable[..., Any] | None) -> tuple[Form, ...]:
             "Make them follow from the shapes of its arguments (pad_packed_sequence takes "
             "total_length=), or put what reads the result inside as well."
         )
+    _, of_ones, _ = refusals
     raise TraceError(
         f"nobody can tell what the opaque function {call.name} returns: on tensors of ones it "
-        f"raises {type(refusals[-1]).__name__}: {str(refusals[-1])[:200]}. Say it with "
+        f"raises {type(of_ones).__name__}: {str(of_ones)[:200]}. Say it with "
         "fzero.opaque(fn, like=lambda *args: ...), which returns tensors of the same shapes and "
         "dtypes."
-    ) from refusals[-1]
+    ) from of_ones
 
 
 _OF_FAKES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -328,7 +346,7 @@ def _tried(
         generators = [generator_of(form.device) for form in {x.device: x for x in forms}.values()]
         try:
             with preserved(generators), context, torch.no_grad():
-                found = call.flat(tensors, like)
+                found = call.tried(tensors, like or call.fn, valued=mode is None)
         except (AssertionError, *_OF_FAKES) as error:
             # its own are of the mode; without one there are none
             if mode is None or "Mixing fake modes" in str(error):

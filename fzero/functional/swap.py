@@ -3,7 +3,8 @@
 import contextlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ def swapped(
     check_fit(plan, params, plan.params, "params")
     check_structure(plan)
     saved = _snapshot(plan.modules)
+    call: _Call | None = None
     try:
         for tensors, slots in ((params, plan.params), (buffers, plan.buffers)):
             for name, _, entries in slots:
@@ -50,30 +52,42 @@ def swapped(
         with recomputing(call.again):
             yield
     finally:
+        if call is not None and call.goes_on:
+            call.left.extend(_left(plan, saved))
         _restore(saved)
 
 
-def _there(name: str, value: Tensor) -> Tensor:
+def _there(name: str, value: Any) -> Any:
     """`value` for a computation in backward, or what raises when it is read."""
-    return Over(value, repr(name)) if is_over(value) else value
+    return Over(value, repr(name)) if isinstance(value, Tensor) and is_over(value) else value
 
 
-class _Call(NamedTuple):
-    """What one call of `apply` put into the slots, and the buffers it was given."""
+@dataclass(eq=False)
+class _Call:
+    """What one call of `apply` put into the slots, and the buffers it was given.
+
+    Args:
+        goes_on: whether something of it will be called back.
+        left: once it is over and goes on, the attributes that forward has set.
+    """
 
     plan: SlotTable
     params: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     versions: Mapping[str, int]
     given: Mapping[str, Tensor]
+    goes_on: bool = False
+    left: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, a part of this call, as it will be called back in backward.
 
         By then the slots hold the module's own tensors again, so it swaps for itself. The buffers
-        are those of now; what a recomputation changes in them is lost, as it was done before. See
+        are those of now; what a recomputation changes in them is lost, as it was done before.
+        Attributes are as forward has left them, such as the seeds of a reversible layer. See
         [Note: called back] in `fzero.functional.callbacks`.
         """
+        self.goes_on = True
         buffers_then = {
             name: self.given[name]
             if value is self.buffers[name] and value._version == self.versions[name]
@@ -88,6 +102,8 @@ class _Call(NamedTuple):
             )
             clones = {name: x if isinstance(x, Over) else clone(x) for name, x in buffers.items()}
             with swapped(self.plan, params, clones, buffers):
+                for attrs, values in self.left:
+                    attrs.update({name: _there(name, x) for name, x in values.items()})
                 return fn(*args, **kwargs)
 
         return called_back
@@ -124,6 +140,25 @@ def _snapshot(modules: tuple[nn.Module, ...]) -> _Saved:
                 seen.add(id(value))
                 saved.append((value, value.copy() if value else ()))
     return saved
+
+
+def _left(plan: SlotTable, saved: _Saved) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The attributes that are others than before the call, but for what `swapped` has put there."""
+    before = {id(attrs): copy for attrs, copy in saved if isinstance(copy, dict)}
+    ours = {(index, attr) for index, attr, _ in plan.caches}
+    for index, module in enumerate(plan.modules):
+        attrs = module.__dict__
+        then = before[id(attrs)]
+        found = {
+            name: value
+            for name, value in attrs.items()
+            if value is not then.get(name) and name not in _PUT and (index, name) not in ours
+        }
+        if found:
+            yield attrs, found
+
+
+_PUT = frozenset({"_backward_hooks", "_backward_pre_hooks", "forward"})
 
 
 def _restore(saved: _Saved) -> None:

@@ -95,7 +95,12 @@ def _with_islands(
             continue
         if not chosen:
             return program
-        return program.logged(program.graph, f"opaque: {', '.join(x or 'all' for x in chosen)}")
+        outermost = [x for x in chosen if not any(_is_around(y, x) for y in chosen)]
+        return program.logged(program.graph, f"opaque: {', '.join(x or 'all' for x in outermost)}")
+
+
+def _is_around(module: str, inner: str) -> bool:
+    return inner != module and (not module or inner.startswith(f"{module}."))
 
 
 def _by_front_ends(

@@ -63,6 +63,24 @@ class Accumulates(Returns):
         return None, x.grad
 
 
+class Notes(torch.autograd.Function):
+    """block(x), whose backward reads an attribute that forward has set, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Any, x: Tensor) -> Tensor:  # pyright: ignore
+        ctx.block, block.power = block, 2
+        ctx.save_for_backward(x)
+        return block(x) ** block.power
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (ctx.block(x) ** ctx.block.power).backward(grad)
+        return None, x.grad
+
+
 class Reads(torch.autograd.Function):
     """x @ w.T, whose backward reads the weight from its module and calls nothing."""
 
@@ -82,6 +100,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.power = 7
         self.shift: Tensor
         self.register_buffer("shift", torch.full((3,), 0.1))
 
@@ -113,6 +132,7 @@ WAYS: dict[str, Callable[[Block, Tensor], Tensor]] = {
     "returns": lambda block, x: Returns.apply(block, x, *block.parameters()),  # pyright: ignore
     "sets up": lambda block, x: SetsUp.apply(block, x, *block.parameters()),  # pyright: ignore
     "accumulates": lambda block, x: Accumulates.apply(block, x),  # pyright: ignore
+    "notes": lambda block, x: Notes.apply(block, x),  # pyright: ignore
     "reads": lambda block, x: block.down(Reads.apply(block.up, x, block.up.weight)),  # pyright: ignore
     "saved by recipe": saved_by_recipe,
     "hooked": hooked,

@@ -70,7 +70,7 @@ def test_other_leaves_are_only_asked_for_where_a_users_node_may_need_it() -> Non
     for fn in (plain, reentrant):
         w, v, x = start()
         x.register_hook(lambda grad: ran.append(1))
-        reaching_all(fn(w, v, x), [w, v])
+        reaching_all([fn(w, v, x)], [w, v])
         assert len(ran) == (0 if fn is plain else 1)
 
 

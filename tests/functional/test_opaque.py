@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -96,6 +97,62 @@ class Routed(nn.Module):
         return out * chosen.weights
 
 
+class Keeps(nn.Module):
+    """Puts what it found into a list that it was given: the module that made the list is opaque."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scores = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, memory: list[Tensor]) -> Tensor:
+        out = self.scores(x)
+        memory.append(out * float(out.detach().max()))
+        return out
+
+
+class Remembers(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.keeps = Keeps(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory: list[Tensor] = []
+        return self.keeps(x, memory) + sum(memory)
+
+
+class Reversed(nn.Module):
+    """Runs itself again in backward, where a backward inside accumulates, as reversible layers do.
+
+    What forward leaves in an attribute is there in backward.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.limit: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Reversed.apply(self, x)  # pyright: ignore
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: Reversed, x: Tensor) -> Tensor:  # pyright: ignore
+        ctx.module = module
+        ctx.save_for_backward(x)
+        module.limit = float(x.max())
+        return module.inner(x).clamp(max=module.limit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            assert ctx.module.limit is not None
+            ctx.module.inner(x).clamp(max=ctx.module.limit).backward(grad)
+        return None, x.grad
+
+
 class Net(nn.Module):
     def __init__(self, kind: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -110,6 +167,8 @@ KINDS = {
     "packed": Packed,
     "ctc and a norm": Aligned,
     "routed by an object": Routed,
+    "a list to fill": Remembers,
+    "reversible": Reversed,
 }
 
 
@@ -157,6 +216,9 @@ def trains_as_plain_torch(kind: str, stage: int, how: str) -> None:
     targets = [node.target for node in program.graph.nodes]
     assert targets.count(RUN) == 2  # again in backward, for its tape
     assert targets.count(PULL) == 1
+    if how == "auto":  # the parts that it tried inside of one are not named
+        assert len([line for line in program.log if line.startswith("opaque: middle")]) == 1
+        assert "opaque: middle.router, middle" not in program.log
     for step in range(3):
         params, state = step_fn(params, state, rows(rank, step))
     full = fzero.unshard(params)
@@ -254,6 +316,38 @@ def test_results_that_are_arguments_and_whole_numbers() -> None:
     assert grads["w"].tolist() == [2.0, 5.0, 1.0]
 
 
+@dataclass(frozen=True)
+class Record:
+    """As libraries return them."""
+
+    chosen: Chosen
+    dtype: torch.dtype = torch.float32
+    values: Tensor | None = None
+
+
+class Scores(dict[str, Any]):
+    """A mapping of a class of its own."""
+
+
+@pytest.mark.parametrize("like", [None, lambda given: Record(Chosen(given["w"], []))])
+def test_records_and_objects_are_taken_and_returned(like: Any) -> None:
+    def scored(given: Scores) -> Record:
+        w = given["w"]
+        if float(w.detach().max()) > 9:
+            raise ValueError("too large")
+        return Record(Chosen(w * given["scale"], []))
+
+    def fn(params: Any) -> Tensor:
+        found = fzero.opaque(scored, like=like)(Scores(w=params["w"] * 2, scale=3))
+        assert found.dtype is torch.float32
+        assert found.chosen.rows == []
+        return found.chosen.weights.square().sum()
+
+    w = torch.tensor([2.0, 1.0, 4.0])
+    grads = fzero.grad(fn)({"w": w})
+    assert grads["w"].equal(2 * 36 * w)
+
+
 def test_autocast_is_that_of_the_call() -> None:
     seen = []
 
@@ -318,6 +412,41 @@ def test_what_it_raises_is_raised() -> None:
 
     with pytest.raises(ZeroDivisionError, match="of mine"):
         gradient_of(fzero.opaque(fails))
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+
+
+@pytest.mark.parametrize("given", [[], {}, Cache(), [torch.ones(4)]])
+def test_a_tensor_that_is_put_into_an_argument_is_refused(given: Any) -> None:
+    def fn(w: Tensor) -> Tensor:
+        @fzero.opaque
+        def kept(w: Tensor, given: Any) -> Tensor:
+            if isinstance(given, list):
+                given.append(w)
+            elif isinstance(given, dict):
+                given["w"] = w
+            else:
+                given.values = w
+            return w * float(w.detach().max())
+
+        return kept(w, given)
+
+    before = copy.deepcopy(given)
+    with pytest.raises(TraceError, match="into one of its arguments"):
+        gradient_of(fn)
+    assert str(vars(given) if isinstance(given, Cache) else given) == str(
+        vars(before) if isinstance(before, Cache) else before
+    )
+
+
+@pytest.mark.parametrize("number", [int, float, bool])
+def test_numbers_that_may_depend_on_values_are_refused(number: Any) -> None:
+    found = fzero.opaque(lambda w: Chosen(w, [number(w.detach().max())]))
+    with pytest.raises(TraceError, match="may depend on values"):
+        gradient_of(lambda w: found(w).weights)
 
 
 def test_a_change_of_an_argument_is_refused() -> None:
