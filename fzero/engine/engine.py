@@ -359,6 +359,8 @@ class Engine:
                 "fzero.Engine(model, fzero.optim.adamw(3e-4), cfg)."
             )
         self._driver.on(events.StepCalled(boundary))
+        if self._face is not None:
+            self._face.stepped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last update; accumulation starts again.
