@@ -25,6 +25,7 @@ from fzero.distributed.collectives import (
     all_gather,
     all_reduce,
     boundary,
+    dense,
     reduce_scatter,
     replicate,
 )
@@ -68,7 +69,7 @@ def vjp(loss_fn: LossFn) -> GradFn:
         loss, pull, aux = torch.func.vjp(loss_of, trained, has_aux=True)  # pyright: ignore
         with torch.no_grad():
             (grads,) = pull(torch.ones_like(loss), retain_graph=False)
-        return grads, (loss, aux)
+        return tuple(map(dense, grads)), (loss, aux)
 
     return fn
 
@@ -86,7 +87,7 @@ def autograd(loss_fn: LossFn, *, must_depend: bool = False) -> GradFn:
             loss, aux = loss_fn(inputs, *args)
         found = differentiated(loss, inputs, must_depend=must_depend)
         pairs = zip(found, inputs, strict=True)
-        grads = tuple(torch.zeros_like(x) if g is None else g for g, x in pairs)
+        grads = tuple(torch.zeros_like(x) if g is None else dense(g) for g, x in pairs)
         return grads, (loss.detach(), pytree.tree_map(torch.Tensor.detach, aux))
 
     return fn

@@ -145,9 +145,17 @@ def _all_gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
     return torch.ops.fzero.gather(low, *_op_args(leaf, axis))
 
 
+def dense(grad: Tensor) -> Tensor:
+    """A gradient that collectives and sums take; that of `Embedding(sparse=True)` is not dense.
+
+    >>> dense(torch.ones(2).to_sparse())
+    tensor([1., 1.])
+    """
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
 def _scattered(full: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
-    if full.layout != torch.strided:  # embeddings with sparse=True: collectives want dense
-        full = full.to_dense()
+    full = dense(full)
     high = full.to(leaf.reduce) if leaf.reduce else full
     if axis.size == 1:
         return high.view_as(high)

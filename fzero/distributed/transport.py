@@ -26,6 +26,7 @@ from fzero.distributed.buckets import (
     summed,
     unpack_shards,
 )
+from fzero.distributed.collectives import dense
 from fzero.distributed.journal import Journal
 from fzero.distributed.mesh import Axes, Axis, Mesh
 from fzero.distributed.whereabouts import circle_of
@@ -129,7 +130,7 @@ class Transport:
             over: whether the memory of `grads` may be written to.
         """
         high = [
-            _dense(grad).to(leaf.reduce or grad.dtype)
+            dense(grad).to(leaf.reduce or grad.dtype)
             for grad, leaf in zip(grads, leaves, strict=True)
         ]
         dtypes = [x.dtype for x in high]
@@ -269,10 +270,6 @@ def _filled(
         open_.setdefault(dtype, []).append(i)
     # in the order in which leaves opened them: the same on every rank
     yield from open_.values()
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad if grad.layout == torch.strided else grad.to_dense()
 
 
 def _times(buffer: Tensor, factor: float) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero.distributed.buckets import plan_buckets
+from fzero.distributed.collectives import dense
 from fzero.errors import FzeroError
 from fzero.functional.differentiate import accumulated, added, no_gradient, reaching_all
 from fzero.functional.tasks import current_task
@@ -107,10 +108,6 @@ class Arrivals:
         results = self.reduce(grads, [self.leaves[i] for i in indices])
         for i, result in zip(indices, results, strict=True):
             self.reduced[i] = result
-
-
-def dense(grad: Tensor) -> Tensor:
-    return grad if grad.layout == torch.strided else grad.to_dense()
 
 
 def _came_late(name: str) -> FzeroError:

@@ -1,7 +1,9 @@
 """`engine.optimizer`: a `torch.optim.Optimizer` as schedulers and loggers know one."""
 
+import functools
+import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,26 +22,64 @@ class Stepped(Protocol):
     def parameters(self) -> Any: ...
 
 
-class Group(dict[str, Any]):
-    """A param group whose learning rate is the engine's own."""
+class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
+    """A param group whose learning rate is the engine's own.
+
+    A dict, as torch's are, of which every way to read and write goes through the five methods here:
+    a dict's own `update` and `items` would go past them.
+    """
 
     def __init__(self, engine: "weakref.ref[Stepped]", given: Mapping[str, Any]) -> None:
-        super().__init__(given)
+        dict.__init__(self, given)
         self.engine = engine
 
     def __getitem__(self, key: str) -> Any:
         engine = self.engine()
-        return engine.lr if key == "lr" and engine is not None else super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
-        return self[key] if key in self else default  # noqa: SIM401
+        return engine.lr if key == "lr" and engine is not None else dict.__getitem__(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         engine = self.engine()
         if key == "lr" and engine is not None:
             engine.lr = value
-        super().__setitem__(key, value)
+        elif key in _numbers_of_optimizers():
+            raise BackwardError(
+                f"engine.optimizer.param_groups[0][{key!r}] was assigned, and nothing would read "
+                "it: of what an update takes only 'lr' is set here. Give the optimizer a schedule, "
+                f"or keep {key!r} in its state, where inject_hyperparams can: "
+                f"engine.state[1].inner.hyperparams[{key!r}].fill_(value) counts at the next step."
+            )
+        dict.__setitem__(self, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        dict.__delitem__(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return dict.__iter__(self)
+
+    def __len__(self) -> int:
+        return dict.__len__(self)
+
+    def __ior__(self, other: Any) -> "Group":
+        self.update(other)
+        return self
+
+    def copy(self) -> dict[str, Any]:
+        """What is there now, as a dict of its own."""
+        return dict(self.items())
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+
+@functools.cache
+def _numbers_of_optimizers() -> frozenset[str]:
+    """What torch's optimizers keep in their groups to compute with, but for the rate."""
+    classes = [x for x in vars(torch.optim).values() if isinstance(x, type)]
+    names: set[str] = set()
+    for one in classes:
+        if issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer:
+            names.update(inspect.signature(one).parameters)
+    return frozenset(names - {"params", "lr"})
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -69,7 +109,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return loss
 
     def stepped(self) -> None:
-        """`engine.step()` was called itself: torch's schedulers warn where no `step()` was."""
+        """The engine's `step` was called: schedulers, which ask for it, need not warn."""
         self._opt_called = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -83,7 +123,17 @@ class EngineOptimizer(torch.optim.Optimizer):
         return {"state": {}, "param_groups": [{**own, "params": list(range(len(group["params"])))}]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the groups' numbers, the learning rate among them."""
+        """Take the groups' numbers, the learning rate among them.
+
+        Raises:
+            BackwardError: it holds the state of another optimizer, which this has no place for.
+        """
+        if state_dict.get("state"):
+            raise BackwardError(
+                "engine.optimizer.load_state_dict: it holds the state of another optimizer, for "
+                f"{len(state_dict['state'])} parameters; an engine's is in engine.state. Load that "
+                "from a checkpoint: engine.state = fzero.checkpoint.load(path, *engine.state)."
+            )
         (group,) = self.param_groups
         for key, value in state_dict["param_groups"][0].items():
             if key != "params":

@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -78,17 +79,33 @@ def _map(fn: Callable[[Tensor], Tensor], value: Any, depth: int) -> Any:
         return value
     if isinstance(value, tuple):
         items = [_map(fn, x, depth - 1) for x in value]
+        if all(map(operator.is_, items, value)):
+            return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list | MutableMapping):
-        # keeps the class, and whatever else a user's container carries
-        new: Any = copy.copy(value)
-        for key, x in list(new.items() if isinstance(new, MutableMapping) else enumerate(new)):
-            new[key] = _map(fn, x, depth - 1)
+        pairs = list(value.items() if isinstance(value, MutableMapping) else enumerate(value))
+        changed = _changed(fn, pairs, depth)
+        # a copy keeps the class, and whatever else a user's container carries
+        new: Any = copy.copy(value) if changed else value
+        for key, x in changed:
+            new[key] = x
         return new
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        new = copy.copy(value)
-        for field in dataclasses.fields(value):
-            x = _map(fn, getattr(value, field.name), depth - 1)
-            object.__setattr__(new, field.name, x)  # a frozen one, too
+        names = [field.name for field in dataclasses.fields(value)]
+        changed = _changed(fn, [(name, getattr(value, name)) for name in names], depth)
+        new = copy.copy(value) if changed else value
+        for name, x in changed:
+            object.__setattr__(new, name, x)  # a frozen one, too
         return new
     return value
+
+
+def _changed(
+    fn: Callable[[Tensor], Tensor], pairs: Iterable[tuple[Any, Any]], depth: int
+) -> list[tuple[Any, Any]]:
+    """What is another object after `fn`.
+
+    A container without any stays the caller's own, which a module may put what it finds into.
+    """
+    new = [(key, x, _map(fn, x, depth - 1)) for key, x in pairs]
+    return [(key, y) for key, x, y in new if y is not x]

@@ -41,7 +41,7 @@ def refuse_shared(params: Named, buffers: Named = (), attributes: Named = ()) ->
     kinds = (("parameter", params), ("buffer", buffers), ("attribute", attributes))
     for kind, named in kinds:
         for name, x in named:
-            if (key := _storage(x)) is not None:
+            if (key := storage_of(x)) is not None:
                 found = together.setdefault(key, [])
                 found.append(_Row(len(found), kind, name, x))
     for found in together.values():
@@ -60,7 +60,7 @@ class _Row(NamedTuple):
         return self.kind == "parameter" and self.x.requires_grad
 
 
-def _storage(x: Tensor) -> int | None:
+def storage_of(x: Tensor) -> int | None:
     """What tells a tensor's storage from others; None if it has none, or no elements there."""
     if x.layout is not torch.strided or is_lazy(x):
         return None

@@ -114,7 +114,13 @@ def _cast_leaves(values: PyTree, dtype: torch.dtype | None) -> PyTree:
     if dtype is None:
         return values
     # torch's trees: libraries of models register their classes of outputs there
-    return pytree.tree_map(lambda x: x.to(dtype) if is_floating(x) else x, values)
+    items, spec = pytree.tree_flatten(values, is_leaf=lambda x: x is not values)
+    if spec.is_leaf():
+        return values.to(dtype) if is_floating(values) else values
+    cast_items = [_cast_leaves(x, dtype) for x in items]
+    # a container where nothing is cast is the caller's own: a module may put into it what it finds
+    changed = any(new is not old for new, old in zip(cast_items, items, strict=True))
+    return pytree.tree_unflatten(cast_items, spec) if changed else values
 
 
 @contextlib.contextmanager

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fzero import tree
+from fzero.distributed.collectives import dense
 from fzero.distributed.journal import EAGER, Journal
 from fzero.distributed.transport import Transport
-from fzero.eager.arrivals import Arrivals, dense
+from fzero.eager.arrivals import Arrivals
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place, outside_inference, with_versions
 from fzero.errors import FzeroError
@@ -158,10 +158,12 @@ class Eager:
                 return loss_fn(tuple(given))
 
         differentiate = self._sharded if cfg.stage == 3 else self._whole
-        grads, loss, aux = differentiate(leaves, run)
-        # aux may be a parameter, whose memory the update writes over
-        held_by_us = {x.untyped_storage()._cdata for x in leaves}
-        own = [x.clone() if x.untyped_storage()._cdata in held_by_us else x for x in aux]
+        with torch.enable_grad():  # a caller's no_grad is not to reach it, nor does it a recording
+            grads, loss, aux = differentiate(leaves, run)
+        # aux may be a parameter, whose memory the update writes over, or of the batch, whose memory
+        # is the caller's to fill again
+        held = {x.untyped_storage()._cdata for x in (*leaves, *inputs)}
+        own = [x.clone() if x.untyped_storage()._cdata in held else x for x in aux]
         grads = [g.contiguous() for g in grads]
         grads = summable(grads) if cfg.accum_steps > 1 else grads
         return signature.results((*grads, widened(loss.detach()), *own))
@@ -250,13 +252,13 @@ def _seeded(key: int, leaves: Sequence[Tensor]) -> Iterator[None]:
 def _unchanged(leaves: Sequence[Tensor], batch: PyTree, plan: Plan) -> Iterator[None]:
     """Raise if a parameter or the batch was written to."""
     names = [leaf.name for leaf in plan.sharding.layout]
-    inputs = take_apart(batch)[0]
+    inputs, frame = take_apart(batch)
     versions = [_version(x) for x in (*leaves, *inputs)]
     yield
     for name, x, version in zip(names, leaves, versions, strict=False):
         if _version(x) != version:
             raise changed_in_place(name)
-    for path, x, version in zip(tree.paths(batch), inputs, versions[len(leaves) :], strict=True):
+    for path, x, version in zip(frame.paths, inputs, versions[len(leaves) :], strict=True):
         if _version(x) != version:
             raise FzeroError(
                 f"the model function changed batch{path} in place. The batch is an input of a pure "

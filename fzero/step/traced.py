@@ -171,7 +171,7 @@ class Traced:
             flat = [*trained, *frozen, *state, *take_apart(batch)[0], *local.scale[:1]]
             words = (i, plan.mesh.rank)
             results = self.gradient_fn(flat, lambda w=words: mix(plan.cfg.seed, int(step), *w))
-            # aux on the memory of a parameter, which the update writes over
+            # aux and state on the memory of a parameter or the batch, which is written over
             for index in self.borrowed:
                 results[index] = results[index].clone()
             grads, loss, state, aux = self.signature.results(results)

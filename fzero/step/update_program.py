@@ -15,6 +15,7 @@ from fzero.numerics.loss_scale import LossScaleState
 from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.categories import (
+    BATCH,
     GRADIENTS,
     MASTERS,
     OPTIMIZER,
@@ -262,12 +263,15 @@ def shared_outputs(program: Program) -> list[bool]:
 
 
 def outputs_on(program: Program, count: int) -> list[int]:
-    """The outputs behind the gradients that are on the memory of one of the first `count` inputs.
+    """The outputs behind the `count` gradients that are on the memory of a parameter or the batch.
 
-    An update writes over those: aux that is a parameter must be what it was in the forward pass.
+    An update writes over the first, and a loader that fills one buffer again over the second: aux
+    and model state must stay what they were in the forward pass.
     """
-    first = [n for n in program.graph.nodes if n.op == "placeholder"][:count]
-    inputs = {x.untyped_storage()._cdata for node in first for x in tensors_of(node)}
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
+    theirs = zip(nodes, program.input_categories, strict=False)  # a key of random numbers is last
+    lent = [node for node, category in theirs if category in (PARAMETERS, BATCH)]
+    inputs = {x.untyped_storage()._cdata for node in lent for x in tensors_of(node)}
     outputs: Any = output_node(program.graph).args[0]
     on = [any(x.untyped_storage()._cdata in inputs for x in tensors_of(n)) for n in outputs]
     return [index for index, shared in enumerate(on) if shared and index >= count]

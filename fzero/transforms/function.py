@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -20,6 +21,7 @@ from fzero.distributed.mesh import Mesh
 from fzero.eager.lazy import outside_inference, with_versions
 from fzero.errors import ConfigError, ShardError, TraceError
 from fzero.functional.functionalize import calls_noted
+from fzero.functional.memory import storage_of
 from fzero.functional.transforms import in_transform
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.program import Program
@@ -104,6 +106,7 @@ class Function:
                 seeded(self.cfg.seed, rng, mesh, leaves),
                 _running(),
                 outside_inference(),
+                torch.enable_grad(),  # as while it is recorded
                 calls_noted() if agreement.calls == 1 else contextlib.nullcontext(),
             ):
                 result = self.body(*args, **kwargs)
@@ -111,7 +114,7 @@ class Function:
                 if old != new:
                     frame = take_apart((args, kwargs), "arguments")[1]
                     raise changed_in_place(self.name, _named(frame, self._arguments).names[i])
-            return result
+            return _apart_from(leaves, result)
         known = self._recordings
         mine = Mine(
             lambda: self._find(args, kwargs, leaves, key, mesh),
@@ -295,6 +298,21 @@ def _versions(leaves: Sequence[Tensor]) -> list[int]:
     """How often each was written; -1 for what does not count."""
     found = [local_tensor(x) for x in leaves]
     return [-1 if x.is_inference() else x._version for x in found]
+
+
+def _apart_from(leaves: Sequence[Tensor], result: PyTree) -> PyTree:
+    """The result in memory of its own, as a Program's is: what one writes there stays there."""
+    held = {storage_of(local_tensor(x)) for x in leaves} - {None}
+
+    def apart(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if storage_of(local_tensor(x)) in held:
+            x = x.clone()
+        held.add(storage_of(local_tensor(x)))
+        return x
+
+    return tree.map(apart, result)
 
 
 def _key(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:

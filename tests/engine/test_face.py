@@ -172,3 +172,64 @@ def test_a_loop_that_owns_its_optimizers_steps_an_engine() -> None:
     optimizer.load_state_dict(saved)
     assert engine.lr == pytest.approx(0.025)
     assert engine.global_steps == 2
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda group: group.__setitem__("lr", 0.5),
+    "update": lambda group: group.update(lr=0.5),
+    "update from a dict": lambda group: group.update({"lr": 0.5}),
+    "or": lambda group: group.__ior__({"lr": 0.5}),
+}
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda group: group["lr"],
+    "get": lambda group: group.get("lr"),
+    "default": lambda group: group.setdefault("lr", 7.0),
+    "dict": lambda group: dict(group)["lr"],
+    "keywords": lambda group: {**group}["lr"],
+    "items": lambda group: dict(group.items())["lr"],
+    "values": lambda group: dict(zip(group, group.values(), strict=True))["lr"],
+    "copy": lambda group: group.copy()["lr"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rate_that_is_written_in_any_way_of_a_dict_is_the_engines(way: str) -> None:
+    engine = fzero.Engine(nn.Linear(2, 1), SGD(lr=0.1))
+    (group,) = engine.optimizer.param_groups
+    assert isinstance(group, dict)
+    WAYS[way](group)
+    assert engine.lr == 0.5
+    engine.lr = 0.25
+    assert {name: view(group) for name, view in VIEWS.items()} == dict.fromkeys(VIEWS, 0.25)
+
+
+@pytest.mark.parametrize("key", ["weight_decay", "momentum", "betas", "eps"])
+def test_a_number_of_the_update_that_a_group_can_not_set_is_refused(key: str) -> None:
+    engine = fzero.Engine(nn.Linear(2, 1), SGD(lr=0.1))
+    (group,) = engine.optimizer.param_groups
+    for write in (lambda: group.__setitem__(key, 0.5), lambda: group.update({key: 0.5})):
+        with pytest.raises(BackwardError, match=rf"hyperparams\['{key}'\]\.fill_"):
+            write()
+    group["initial_lr"] = 0.5  # what schedulers note there is theirs
+    assert group["initial_lr"] == 0.5
+    assert key not in group
+
+
+def test_another_optimizers_state_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    adamw = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    adamw.step()
+    engine = fzero.Engine(nn.Linear(2, 1), SGD(lr=0.1))
+    with pytest.raises(BackwardError, match=r"2 parameters.*engine\.state"):
+        engine.optimizer.load_state_dict(adamw.state_dict())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_after_the_engines_own_step_warns_of_nothing() -> None:
+    engine = fzero.Engine(nn.Linear(2, 1), SGD(lr=0.1))
+    schedule = lr_scheduler.StepLR(engine.optimizer, 1)
+    engine(torch.ones(1, 2)).sum().backward()
+    engine.step()
+    schedule.step()
+    assert engine.lr == pytest.approx(0.01)

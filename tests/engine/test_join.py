@@ -173,3 +173,40 @@ def _early_and_infinite(precision: str | None) -> bool:
 @pytest.mark.parametrize("precision", [None, "fp16"])
 def test_what_does_not_count_may_come_early(precision: str | None) -> None:
     assert all(run_ranks(2, _early_and_infinite, precision))
+
+
+def _two_engines(stage: int, second: str) -> dict[str, Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = [data(rank, i) for i in range(LENGTHS[rank])]
+    cfg, opt = fzero.Config(stage=stage), fzero.optim.sgd(0.1)
+    one = fzero.Engine(_module(), opt, cfg)
+    two = fzero.Engine(_module(), opt, cfg, gradient_reduction=second)  # pyright: ignore
+    seen = []
+    for x in two.join(one.join(mine)):
+        seen.append((one.has_data, two.has_data))
+        for engine in (one, two):
+            _loss(engine, x).backward()
+            engine.step()
+    rounds = range(max(LENGTHS[:world]))
+    assert seen == [(i < LENGTHS[rank],) * 2 for i in rounds]
+    assert one.has_data
+    assert two.has_data
+    return {"one": one.full_params()["0.weight"], "two": two.full_params()["0.weight"]}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("second", ["mean", "sum"])
+def test_two_engines_in_one_loop(stage: int, second: str) -> None:
+    expected = {}
+    for key, averages in {"one": True, "two": second == "mean"}.items():
+        module = _module()
+        opt = torch.optim.SGD(module.parameters(), lr=0.1)
+        for i in range(max(LENGTHS[:2])):
+            going = [rank for rank in range(2) if i < LENGTHS[rank]]
+            for rank in going:
+                (_loss(module, data(rank, i)) / (len(going) if averages else 1)).backward()
+            opt.step()
+            opt.zero_grad()
+        expected[key] = module.state_dict()["0.weight"]
+    for found in run_ranks(2, _two_engines, stage, second):
+        torch.testing.assert_close(found, expected)

@@ -313,3 +313,48 @@ def _digits(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_full_parameters_have_the_digits_of_their_masters_at_every_stage(stage: int) -> None:
     run_ranks(2, _digits, stage)
+
+
+class Collects(nn.Module):
+    """Leaves what the loss needs in containers that it is given, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, penalties: list[Any], *, seen: dict[str, Any]) -> Tensor:
+        hidden = self.inner(x).tanh()
+        penalties.append(hidden.square().mean())
+        seen["lists"][0].append(hidden)
+        return self.outer(hidden)
+
+
+@pytest.mark.parametrize("way", ["engine", "traced", "eager"])
+@pytest.mark.parametrize("precision", [None, "bf16", Precision(param=torch.float64)])
+def test_what_a_module_puts_into_a_container_is_there(way: Any, precision: Any) -> None:
+    torch.manual_seed(0)
+    module, x = Collects(), torch.randn(3, 4)
+    names: dict[str, Any] = {"tokens": torch.tensor([1]), "lists": ([],), "task": "qa"}
+
+    def loss_of(run: Any, x: Tensor) -> Tensor:
+        penalties: list[Any] = []
+        seen = names | {"lists": ([],)}
+        out = run(x, penalties, seen=seen)
+        assert len(penalties) == len(seen["lists"][0]) == 1
+        return out.square().mean() + penalties[0] + seen["lists"][0][0].square().sum()
+
+    expected = loss_of(module, x)
+    cfg = Config(precision=precision, executor="eager" if way == "eager" else "traced")
+    if way == "engine":
+        loss = loss_of(fzero.Engine(module, fzero.optim.sgd(0.1), cfg), x)
+    else:
+        apply, params = fzero.functionalize(module)
+        step_fn = fzero.make_train_step(
+            lambda params, x: loss_of(functools.partial(apply, params), x),
+            fzero.optim.sgd(0.1),
+            cfg,
+        )
+        params, opt_state = step_fn.init(params)
+        params, opt_state = step_fn(params, opt_state, x)
+        loss = opt_state.metrics["loss"]
+    torch.testing.assert_close(loss.float(), expected, rtol=0.02, atol=0)

@@ -1,5 +1,6 @@
 """The eager executor takes the same step as plain torch, for functions that nothing stages out."""
 
+import collections
 import functools
 import itertools
 import threading
@@ -285,13 +286,15 @@ def test_packed_sequences_run() -> None:
         torch.testing.assert_close(fzero.unshard(params)[name], x - 0.1 * grad)
 
 
-def test_sparse_gradients_become_dense() -> None:
+@pytest.mark.parametrize("executor", ["eager", "traced"])
+@pytest.mark.parametrize("accum_steps", [1, 3])
+def test_sparse_gradients_become_dense(executor: Any, accum_steps: int) -> None:
     def model_fn(params: Any, x: Tensor) -> Tensor:
         return F.embedding(x, params["w"], sparse=True).square().mean()
 
     start, tokens = {"w": _values(9, 4)}, torch.tensor([1, 1, 3])
     for stage in range(4):
-        cfg = _eager(stage=stage, accum_steps=3)
+        cfg = fzero.Config(stage=stage, accum_steps=accum_steps, executor=executor)
         _, params, _ = _trained(model_fn, start, cfg, tokens, steps=1)
         leaf = start["w"].clone().requires_grad_()
         (grad,) = torch.autograd.grad(F.embedding(tokens, leaf).square().mean(), leaf)
@@ -456,8 +459,63 @@ def test_a_batch_changed_in_place_is_an_error() -> None:
     def model_fn(params: Any, batch: Any) -> Tensor:
         return (batch["x"].sub_(1) @ params["w"]).mean()
 
-    with pytest.raises(FzeroError, match=r"batch\['x'\] in place"):
-        _trained(model_fn, {"w": _values(5, 5)}, _eager(), {"x": _values(4, 5)})
+    for others in ({}, {"a": "task", "b": 2, "c": None}):
+        with pytest.raises(FzeroError, match=r"batch\['x'\] in place"):
+            _trained(model_fn, {"w": _values(5, 5)}, _eager(), {**others, "x": _values(4, 5)})
+
+
+Item = collections.namedtuple("Item", ["x", "scale"])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda x: (x, 2),
+        lambda x: {"a": "task", "x": x, "y": None, "scale": 2.0},
+        lambda x: Item(x, 2),
+        lambda x: [x, torch.tensor(2.0, dtype=x.dtype), "task", True],
+    ],
+)
+def test_a_batch_may_hold_what_is_no_tensor(batch: Any) -> None:
+    def model_fn(params: Any, batch: Any) -> Tensor:
+        x, scale = (batch["x"], batch["scale"]) if isinstance(batch, dict) else batch[:2]
+        return (x @ params["w"]).square().mean() * scale
+
+    start, given = {"w": _values(5, 5)}, batch(_values(4, 5))
+    _, eager, _ = _trained(model_fn, start, _eager(), given)
+    _, traced, _ = _trained(model_fn, start, fzero.Config(), given)
+    torch.testing.assert_close(fzero.unshard(eager), fzero.unshard(traced))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("executor", ["eager", "traced"])
+def test_a_callers_no_grad_does_not_reach_a_step(stage: int, executor: Any) -> None:
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        return (x @ params["w"]).square().mean()
+
+    start, x = {"w": _values(5, 5)}, _values(4, 5)
+    cfg = fzero.Config(stage=stage, executor=executor)
+    _, expected, _ = _trained(model_fn, start, cfg, x)
+    with torch.no_grad():
+        _, found, _ = _trained(model_fn, start, cfg, x)
+    torch.testing.assert_close(fzero.unshard(found), fzero.unshard(expected))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("executor", ["eager", "traced"])
+def test_aux_and_state_are_no_views_of_the_batch(stage: int, executor: Any) -> None:
+    def model_fn(params: Any, state: Any, x: Tensor) -> Any:
+        return (x @ params["w"]).mean(), {"last": x[0]}, x.t()
+
+    cfg = fzero.Config(stage=stage, executor=executor, has_aux=True)
+    step_fn = fzero.make_train_step(model_fn, sgd(0.1), cfg)
+    params, opt_state = step_fn.init({"w": _values(5, 5)}, {"last": torch.zeros(5)})
+    x = _values(4, 5)
+    before = x.clone()
+    params, opt_state = step_fn(params, opt_state, x)
+    x.zero_()  # as a loader that fills one buffer again and again
+    torch.testing.assert_close(opt_state.metrics["aux"], before.t())
+    torch.testing.assert_close(opt_state.model_state["last"], before[0])
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -308,3 +308,35 @@ def test_programs_of_functions_answer_as_those_of_steps_do() -> None:
         phases = [row.phase for row in programs[0].collectives() if row.kind == "all_gather"]
         assert phases.count("forward") == 2
         assert "donate:" in "".join(programs[0].log)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("executor", ["eager", "traced"])
+def test_results_have_memory_of_their_own(stage: int, executor: Any) -> None:
+    cfg = fzero.Config(stage=stage, executor=executor)
+
+    def passing(params: Params, x: Tensor) -> Any:
+        return params, x, {"again": x, "view": x[1:], "b": params["b"].view(-1)}
+
+    full, x = _params(), torch.randn(4, 7, dtype=F64)
+    params = fzero.shard(full, cfg) if stage == 3 else tree.map(torch.clone, full)
+    before = x.clone()
+    given, same, more = fzero.jit(passing, cfg)(params, x)
+    results = tree.leaves((given, same, more))
+    expected = [_full(y).clone() for y in results]
+    for i, y in enumerate(results):  # what is written to one is in no other, nor in what was given
+        (y._local_tensor if isinstance(y, DTensor) else y).zero_()
+        for other, value in zip(results[i + 1 :], expected[i + 1 :], strict=True):
+            torch.testing.assert_close(_full(other), value)
+    torch.testing.assert_close(x, before)
+    torch.testing.assert_close(_full(params), full)
+
+
+@pytest.mark.parametrize("executor", ["eager", "traced"])
+def test_a_callers_no_grad_does_not_reach_a_function(executor: Any) -> None:
+    cfg = fzero.Config(executor=executor)
+    params, x = fzero.shard(_params(), cfg), torch.randn(4, 7, dtype=F64)
+    run = fzero.jit(lambda p, x: fzero.value_and_grad(_loss, cfg)(p, x), cfg)
+    expected = _full(run(params, x))
+    with torch.no_grad():
+        torch.testing.assert_close(_full(run(params, x)), expected)
