@@ -149,15 +149,27 @@ def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     ):
         # Non-fake inputs are what the function closes over.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = [_fake(x, mode) for x in inputs]
+        fakes = _fakes(inputs, mode)
         noted = origins_noted(fn)
         return make_fx(noted, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
 
 
-def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fakes(inputs: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
+    seen: set[int] = set()
+    fakes: list[Tensor] = []
+    for x in inputs:
+        # A tensor that is passed twice (labels that are the tokens) may be two at another call. As
+        # one fake tensor, all reads of it would be recorded as reads of the input that comes last.
+        fakes.append(_fake(x, mode, anew=id(x) in seen))
+        seen.add(id(x))
+    return fakes
+
+
+def _fake(x: Tensor, mode: FakeTensorMode, *, anew: bool) -> Tensor:
     # A fake tensor of another Program is to be the same in this mode. A number is made anew, too:
     # from 2.15 on torch reads its value, which would count as read by the function.
-    if isinstance(x, FakeTensor) or (type(x) is Tensor and x.dim() == 0 and not x.requires_grad):
+    number = type(x) is Tensor and x.dim() == 0 and not x.requires_grad
+    if anew or number or isinstance(x, FakeTensor):
         with mode:
             return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
     return mode.from_tensor(x, static_shapes=True)

@@ -90,6 +90,23 @@ def test_a_shape_is_staged_out_once(stage: int) -> None:
     assert model_fn.calls == 3 * once
 
 
+@STAGES
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_a_tensor_that_comes_twice_may_be_two_at_the_next_call(
+    stage: int, accum_steps: int
+) -> None:
+    def model_fn(params: Any, batch: Any) -> Tensor:
+        return (batch["x"] @ params["w"] - batch["y"] @ params["w"] - 1).square().mean()
+
+    cfg = Config(stage=stage, accum_steps=accum_steps, donate=False)
+    step_fn = fzero.make_train_step(model_fn, SGD, cfg)
+    state = step_fn.init(_params())
+    step_fn(*state, {"x": X, "y": X})
+    batch = {"x": X, "y": 2 * X}
+    loss = step_fn(*state, batch)[1].metrics["loss"]
+    torch.testing.assert_close(loss, model_fn(_params(), batch))
+
+
 def test_more_than_8_kinds_of_batch_warn_once_and_say_what_changed() -> None:
     step_fn = fzero.make_train_step(_Counted(), SGD)
     state = step_fn.init(_params())
