@@ -266,7 +266,7 @@ class Config:
             fzero.errors.ConfigError: Config.frozen: 'encoder.*' matches no leaf; ...
         """
         for glob in () if callable(self.frozen) else self.frozen:
-            if not any(fnmatchcase(name, glob) for name in names):
+            if names and not any(fnmatchcase(name, glob) for name in names):
                 near = get_close_matches(glob, names, n=3) or names[:3]
                 raise ConfigError(
                     f"Config.frozen: {glob!r} matches no leaf; there are "

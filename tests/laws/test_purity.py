@@ -34,13 +34,17 @@ def _leaf(draw: st.DrawFn) -> Tensor:
     return (x % 7 / 3 - 1).to(dtype) if dtype.is_floating_point else (x % 2).to(dtype)
 
 
+def _ends_in_0_or_a(name: str) -> bool:
+    return name.endswith(("0", "a"))  # globs that match no leaf are refused
+
+
 _configs = st.fixed_dictionaries(
     {
         "stage": st.integers(0, 3),
         "accum_steps": st.sampled_from([1, 2]),
         "clip_norm": st.sampled_from([None, 0.5]),
         "precision": st.sampled_from([None, "bf16", "fp16"]),
-        "frozen": st.sampled_from([(), ("*0", "*a")]),
+        "frozen": st.sampled_from([(), _ends_in_0_or_a]),
         "on_nonfinite": st.sampled_from(["report", "skip", "raise"]),
         "reshard_after_forward": st.booleans(),
         "executor": st.sampled_from(["traced", "traced", "eager"]),
