@@ -66,6 +66,9 @@ LAWS = {
     "functional/apart": "functional/test_opaque.py: backward_sees_the_random_numbers_of_forward",
     "functional/islands": "functional/test_opaque.py: an_island_trains_as_plain_torch",
     "program/trace": "test_errors.py: what_cannot_be_staged_out_is_shown_with_its_line",
+    "program/dynamic": "laws/test_dynamic.py: every_batch_has_the_bits_of_a_recording_of_its_own",
+    "program/symbols": "laws/test_dynamic.py: "
+    "two_recordings_serve_all_lengths_where_nothing_else_changes",
     "program/ladder": "program/test_fitting.py: less_memory_never_takes_fewer_flops_again",
     "program/frontier": "program/test_fitting.py: less_memory_never_takes_fewer_flops_again",
     "program/codec": "step/test_saved.py: what_is_loaded_computes_what_was_recorded",

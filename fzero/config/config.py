@@ -95,6 +95,8 @@ class Config:
             modules in it keep.
         passes: functions from a Program to a Program, in the order in which they run on every
             Program that is staged out; see `fzero.passes`.
+        dynamic: record so that batches of other sizes need no recording of their own, as far as
+            what the function does with sizes allows: see docs/staging.md.
         timeout: seconds that a rank may come later than others to what they do together. None: the
             process group's. A rank that is late is waited for; one that went another way, or is
             gone, is told at once.
@@ -137,6 +139,7 @@ class Config:
     memory_limit: int | str | None = None
     remat: Mapping[str, Policy] | Sequence[tuple[str, Policy]] = ()
     passes: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] = ()
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         self._check_int("stage", 0, 3, "0 (nothing sharded) to 3 (parameters sharded)")
@@ -152,7 +155,7 @@ class Config:
             self._check_number("timeout", "None or a finite number > 0 (seconds)")
         self._check_memory_limit()
         self._check_number("bucket_mb", "a finite number > 0 (MiB)")
-        for field in ("has_aux", "reshard_after_forward", "donate"):
+        for field in ("has_aux", "reshard_after_forward", "donate", "dynamic"):
             if not isinstance(getattr(self, field), bool):
                 self._refuse(field, "True or False")
         self._check_choice("on_nonfinite", ("report", "skip", "raise"))
@@ -163,6 +166,12 @@ class Config:
                 "offload",
                 "None or 'cpu' without a memory_limit: which activations go to the host is planned "
                 "for a limit. Pass memory_limit='40GiB', say",
+            )
+        if self.dynamic and (self.executor != "traced" or self.memory_limit or self.opaque):
+            self._refuse(
+                "dynamic",
+                "False with a memory_limit, opaque parts or executor='inductor', which are for the "
+                "sizes of one batch, and with executor='eager', which records nothing",
             )
         if not callable(self.frozen):
             self._set_globs("frozen", "globs over leaf names, or a predicate over them")

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from fzero.distributed import works
 from fzero.errors import TraceError
 from fzero.numerics.rng import generator_of
+from fzero.program.dynamic import Dynamic, mark_of, substituted
 from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
 from fzero.program.memory import reads
 from fzero.program.program import Program
@@ -27,6 +28,12 @@ from fzero.program.sites import SITE
 from fzero.program.strides import agree, restored
 
 Executable = Callable[..., list[Any]]
+
+
+class _Name(NamedTuple):
+    """A local of generated code."""
+
+    name: str
 
 
 class Boxed(NamedTuple):
@@ -55,16 +62,27 @@ def compile_program(program: Program) -> Executable:
     devices = _random_devices(program)
     layouts = _Inputs(program)
     found: set[fx.Node] = set()
-    function = _function(program, partial(_looked_at, found))
+    function = _function(program, partial(_looked_at, _Look(found)))
     looked = False
+    dynamic = program.dynamic
 
     def run(*inputs: Any) -> list[Any]:
         nonlocal function, looked
         given, inputs = inputs, layouts.restore(inputs)
+        runs, look = function, None
+        if dynamic is not None and dynamic.is_new(sizes := dynamic.sizes_of(inputs)) and looked:
+            # a fake kernel may be right about strides for the recorded sizes alone
+            look = _Look(set(), dynamic, sizes)
+            runs = _function(program, partial(_looked_at, look))
         with torch.no_grad(), _kept_generators(devices):
-            results = function(*inputs)
+            results = runs(*inputs)
+        if dynamic is not None and look is not None:
+            dynamic.open = dynamic.open and not look.found
+            linecache.cache.pop(runs.__code__.co_filename, None)  # it never runs again
         if not looked:
             # the next call can come from inside of another thread's first: both find the same
+            if found and program.dynamic is not None:
+                program.dynamic.open = False  # what is restored has the strides of one size
             function, looked = _function(program, partial(_restored_after, frozenset(found))), True
         if inputs is not given:
             layouts.write_back(inputs, given)
@@ -117,36 +135,64 @@ class _Inputs:
                 given[i].copy_(copies[i])
 
 
-def _compared(node: fx.Node, found: set[fx.Node], value: Any) -> Any:
-    """What a node returned, laid out as it was recorded; notes in `found` if it was not."""
-    pairs = zip(_flat(value), _flat(node.meta["val"]), strict=True)
-    for x, said in pairs:
-        if not isinstance(said, Tensor) or said.layout is not torch.strided:
-            continue
-        if x is None:  # a gradient that its output mask spares; fake kernels make it nevertheless
-            continue
-        # norms of mixed dtypes keep their statistics in float32 on some devices, which their fake
-        # kernels do not know: a float of another width changes no number that is read from it
-        floats = x.is_floating_point() and said.is_floating_point()
-        if x.shape != said.shape or (x.dtype != said.dtype and not floats):
-            raise TraceError(
-                f"{node.target} returned {x.dtype} {tuple(x.shape)}, and its fake kernel said "
-                f"{said.dtype} {tuple(said.shape)} while the step was staged out: what was "
-                "recorded after it is wrong. Correct the operator's fake kernel "
-                "(torch.library.register_fake), or use Config(executor='eager')."
-            )
-        if not agree(x.shape, x.stride(), said.stride()):
-            found.add(node)
-    return _laid_out(_strides(node), value) if node in found else value
+class _Look(NamedTuple):
+    """A run that looks at what each operator returns.
+
+    Args:
+        found: to which those are added that lay it out otherwise than was recorded.
+        dynamic: of a run with other sizes than those recorded: how the Program follows them.
+        sizes: these.
+    """
+
+    found: set[fx.Node]
+    dynamic: Dynamic | None = None
+    sizes: tuple[int, ...] = ()
+
+    def layouts(self, node: fx.Node) -> list[tuple[Sequence[int], Sequence[int]] | None]:
+        """Shape and strides of each value that a node has to make; None of what has neither."""
+        values = [x if isinstance(x, Tensor) else None for x in _flat(node.meta["val"])]
+        if self.dynamic is None:
+            return [x if x is None else (x.shape, _strides_of(x)) for x in values]
+        known = self.dynamic.layouts(node, self.sizes)
+        follows = iter(known or ())
+        return [None if x is None else next(follows, None) for x in values]
+
+    def __call__(self, node: fx.Node, value: Any) -> Any:
+        """What a node returned, laid out as it has to be."""
+        layouts = self.layouts(node)
+        for x, said, layout in zip(_flat(value), _flat(node.meta["val"]), layouts, strict=True):
+            if layout is None or said.layout is not torch.strided:
+                continue
+            if x is None:  # a gradient that its output mask spares; fake kernels make it
+                continue
+            shape, strides = layout
+            # norms of mixed dtypes keep their statistics in float32 on some devices, which their
+            # fake kernels do not know: a float of another width changes no number read from it
+            floats = x.is_floating_point() and said.is_floating_point()
+            if tuple(x.shape) != tuple(shape) or (x.dtype != said.dtype and not floats):
+                raise TraceError(
+                    f"{node.target} returned {x.dtype} {tuple(x.shape)}, and its fake kernel said "
+                    f"{said.dtype} {tuple(shape)} while the step was staged out: what was "
+                    "recorded after it is wrong. Correct the operator's fake kernel "
+                    "(torch.library.register_fake), or use Config(executor='eager')."
+                )
+            if not agree(x.shape, x.stride(), strides):
+                self.found.add(node)
+        wanted = [layout and layout[1] for layout in layouts]
+        return _laid_out(wanted, value) if node in self.found else value
 
 
-def _looked_at(found: set[fx.Node], node: fx.Node) -> Callable[[Any], Any] | None:
+def _strides_of(x: Tensor) -> tuple[int, ...]:
+    return x.stride() if x.layout is torch.strided else ()
+
+
+def _looked_at(look: _Look, node: fx.Node) -> Callable[[Any], Any] | None:
     """Wherever a kernel runs that may differ from its fake one."""
     computes = isinstance(node.target, torch._ops.OpOverload) and bool(tensors_of(node))
     computes = computes and not is_op(node, *_IN_GRAD_MODE)  # its workspace is known to nobody else
     # what is on its way is looked at on arrival
     computes = computes and not is_op(node, *works.LAUNCHES)
-    return partial(_compared, node, found) if computes else None
+    return partial(look, node) if computes else None
 
 
 def _restored_after(found: Collection[fx.Node], node: fx.Node) -> Callable[[Any], Any] | None:
@@ -158,7 +204,7 @@ def _strides(node: fx.Node) -> list[tuple[int, ...] | None]:
     return [x.stride() if isinstance(x, Tensor) else None for x in values]
 
 
-def _laid_out(strides: Sequence[tuple[int, ...] | None], value: Any) -> Any:
+def _laid_out(strides: Sequence[Sequence[int] | None], value: Any) -> Any:
     if isinstance(value, Tensor):
         return restored(value, strides[0])  # pyright: ignore
     pairs = zip(value, strides, strict=True)
@@ -176,15 +222,17 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
         # By identity: some can't be hashed. The scope keeps each alive, so no id is used twice.
         key = id(value)
         if key not in bound:
-            name = f"{hint}_{len(bound)}"
-            while name in taken:
-                name += "_"
-            bound[key] = name
+            bound[key] = name = fresh(f"{hint}_{len(bound)}")
             scope[name] = value
         return bound[key]
 
+    def fresh(name: str) -> str:
+        while name in taken:
+            name += "_"
+        return name
+
     def show(value: Any) -> str:
-        if isinstance(value, fx.Node):
+        if isinstance(value, (fx.Node, _Name)):
             return value.name
         if isinstance(value, (list, tuple)):
             inner = ", ".join(map(show, value))
@@ -202,6 +250,14 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
     last_use = _last_uses(program.graph)
     lines: list[str] = []
     parameters: list[str] = []
+    dynamic = program.dynamic if program.dynamic is not None and program.dynamic.open else None
+    table = [_Name(fresh(f"number_{i}")) for i, _ in enumerate(dynamic.table)] if dynamic else []
+    if dynamic is not None and table:
+        given = placeholders(program.graph)
+        sizes = ", ".join(f"{given[i].name}.shape[{dim}]" for i, dim in dynamic.dims)
+        lines.append(
+            f"{', '.join(map(show, table))}, = {bind(dynamic.numbers, 'numbers')}({sizes})"
+        )
     for node in program.graph.nodes:
         if node.op == "placeholder":
             parameters.append(node.name)
@@ -218,7 +274,7 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
             lines.append(f"{dropped}None")
             lines.append(f"{node.name} = {bind(node.target.run, 'region')}(boxed)")
         else:
-            lines.append(_statement(node, show, bind, then))
+            lines.append(_statement(node, show, bind, then, table))
         if dead := last_use.get(node):
             lines[-1] += "; " + " = ".join(dead) + " = None"
     body = "\n    ".join(lines)
@@ -226,9 +282,15 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
 
 
 def _statement(
-    node: fx.Node, show: Callable[[Any], str], bind: Callable[[Any, str], str], then: Then
+    node: fx.Node,
+    show: Callable[[Any], str],
+    bind: Callable[[Any, str], str],
+    then: Then,
+    table: Sequence[Any],
 ) -> str:
     target: Any = node.target
+    mark = mark_of(node) if table else None
+    numbers = {path: table[number] for path, number in mark.numbers} if mark else {}
     if target is operator.getitem:
         return f"{node.name} = {show(node.args[0])}[{node.args[1]}]"
     # the overload's C++ function itself: one Python frame less a call
@@ -242,8 +304,10 @@ def _statement(
     elif is_op(node, _WAIT) and is_op(node.all_input_nodes[0], *works.LAUNCHES):
         function = works.wait  # which takes what torch's operators give, too
     name = bind(function, getattr(target, "__name__", "op").replace(".", "_").replace("<", "_"))
-    arguments = [show(x) for x in node.args]
-    arguments += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
+    args = substituted(node.args, ("args",), numbers) if numbers else node.args
+    arguments = [show(x) for x in args]
+    for key, value in node.kwargs.items():
+        arguments.append(f"{key}={show(substituted(value, ('kwargs', key), numbers))}")
     call = f"{name}({', '.join(arguments)})"
     if not node.users:
         return call

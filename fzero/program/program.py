@@ -12,6 +12,7 @@ from fzero.errors import FzeroError
 from fzero.program.codec import Constants, decoded, encoded
 from fzero.program.cost import Cost, cost
 from fzero.program.diff import Diff, diff
+from fzero.program.dynamic import Dynamic
 from fzero.program.file import read, write
 from fzero.program.frontier import Frontier, frontier
 from fzero.program.graph import Held
@@ -57,6 +58,7 @@ class Program:
         reduced_over: the process groups over which each gradient must be summed here, exactly once.
         fitting: makes the same function's Programs that hold less.
         literals: those of the constants that the function made while it was recorded.
+        dynamic: how it follows the sizes of dims of its inputs, if it does.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Program:
     reduced_over: tuple[str, ...] = ()
     fitting: Others | None = field(default=None, repr=False, compare=False)
     literals: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    dynamic: Dynamic | None = field(default=None, repr=False, compare=False)
 
     def parts(self) -> Iterator["Program"]:
         """This Program and those that follow it in the step."""

@@ -10,7 +10,8 @@ user's line and the ways on.
 import contextlib
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -28,11 +29,13 @@ from fzero.functional.opaque import opaque_modules
 from fzero.functional.remat_modules import Rules, remat_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.program.devices import devices_kept
+from fzero.program.dynamic import Dynamic, InputDim, marked
 from fzero.program.graph import is_op, output_node, placeholders
 from fzero.program.interop import transformers_is_tracing, unchecked
 from fzero.program.origin import MODULE_CALL, OURS, origins_noted
 from fzero.program.program import Program
 from fzero.program.promises import note
+from fzero.program.symbols import ByParts, fake_inputs, new_env, quiet
 
 FrontEnd = tuple[str, Callable[..., Any]]
 
@@ -46,6 +49,7 @@ def trace_program(
     guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     opaque: Sequence[str] = (),
     remat: Rules = (),
+    symbolic: "Symbolic | None" = None,
 ) -> Program:
     """Record `fn(*inputs)`, a flat tuple of tensors, with the first front end that can.
 
@@ -58,13 +62,14 @@ def trace_program(
         opaque: globs over names of modules that become one node each; ("auto",): the smallest ones
             that can't be recorded.
         remat: globs over names of modules, each with a policy of `fzero.remat`.
+        symbolic: the same, recorded with symbols: see [Note: dynamic dims].
 
     Raises:
         ConfigError: a glob of `remat` matches no module.
         TraceError: no front end can record the function, or recording it would be wrong.
     """
     with remat_modules(remat):
-        return _with_islands(name, front_ends, inputs, names, guard, opaque)
+        return _with_islands(name, front_ends, inputs, names, guard, opaque, symbolic)
 
 
 def _with_islands(
@@ -74,15 +79,16 @@ def _with_islands(
     names: Sequence[str],
     guard: Callable[[], contextlib.AbstractContextManager[None]],
     opaque: Sequence[str],
+    symbolic: "Symbolic | None",
 ) -> Program:
     if tuple(opaque) != ("auto",):
         with opaque_modules(opaque):
-            return _by_front_ends(name, front_ends, inputs, names, guard)
+            return _by_front_ends(name, front_ends, inputs, names, guard, symbolic)
     chosen: list[str] = []
     while True:
         try:
             with opaque_modules(chosen):
-                program = _by_front_ends(name, front_ends, inputs, names, guard)
+                program = _by_front_ends(name, front_ends, inputs, names, guard, symbolic)
         except TraceError as error:
             # what can't be an island was tried apart, so its cause knows of no module around it
             module = _module_of(error.__cause__ or error)
@@ -109,6 +115,7 @@ def _by_front_ends(
     inputs: Sequence[Tensor],
     names: Sequence[str],
     guard: Callable[[], contextlib.AbstractContextManager[None]],
+    symbolic: "Symbolic | None",
 ) -> Program:
     refusals: list[tuple[str, Exception]] = []
     for label, fn in front_ends:
@@ -123,7 +130,11 @@ def _by_front_ends(
             continue
         log = [f"{front}: refused: {_first_line(error)}" for front, error in refusals]
         log.append(f"staged out through {label}: {len(graph_module.graph.nodes)} nodes")
-        return _program(name, graph_module, names, tuple(log))
+        made = None
+        if symbolic is not None:
+            made, line = _compared(label, graph_module.graph, symbolic)
+            log.append(line)
+        return replace(_program(name, graph_module, names, tuple(log)), dynamic=made)
     raise _trace_error(refusals)
 
 
@@ -138,6 +149,64 @@ def _recorded(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModul
 
 
 def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    # Non-fake inputs are what the function closes over.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return _run(fn, lambda: _fakes(inputs, mode))
+
+
+class Symbolic(NamedTuple):
+    """A recording with symbols in place of sizes.
+
+    Args:
+        label: of the front end that recorded it.
+        dims: whose sizes.
+        graph: the recording, or why there is none.
+        env: what was asked of the symbols.
+    """
+
+    label: str
+    dims: Sequence[InputDim]
+    graph: fx.Graph | Exception
+    env: Any
+
+
+def with_symbols(
+    front_end: FrontEnd, inputs: Sequence[Tensor], dims: Sequence[InputDim], remat: Rules
+) -> Symbolic:
+    """Record a function with symbols in place of the sizes of these dims of inputs.
+
+    Outside of what watches a recording, and before it: what the function reads of symbols is
+    torch's, and what it notes while it is recorded is to be of the real sizes.
+
+    Args:
+        front_end, inputs, remat: as `trace_program` takes them.
+        dims: whose sizes.
+    """
+    label, fn = front_end
+    env = new_env()
+    try:
+        with remat_modules(remat), quiet(), ByParts():
+            graph = _run(fn, lambda: fake_inputs(inputs, frozenset(dims), env)).graph
+    except Exception as error:  # then it is recorded for each size
+        return Symbolic(label, dims, error, env)
+    return Symbolic(label, dims, graph, env)
+
+
+def _compared(label: str, graph: fx.Graph, symbolic: Symbolic) -> tuple[Dynamic | None, str]:
+    """How a recording follows sizes, and what its log says of that."""
+    other = symbolic.graph
+    if isinstance(other, Exception):
+        return None, f"dynamic: refused: {type(other).__name__}: {_first_line(other)}"
+    if label != symbolic.label:
+        return None, f"dynamic: refused: {label} alone records it"
+    try:
+        made = marked(graph, other, symbolic.env, symbolic.dims)
+    except ValueError as error:
+        return None, f"dynamic: refused: {_first_line(error)}"
+    return made, f"dynamic: {len(made.table)} numbers follow {len(symbolic.dims)} sizes"
+
+
+def _run(fn: Callable[..., Any], fakes: Callable[[], Sequence[Tensor]]) -> fx.GraphModule:
     with (
         # a caller's no_grad is not to reach the gradients that are recorded; nor is its inference
         # mode, which torch 2.11, unlike later ones, lets into make_fx
@@ -147,11 +216,8 @@ def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
         checkpoints_as_regions(),
         torch.enable_grad(),
     ):
-        # Non-fake inputs are what the function closes over.
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = _fakes(inputs, mode)
         noted = origins_noted(fn)
-        return make_fx(noted, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        return make_fx(noted, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes())
 
 
 def _fakes(inputs: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:

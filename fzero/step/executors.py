@@ -17,6 +17,7 @@ from fzero.config import Config
 from fzero.errors import FzeroError, users_line
 from fzero.program.choice import Choice
 from fzero.program.collector import collector_paused
+from fzero.program.dynamic import InputDim
 from fzero.program.fitting import NothingFits
 from fzero.program.strides import layout_of
 from fzero.state.opt_state import LocalState
@@ -80,8 +81,19 @@ class Executors:
         """Take buckets that were found elsewhere."""
         self._agreement.choice = choice
 
-    def find(self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree) -> Executor:
+    def find(
+        self,
+        plan: Plan,
+        leaves: list[Tensor],
+        local: LocalState,
+        micro: PyTree,
+        *,
+        exact: bool = True,
+    ) -> Executor:
         """What runs a step of these shapes; staged out the first time. Asks no other rank.
+
+        Args:
+            exact: of these very shapes; else one that serves other sizes will do.
 
         Raises:
             TraceError: the model function can't be staged out.
@@ -93,16 +105,19 @@ class Executors:
         batch, frame = take_apart(micro)
         key = _key(local, batch, frame)
         traced = self._traced.find(key)
+        if traced is None and not exact:
+            traced = self._traced.serving(key)
         if traced is None:
             known = self._traced.of(key)
             self._warn_of_many(key, known)
             # where only the optimizer's reads have changed, the half of the gradients still holds
             like = next((one for one in known if one.notes.hold()), None)
+            dynamic = self._traced.dynamic(key, self.cfg)
             with ONE_AT_A_TIME:
                 traced = self._resumed(key, plan, leaves, local, batch, frame) or self._record(
-                    plan, leaves, local, batch, frame, like
+                    plan, leaves, local, batch, frame, like, dynamic
                 )
-            self._traced.add(key, traced)
+            self._traced.add(key, traced, dynamic)
         return traced
 
     def _resumed(
@@ -131,10 +146,13 @@ class Executors:
         batch: list[Tensor],
         frame: Frame,
         like: Traced | None,
+        dynamic: frozenset[InputDim],
     ) -> Traced:
         settled = self._agreement.choice
         try:
-            return Traced(self.model_fn, plan, leaves, local, batch, frame, settled, like)
+            return Traced(
+                self.model_fn, plan, leaves, local, batch, frame, settled, like, dynamic=dynamic
+            )
         except NothingFits as error:
             if settled is not None and settled.thrift is not None:
                 raise  # with other collectives it may
@@ -160,7 +178,7 @@ class Executors:
             RankMismatchError: ranks would run different collectives.
         """
         mine = Mine(
-            lambda: self.find(plan, leaves, local, micro),
+            lambda: self.find(plan, leaves, local, micro, exact=False),
             lambda: (*(one for _, one in self._traced), *self._eager.values()),
             self._forget,
             self._drop,

@@ -22,6 +22,7 @@ from fzero.numerics.casts import cast
 from fzero.program import Program
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS, RESULTS, SCALE, STATE
 from fzero.program.choice import Choice
+from fzero.program.dynamic import InputDim
 from fzero.program.graph import Held, placeholders, tensors_of
 from fzero.program.memory import storages
 from fzero.state.plan import Plan
@@ -175,6 +176,7 @@ def trace_gradients(
     names: Sequence[str],
     resident: Sequence[Held],
     choice: Choice | None = None,
+    dynamic: Sequence[InputDim] = (),
 ) -> Recorded:
     """The gradient function, staged out.
 
@@ -184,6 +186,7 @@ def trace_gradients(
         resident: what a rank holds beside them while the Program runs.
         choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`, and the first
             plan that fits.
+        dynamic: dims of inputs whose sizes may be others at other calls, if that can be had.
 
     Raises:
         ConfigError: nothing stays under `cfg.memory_limit`.
@@ -209,6 +212,7 @@ def trace_gradients(
         choice=choice,
         slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
         last=lambda program: replace(program, resident=_batch_once(program)),
+        dynamic=dynamic,
     )
 
 

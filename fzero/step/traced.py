@@ -1,6 +1,6 @@
 """One step, staged out for one shape of batch: its Programs, compiled, and how they are run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS
 from fzero.program.choice import Choice
+from fzero.program.dynamic import InputDim
 from fzero.program.fitting import NothingFits
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.state.opt_state import LocalState
@@ -49,6 +50,8 @@ class Traced:
         like: one for the same shapes, whose gradients' half can be shared if its notes hold.
         choice: of buckets, settled by all ranks; None: this rank's own.
         update: of another process, if it is not to be recorded.
+        dynamic: dims of leaves of the batch, (leaf, dim), whose sizes may be others at other steps,
+            if that can be had.
 
     Raises:
         TraceError: the model function can't be staged out.
@@ -65,8 +68,10 @@ class Traced:
         choice: Choice | None = None,
         like: "Traced | GradientHalf | None" = None,
         update: Recorded | None = None,
+        dynamic: Iterable[InputDim] = (),
     ) -> None:
         self.plan = plan
+        self._fed_from = len(leaves) + len(local.state)
         self._whole: tuple[Program, Program, Program] | None = None
         cfg, layout = plan.cfg, plan.sharding.layout
         shared = like if like is not None and like.gradient_fn.hold() else None
@@ -90,7 +95,13 @@ class Traced:
             check_inputs(shared.gradient_fn.program, inputs)
         else:
             self.gradient_fn = trace_gradients(
-                model_fn, self.signature, inputs, names, beside, choice
+                model_fn,
+                self.signature,
+                inputs,
+                names,
+                beside,
+                choice,
+                sorted((self._fed_from + leaf, dim) for leaf, dim in dynamic),
             )
         gradients = self.gradient_fn.program
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
@@ -150,6 +161,16 @@ class Traced:
     def hold(self) -> bool:
         """Whether all that was read from outside while recording is as it was."""
         return self.gradient_fn.hold() and self.update_program.hold()
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it may serve batches of other sizes: see [Note: dynamic dims]."""
+        return self.gradient_fn.is_dynamic
+
+    def serves(self, sizes: Mapping[InputDim, int]) -> bool:
+        """Whether it takes batches whose leaves have these sizes by (leaf, dim) as well."""
+        flat = {(self._fed_from + leaf, dim): size for (leaf, dim), size in sizes.items()}
+        return self.gradient_fn.serves(flat)
 
     def differences(self) -> list[str]:
         """What is no longer as it was."""

@@ -117,7 +117,7 @@ class Function:
             return _apart_from(leaves, result)
         known = self._recordings
         mine = Mine(
-            lambda: self._find(args, kwargs, leaves, key, mesh),
+            lambda: self._find(args, kwargs, leaves, key, mesh, exact=False),
             lambda: (one for _, one in known),
             known.forget,
             known.clear,
@@ -138,9 +138,18 @@ class Function:
         return self._find(args, kwargs, leaves, key, mesh_of(leaves, self.cfg)).program
 
     def _find(
-        self, args: Any, kwargs: Any, leaves: Sequence[Tensor], key: Any, mesh: Mesh
+        self,
+        args: Any,
+        kwargs: Any,
+        leaves: Sequence[Tensor],
+        key: Any,
+        mesh: Mesh,
+        *,
+        exact: bool = True,
     ) -> TracedFunction:
         found = self._recordings.find(key)
+        if found is None and not exact:
+            found = self._recordings.serving(key)
         if found is not None:
             return found
         self._count += 1
@@ -149,6 +158,7 @@ class Function:
             changed = known[0].notes.differences() if known else ["the shapes of its arguments"]
             warn_of_recordings(self.name, self._count, changed)
         leaves, frame = take_apart((args, kwargs), "arguments")
+        dynamic = self._recordings.dynamic(key, self.cfg)
         traced = TracedFunction(
             self.name,
             self.body,
@@ -159,8 +169,9 @@ class Function:
             self._donated(args, len(leaves)),
             mesh,
             self._agreement.choice,
+            dynamic,
         )
-        self._recordings.add(key, traced)
+        self._recordings.add(key, traced, dynamic)
         return traced
 
     def _donated(self, args: Sequence[Any], count: int) -> list[bool]:

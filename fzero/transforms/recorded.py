@@ -1,15 +1,17 @@
 """A flat function, recorded once and compiled: what every staged-out function comes down to."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from fzero.config import Config
 from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.collector import collector_paused
+from fzero.program.dynamic import InputDim
 from fzero.program.graph import placeholders, tensors_of
 from fzero.program.inductor import compile_stretches
 from fzero.program.program import Pass
@@ -73,6 +75,7 @@ class Recorded:
         executor: str,
     ) -> None:
         self.program, self.notes, self.module_params = program, notes, module_params
+        self._ran = False
         if executor == "inductor":
             self.run = compile_stretches(program, self._tell)
         else:
@@ -101,7 +104,28 @@ class Recorded:
             ShardError: a parameter of a functionalised module has got a hook since.
         """
         refuse_hooks(self.module_params)
-        return self.run(*flat, key()) if self.seeded else self.run(*flat)
+        results = self.run(*flat, key()) if self.seeded else self.run(*flat)
+        self._ran = True
+        return results
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it may serve inputs of other sizes: see [Note: dynamic dims]."""
+        return self.program.dynamic is not None and self.program.dynamic.open
+
+    def serves(self, sizes: Mapping[InputDim, int]) -> bool:
+        """Whether it runs as well for inputs that have these sizes instead of those recorded.
+
+        Args:
+            sizes: of dims of inputs, that differ.
+        """
+        # the first run compares shapes, which has to be for those that were recorded
+        dynamic = self.program.dynamic
+        if dynamic is None or not self._ran or not sizes.keys() <= {*dynamic.dims}:
+            return False
+        return dynamic.admits(
+            [sizes.get(dim, size) for dim, size in zip(dynamic.dims, dynamic.recorded, strict=True)]
+        )
 
 
 class Holds(Protocol):
@@ -111,6 +135,41 @@ class Holds(Protocol):
         """Whether all of that is as it was."""
         ...
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it may serve leaves of other sizes than those it was made for."""
+        ...
+
+    def serves(self, sizes: Mapping[InputDim, int]) -> bool:
+        """Whether it serves these: see `Recorded.serves`."""
+        ...
+
+
+def sizes_apart(a: Any, b: Any) -> dict[InputDim, int] | None:
+    """The sizes of `b`, by (leaf, dim), that are other in `a`; None if more than sizes is.
+
+    Args:
+        a, b: kinds of calls: what is static, and (shape, layout, dtype, device) of each leaf.
+
+    >>> import torch
+    >>> row = torch.Size([2, 3]), None, torch.float32, torch.device("cpu")
+    >>> sizes_apart(("static", row), ("static", (torch.Size([2, 5]), *row[1:])))
+    {(0, 1): 5}
+    """
+    (static, *rows), (other, *others) = a, b
+    if static != other or len(rows) != len(others):
+        return None
+    found: dict[InputDim, int] = {}
+    for index, (row, one) in enumerate(zip(rows, others, strict=True)):
+        if row == one:
+            continue
+        # of a leaf with a split of its own, or of other strides, more than a size is other
+        if len(row) != 4 or row[1:] != one[1:] or row[1] is not None or len(row[0]) != len(one[0]):
+            return None
+        pairs = zip(row[0], one[0], strict=True)
+        found |= {(index, dim): new for dim, (old, new) in enumerate(pairs) if old != new}
+    return found
+
 
 class Recordings(Generic[T]):
     """What one function was staged out as, by kind of call; of each kind the last used comes first.
@@ -119,6 +178,8 @@ class Recordings(Generic[T]):
         >>> class Made:
         ...     def __init__(self, holds): self.holds = holds
         ...     def hold(self): return self.holds
+        ...     is_dynamic = False
+        ...     def serves(self, sizes): return False
         >>> stale, fresh, known = Made(False), Made(True), Recordings()
         >>> known.add("kind", fresh), known.add("kind", stale), known.add("other", stale)
         (None, None, None)
@@ -130,6 +191,8 @@ class Recordings(Generic[T]):
 
     def __init__(self) -> None:
         self._by_kind: dict[Any, list[T]] = {}
+        self._served: dict[Any, T] = {}  # those that serve other kinds: see `serving`
+        self._tried: dict[frozenset[InputDim], T] = {}  # the last one that was to follow these dims
 
     def __len__(self) -> int:
         return sum(map(len, self._by_kind.values()))
@@ -150,16 +213,57 @@ class Recordings(Generic[T]):
             known.insert(0, found)
         return found
 
-    def add(self, kind: Any, one: T) -> None:
-        """Keep one more; of too many the one of its kind that was used longest ago goes."""
+    def add(self, kind: Any, one: T, dynamic: frozenset[InputDim] = frozenset()) -> None:
+        """Keep one more; of too many the one of its kind that was used longest ago goes.
+
+        Args:
+            kind: of call.
+            one: made for it.
+            dynamic: the dims that it was to follow.
+        """
         self._by_kind[kind] = [one, *self.of(kind)][:MAX_RECORDINGS]
+        if dynamic:
+            self._tried[dynamic] = one
 
     def clear(self) -> None:
         """Drop all."""
-        self._by_kind = {}
+        self._by_kind, self._served, self._tried = {}, {}, {}
+
+    def serving(self, kind: Any) -> T | None:
+        """One of another kind, that differs in sizes alone and serves these; None if there is none.
+
+        See [Note: dynamic dims].
+        """
+        found = self._served.get(kind)
+        if found is not None and found.is_dynamic and found.hold():
+            return found
+        for other, known in self._by_kind.items():
+            sizes = sizes_apart(other, kind) or {}
+            for one in known if sizes else ():
+                if one.serves(sizes) and one.hold():
+                    self._served[kind] = one
+                    return one
+        return None
+
+    def dynamic(self, kind: Any, cfg: Config) -> frozenset[InputDim]:
+        """The dims of leaves whose sizes are worth a recording that serves others, too.
+
+        Those in which this kind differs from ones that are known, and that differ in no more.
+        """
+        if not cfg.dynamic:
+            return frozenset()
+        found = frozenset(
+            dim
+            for other in self._by_kind
+            for dim, size in (sizes_apart(other, kind) or {}).items()
+            if size > 1  # one row is another case than several, for torch as for most functions
+        )
+        tried = self._tried.get(found)
+        return found if tried is None or tried.is_dynamic else frozenset()
 
     def forget(self, one: T) -> None:
         """Drop it."""
+        self._served = {k: x for k, x in self._served.items() if x is not one}
         rest = {k: [x for x in known if x is not one] for k, known in self._by_kind.items()}
         self._by_kind = {k: known for k, known in rest.items() if known}
 

@@ -1,7 +1,7 @@
 """A function of shards, staged out for one signature: its Program, compiled, and how it is run."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,12 +22,13 @@ from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.categories import BATCH, PARAMETERS, RESULTS
 from fzero.program.choice import Choice
+from fzero.program.dynamic import InputDim, kept_dynamic
 from fzero.program.fitting import NothingFits
 from fzero.program.passes.donate import own_outputs
 from fzero.program.passes.functionalise import written_inputs
 from fzero.program.pipeline import optimise
 from fzero.program.program import Pass
-from fzero.program.trace import FrontEnd, trace_program
+from fzero.program.trace import FrontEnd, trace_program, with_symbols
 from fzero.program.transfers import machine_of
 from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, take_apart
@@ -71,6 +72,7 @@ def staged_out(
     choice: Choice | None = None,
     slack: float = 0.1,
     last: Pass = lambda program: program,
+    dynamic: Sequence[InputDim] = (),
 ) -> Recorded:
     """What differentiates or gathers, recorded and made fit to run: a function of shards, or the
     gradients of a step.
@@ -91,15 +93,24 @@ def staged_out(
             plan that fits.
         slack: share of the lowest peak that larger buckets may cost.
         last: a pass after all others.
+        dynamic: dims of inputs whose sizes may be others at other calls, if that can be had.
 
     Raises:
         ConfigError: nothing stays under `cfg.memory_limit`.
         TraceError: the function can't be staged out.
     """
 
+    symbolic = with_symbols(front_ends[0], inputs, dynamic, cfg.remat_rules) if dynamic else None
+
     def record() -> Program:
         return trace_program(
-            name, front_ends, inputs, names, opaque=cfg.opaque, remat=cfg.remat_rules
+            name,
+            front_ends,
+            inputs,
+            names,
+            opaque=cfg.opaque,
+            remat=cfg.remat_rules,
+            symbolic=symbolic,
         )
 
     def passes(program: Program) -> Program:
@@ -123,7 +134,7 @@ def staged_out(
             passes=cfg.named_passes,
             machine=machine,
         )
-        return last(program)
+        return kept_dynamic(last(program))
 
     return Recorded(notes, record, passes, cfg.executor)
 
@@ -157,6 +168,8 @@ class TracedFunction:
         donated: one flag a leaf: its memory may be reused.
         mesh: its ranks.
         choice: what ranks have settled, or None.
+        dynamic: dims of leaves, (leaf, dim), whose sizes may be others at other calls, if that can
+            be had.
 
     Raises:
         TraceError: the function can't be staged out.
@@ -174,6 +187,7 @@ class TracedFunction:
         donated: Sequence[bool],
         mesh: Mesh,
         choice: Choice | None,
+        dynamic: Iterable[InputDim] = (),
     ) -> None:
         self.cfg, self.mesh, self.frame = cfg, mesh, frame
         self.donated = tuple(donated) if any(donated) else ()
@@ -226,7 +240,12 @@ class TracedFunction:
             changed=lambda label: changed_in_place(name, label),
             choice=choice,
             last=lambda program: own_outputs(program, donated),
+            dynamic=sorted(dynamic),
         )
+        dynamic = self.program.dynamic
+        if dynamic is not None:  # the spec of a shard has the shape of the whole
+            pairs = zip(self.outputs, dynamic.results, strict=True)
+            dynamic.open = not any(follows and leaf.spec is not None for leaf, follows in pairs)
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)  # results that need memory of their own
         self.choice = Choice.of(self.program)
@@ -240,6 +259,15 @@ class TracedFunction:
     def hold(self) -> bool:
         """Whether all that was read from outside while recording is as it was."""
         return self.recorded.hold()
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it may serve leaves of other sizes: see [Note: dynamic dims]."""
+        return self.recorded.is_dynamic
+
+    def serves(self, sizes: Mapping[InputDim, int]) -> bool:
+        """Whether it takes leaves that have these sizes by (leaf, dim) as well."""
+        return self.recorded.serves(sizes)
 
     def __call__(self, leaves: Sequence[Tensor], rng: int) -> PyTree:
         """Run it on arguments of this signature.

@@ -42,6 +42,7 @@ LEGAL = {
     "memory_limit": [None, 10**9, "12GiB", "1.5 MiB"],
     "remat": [(), {"blocks.*": "nothing"}, (("a", "dots"), ("*", save_only("b", "c")))],
     "passes": [(), (math.floor,), [math.floor, math.ceil]],
+    "dynamic": [False, True],
     "executor": ["traced", "eager", "inductor"],
     "donate": [True, False],
     "offload": [None, "cpu"],
@@ -91,6 +92,7 @@ ILLEGAL = [
     ("remat", {"a": "some"}, "'everything'"),
     ("passes", "a", "functions from"),
     ("passes", (math.floor, 3), "functions from"),
+    ("dynamic", 1, "True or False"),
     ("executor", "trace", "Did you mean 'traced'"),
     ("donate", "yes", "True or False"),
     ("offload", "gpu", "None, 'cpu'"),
@@ -100,7 +102,7 @@ ILLEGAL = [
     ("timeout", 0, "> 0"),
 ]
 # these go with the executors that have a Program, and are tried for themselves
-OF_PROGRAMS = ("memory_limit", "passes", "remat")
+OF_PROGRAMS = ("memory_limit", "passes", "remat", "dynamic")
 configs = st.fixed_dictionaries(
     {}, optional={k: st.sampled_from(v) for k, v in LEGAL.items() if k not in OF_PROGRAMS}
 )
