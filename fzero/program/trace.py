@@ -201,7 +201,7 @@ def _compared(label: str, graph: fx.Graph, symbolic: Symbolic) -> tuple[Dynamic 
         return None, f"dynamic: refused: {label} alone records it"
     try:
         made = marked(graph, other, symbolic.env, symbolic.dims)
-    except ValueError as error:
+    except Exception as error:  # of another torch, say: what symbols know is private
         return None, f"dynamic: refused: {_first_line(error)}"
     return made, f"dynamic: {len(made.table)} numbers follow {len(symbolic.dims)} sizes"
 

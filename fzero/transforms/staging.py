@@ -32,7 +32,7 @@ from fzero.program.trace import FrontEnd, trace_program, with_symbols
 from fzero.program.transfers import machine_of
 from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, take_apart
-from fzero.transforms.notes import Notes
+from fzero.transforms.notes import ONE_AT_A_TIME, Notes
 from fzero.transforms.parts import on_mesh
 from fzero.transforms.recorded import Recorded
 from fzero.tree import PyTree
@@ -100,7 +100,10 @@ def staged_out(
         TraceError: the function can't be staged out.
     """
 
-    symbolic = with_symbols(front_ends[0], inputs, dynamic, cfg.remat_rules) if dynamic else None
+    symbolic = None
+    if dynamic:
+        with ONE_AT_A_TIME:
+            symbolic = with_symbols(front_ends[0], inputs, dynamic, cfg.remat_rules)
 
     def record() -> Program:
         return trace_program(
