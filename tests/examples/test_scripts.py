@@ -16,6 +16,8 @@ from tests.examples.scripts import optax_style
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
 
+_ABORTED = "terminate called without an active exception"
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -30,12 +32,17 @@ def _run(name: str, out: Path, *arguments: str) -> dict[str, Any]:
         "--nproc-per-node",
         "2",
     ]
-    done = subprocess.run(
-        [sys.executable, *launch, str(SCRIPTS / name), str(out), *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, *launch, str(SCRIPTS / name), str(out), *arguments],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        # torch 2.13 aborts a process now and then, on busy cores one launch in some twenty, and the
+        # script of FSDP2 too, which has nothing of this library: a second launch tells
+        if not (done.returncode and done.stderr.startswith(_ABORTED)):
+            break
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((out / "seen.json").read_text())
 
