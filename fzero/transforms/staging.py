@@ -245,10 +245,10 @@ class TracedFunction:
             last=lambda program: own_outputs(program, donated),
             dynamic=sorted(dynamic),
         )
-        dynamic = self.program.dynamic
-        if dynamic is not None:  # the spec of a shard has the shape of the whole
-            pairs = zip(self.outputs, dynamic.results, strict=True)
-            dynamic.open = not any(follows and leaf.spec is not None for leaf, follows in pairs)
+        made = self.program.dynamic
+        if made is not None:  # the spec of a shard has the shape of the whole
+            pairs = zip(self.outputs, made.results, strict=True)
+            made.open = not any(follows and leaf.spec is not None for leaf, follows in pairs)
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)  # results that need memory of their own
         self.choice = Choice.of(self.program)

@@ -32,17 +32,20 @@ def _run(name: str, out: Path, *arguments: str) -> dict[str, Any]:
         "--nproc-per-node",
         "2",
     ]
-    for _ in range(2):
-        done = subprocess.run(
+
+    def launched() -> Any:
+        return subprocess.run(
             [sys.executable, *launch, str(SCRIPTS / name), str(out), *arguments],
             capture_output=True,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
-        # torch 2.13 aborts a process now and then, on busy cores one launch in some twenty, and the
-        # script of FSDP2 too, which has nothing of this library: a second launch tells
-        if not (done.returncode and done.stderr.startswith(_ABORTED)):
-            break
+
+    done = launched()
+    # torch 2.13 aborts a process now and then, on busy cores one launch in some twenty, and the
+    # script of FSDP2 too, which has nothing of this library: a second launch tells
+    if done.returncode and done.stderr.startswith(_ABORTED):
+        done = launched()
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((out / "seen.json").read_text())
 
