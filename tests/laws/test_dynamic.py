@@ -233,6 +233,26 @@ def test_a_kernel_that_lays_out_some_lengths_otherwise_is_found_at_each() -> Non
         assert calls[-3:] == [12, 6, 13]
 
 
+def test_strides_that_are_restored_are_those_of_one_length() -> None:
+    with torch.library._scoped_library("fzero_tests_restored", "FRAGMENT") as lib:
+        lib.define("turned(Tensor x) -> Tensor")
+
+        def turned(x: Tensor) -> Tensor:
+            return x.t().contiguous().t()
+
+        # the fake kernel is wrong about the recorded length alone
+        lib.impl("turned", lambda x: x.clone() if x.shape[0] == 7 else turned(x), "CPU")
+        torch.library.register_fake("fzero_tests_restored::turned", turned, lib=lib)
+
+        def fn(params: Any, batch: Tensor) -> Tensor:
+            return torch.ops.fzero_tests_restored.turned(batch) * params["w"].sum()
+
+        run = fzero.sharded(fn, fzero.Config(dynamic=True))
+        for length in (5, 7, 9, 9, 12, 12):
+            batch = _batch(1, length)[0]
+            assert torch.equal(run({"w": torch.ones(2)}, batch), 2 * batch), length
+
+
 def test_functions_of_shards_serve_other_lengths_too() -> None:
     calls = []
 
