@@ -12,6 +12,7 @@ rank until none are left, so the last ranks may get fewer, or none.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -135,14 +136,23 @@ class Layout:
         >>> layout.divide("xy"), layout.merge(*layout.divide("xy"))
         ((('y',), ('x',)), ('x', 'y'))
         """
-        pairs = list(zip(values, self.leaves, strict=True))
-        trained = tuple(x for x, leaf in pairs if leaf.trainable)
-        return trained, tuple(x for x, leaf in pairs if not leaf.trainable)
+        if len(values) != len(self.leaves):
+            raise ValueError(f"{len(values)} values for {len(self.leaves)} leaves")
+        trainable, frozen = self._chosen
+        return tuple(compress(values, trainable)), tuple(compress(values, frozen))
 
     def merge(self, trained: Sequence[Any], frozen: Sequence[Any]) -> tuple[Any, ...]:
         """The inverse of `divide`."""
+        if not frozen:
+            return tuple(trained)
         ours, theirs = iter(trained), iter(frozen)
         return tuple(next(ours) if leaf.trainable else next(theirs) for leaf in self.leaves)
+
+    @functools.cached_property
+    def _chosen(self) -> tuple[list[bool], list[bool]]:
+        """Which leaves are trained, and which are not."""
+        trainable = [leaf.trainable for leaf in self.leaves]
+        return trainable, [not chosen for chosen in trainable]
 
     def __str__(self) -> str:
         rows = [

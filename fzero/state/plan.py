@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
 from fzero.optim.counts import common_count
 from fzero.optim.whole import Leaves, Whole, whole_leaves
-from fzero.state.sharding import Sharding, refuse_complex
+from fzero.state.sharding import Sharding, locals_of, refuse_complex
 from fzero.tree import PyTree
+
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,15 @@ class Plan:
         sharding = self.sharding
         if spec != sharding.spec:
             raise ShardError(_structure_message(tree.paths(tree.unflatten(spec, leaves)), sharding))
-        for x, (shape, dtype, split), path in zip(
-            leaves, self._wanted, sharding.paths, strict=True
-        ):
+        local = locals_of(leaves)
+        kinds, shapes, dtypes = self._wanted
+        # nearly always: without a line of Python for each leaf
+        alike = [*map(type, leaves)] == kinds and [*map(_shape, local)] == shapes
+        if alike and [*map(_dtype, local)] == dtypes:
+            return
+        wanted = zip(kinds, shapes, dtypes, strict=True)
+        for x, (kind, shape, dtype), path in zip(leaves, wanted, sharding.paths, strict=True):
+            split = kind is DTensor
             if not isinstance(x, Tensor) or isinstance(x, DTensor) != split:
                 wanted = "a DTensor" if split else "a plain tensor"
                 raise ShardError(
@@ -189,20 +198,18 @@ class Plan:
                 )
 
     @functools.cached_property
-    def _wanted(self) -> list[tuple[tuple[int, ...], torch.dtype, bool]]:
-        """This rank's shape of each leaf, its dtype, and whether it is a DTensor.
+    def _wanted(self) -> tuple[list[type], list[tuple[int, ...]], list[torch.dtype]]:
+        """Of each leaf whether it is a DTensor or plain, this rank's shape, and its dtype.
 
         Made once: every call of the step asks.
         """
-        rank = self.mesh.shard_rank
-        return [
-            (
-                leaf.shape if dtensor is None else leaf.shard_shape(rank),
-                leaf.dtype,
-                dtensor is not None,
-            )
-            for leaf, dtensor in zip(self.sharding.layout, self.sharding.dtensors, strict=True)
-        ]
+        rank, layout, dtensors = self.mesh.shard_rank, self.sharding.layout, self.sharding.dtensors
+        pairs = list(zip(layout, dtensors, strict=True))
+        return (
+            [Tensor if dtensor is None else DTensor for _, dtensor in pairs],
+            [leaf.shape if dtensor is None else leaf.shard_shape(rank) for leaf, dtensor in pairs],
+            [leaf.dtype for leaf in layout],
+        )
 
 
 def _without_counts(spec: tree.Spec) -> tree.Spec:

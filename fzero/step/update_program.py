@@ -227,7 +227,7 @@ class UpdateProgram:
 
 def _refuse_numbers(local: LocalState) -> None:
     """A number in the place of a tensor: an update overwrites its state."""
-    if all(map(_is_tensor, local.inner)):
+    if {*map(type, local.inner)} <= {Tensor} or all(map(_is_tensor, local.inner)):
         return
     for x, name in zip(local.inner, names_of_state(local), strict=True):
         if not _is_tensor(x):
