@@ -90,8 +90,6 @@ LAWS = {
     "state/replay": "state/test_builder.py: a_replay_is_a_call_bit_for_bit",
     "program/passes/donate": "transforms/test_function.py: "
     "donated_trees_of_one_shape_can_change_places",
-    "transforms/agreement": "test_mismatch.py: "
-    "another_branch_in_the_first_call_is_named_and_the_next_call_is_right",
     "transforms/call": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
     "transforms/loss": "laws/test_precision.py: masters_equal_those_kept_by_hand",
     "transforms/micro": "laws/test_parity.py: training_equals_plain_torch",
