@@ -30,7 +30,7 @@ from fzero.step.traced import Traced, signature_for
 from fzero.transforms.agreement import Agreement, Mine
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import ONE_AT_A_TIME, warn_of_recordings
-from fzero.transforms.recorded import MAX_RECORDINGS, Recordings
+from fzero.transforms.recorded import MAX_RECORDINGS, Recorded, Recordings
 from fzero.tree import PyTree
 
 Executor = Traced | Eager
@@ -151,7 +151,16 @@ class Executors:
         settled = self._agreement.choice
         try:
             return Traced(
-                self.model_fn, plan, leaves, local, batch, frame, settled, like, dynamic=dynamic
+                self.model_fn,
+                plan,
+                leaves,
+                local,
+                batch,
+                frame,
+                settled,
+                like,
+                dynamic=dynamic,
+                other=self._update_of_others(settled),
             )
         except NothingFits as error:
             if settled is not None and settled.thrift is not None:
@@ -167,6 +176,13 @@ class Executors:
 
         ways_on = alternatives(peak, plan, leaves, local, batch, frame)
         raise NothingFits(refusal.program, refusal.limit, ways_on) from None
+
+    def _update_of_others(self, settled: Choice | None) -> Recorded | None:
+        """The newest update that was recorded with these buckets, whatever the batch was."""
+        if settled is None or self.cfg.limit is not None:  # what a batch leaves free decides more
+            return None
+        known = [one for _, one in self._traced if one.choice.update == settled.update]
+        return known[-1].update_program.recorded if known else None
 
     def agreed(
         self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree

@@ -1,7 +1,7 @@
 """One step, staged out for one shape of batch: its Programs, compiled, and how they are run."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, stacked, take_apart
 from fzero.transforms.notes import Notes
 from fzero.transforms.recorded import Recorded, check_inputs
+from fzero.transforms.saved_notes import Gone
 from fzero.tree import PyTree
 
 
@@ -50,6 +51,7 @@ class Traced:
         like: one for the same shapes, whose gradients' half can be shared if its notes hold.
         choice: of buckets, settled by all ranks; None: this rank's own.
         update: of another process, if it is not to be recorded.
+        other: of an update beside another batch, which is shared if it is the same.
         dynamic: dims of leaves of the batch, (leaf, dim), whose sizes may be others at other steps,
             if that can be had.
 
@@ -69,6 +71,7 @@ class Traced:
         like: "Traced | GradientHalf | None" = None,
         update: Recorded | None = None,
         dynamic: Iterable[InputDim] = (),
+        other: Recorded | None = None,
     ) -> None:
         self.plan = plan
         self._fed_from = len(leaves) + len(local.state)
@@ -111,35 +114,43 @@ class Traced:
         # an optimizer that knows nothing of shards runs as it is, and is not recorded
         if not plan.opt.foreign:
             grads, loss, state, _ = self.signature.results(fakes)
+            given: list[Held] = []
+            if not cfg.donate:
+                pairs = zip(trained, plan.names[0], strict=True)
+                given = [Held(x.nbytes, PARAMETERS, name) for x, name in pairs]
+                given += held_rows(plan, local)
+            resident = [
+                Held(cfg.accum_steps * fed, BATCH, "batch"),
+                *(
+                    Held(x.nbytes, PARAMETERS, name)
+                    for x, name in zip(frozen, plan.names[1], strict=True)
+                ),
+                *given,
+            ]
+            inputs = (trained, local, grads, loss, state)
             if update is not None:
-                self.update_program.resume(update, trained, local, grads, loss, state)
-            else:
-                given: list[Held] = []
-                if not cfg.donate:
-                    pairs = zip(trained, plan.names[0], strict=True)
-                    given = [Held(x.nbytes, PARAMETERS, name) for x, name in pairs]
-                    given += held_rows(plan, local)
+                self.update_program.resume(update, *inputs)
+            elif other is None or not self._shares(other, inputs, resident):
                 self.update_program.trace(
-                    trained,
-                    local,
-                    grads,
-                    loss,
-                    state,
+                    *inputs,
                     budget=gradients.peak_bytes(),
-                    resident=[
-                        Held(cfg.accum_steps * fed, BATCH, "batch"),
-                        *(
-                            Held(x.nbytes, PARAMETERS, name)
-                            for x, name in zip(frozen, plan.names[1], strict=True)
-                        ),
-                        *given,
-                    ],
+                    resident=resident,
                     bucket_bytes=choice.update if choice else None,
                 )
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)
         self.choice = Choice.of(self.program)
         self.collectives = signature_of(self.program, plan.mesh, cfg.named_passes)
+
+    def _shares(self, other: Recorded, inputs: Sequence[Any], resident: Sequence[Held]) -> bool:
+        """Go on with the update of another shape of batch, if it is for gradients like these."""
+        if not other.hold():
+            return False
+        try:
+            self.update_program.resume(other.beside(resident), *inputs)
+        except Gone:
+            return False
+        return True
 
     @property
     def program(self) -> Program:

@@ -88,7 +88,9 @@ class UpdateProgram:
         loss: Tensor,
         state: Sequence[Tensor],
     ) -> Program:
-        """Go on with what another process has recorded, for tensors like these.
+        """Go on with what was recorded in another process, or for another shape of batch.
+
+        Gradients have one shape for all of these, and more of the batch an update does not see.
 
         Raises:
             Gone: it was recorded for others.

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fzero
-from fzero import Config, LossScale, tree
+from fzero import Config, LossScale, Program, tree
 from fzero.state.init import checksum
 from tests.ranks import run_ranks
 
@@ -88,6 +88,49 @@ def test_a_shape_is_staged_out_once(stage: int) -> None:
     assert model_fn.calls == 2 * once
     step_fn(*state, {"x": X})  # another structure
     assert model_fn.calls == 3 * once
+
+
+@STAGES
+def test_the_update_is_recorded_once_for_batches_of_all_shapes(stage: int) -> None:
+    recorded: list[str] = []
+
+    def seen(program: Program) -> Program:
+        recorded.append(program.name)
+        return program
+
+    rate, cfg = [0.1], Config(stage=stage, passes=(seen,))
+    optimizer = fzero.optim.sgd(lambda step: torch.full((), rate[0]), momentum=0.9)
+    step_fn = fzero.make_train_step(_loss, optimizer, cfg)
+    state = step_fn.init(_params())
+    for batch in (X, X[:4], X[:6]):
+        state = step_fn(*state, batch)
+    assert recorded.count("gradients") == 3
+    assert recorded.count("update") == 1
+    # what is predicted is that of a step that never saw another shape
+    program = step_fn.lower(*state, X[:6])
+    alone = fzero.make_train_step(_loss, optimizer, cfg)
+    assert str(program) == str(alone.lower(*alone.init(_params()), X[:6], like=program))
+    assert program.peak_bytes() < step_fn.lower(*state, X).peak_bytes()
+    # and it is recorded anew where what it read has changed
+    recorded.clear()
+    rate[0] = 0.0
+    before = [x.clone() for x in tree.leaves(fzero.unshard(state[0]))]
+    state = step_fn(*state, X[:2])
+    assert recorded.count("update") == 1
+    for x, y in zip(before, _full(state[0]), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_an_update_is_recorded_anew_where_it_sees_more_than_gradients() -> None:
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return _loss(params, x.float()).to(x.dtype)
+
+    step_fn = fzero.make_train_step(loss, SGD)
+    state = step_fn.init(_params())
+    state = step_fn(*state, X)
+    state = step_fn(*state, X)
+    state = step_fn(*state, X[:4].double())
+    assert state[1].metrics["loss"].dtype == torch.float64
 
 
 @STAGES
