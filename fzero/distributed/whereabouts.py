@@ -32,6 +32,7 @@ from fzero.distributed.mesh import Mesh
 from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collective, time_is_up
 from fzero.distributed.stations import ADVICE, Station, Stations, differ, ranks_text
 from fzero.distributed.store import StoreSilent, group_limit
+from fzero.distributed.workers import rest
 from fzero.errors import RankMismatchError
 
 PATIENCE = 3.0  # seconds that a rank waits before it says where it is
@@ -416,7 +417,10 @@ def _leave(circle: "weakref.ref[Circle]", pid: int) -> None:
     """The program ends: say so, to whoever waits for this rank."""
     self = circle()
     # a fork inherits this handler, and its end is not the rank's
-    if self is None or os.getpid() != pid or self.verdict:
+    if os.getpid() != pid:
+        return
+    rest()
+    if self is None or self.verdict:
         return
     gone = Processes(self._said.names).gone()
     if gone:  # the store may be gone too

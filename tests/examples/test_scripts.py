@@ -42,9 +42,9 @@ def _run(name: str, out: Path, *arguments: str) -> dict[str, Any]:
         )
 
     done = launched()
-    # torch 2.13 aborts a process now and then, on busy cores one launch in some twenty, and the
-    # script of FSDP2 too, which has nothing of this library: a second launch tells
-    if done.returncode and done.stderr.startswith(_ABORTED):
+    # a process that ends while gloo's threads let go of tensors is aborted by torch: with this
+    # library it waits for them, see [Note: workers at the end], and FSDP2's script does not
+    while name == "before_fsdp2.py" and done.returncode and done.stderr.startswith(_ABORTED):
         done = launched()
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((out / "seen.json").read_text())
