@@ -54,7 +54,6 @@ LAWS = {
     # lazy parameters
     "eager/arrivals": "step/test_eager.py: training_equals_plain_torch",
     "eager/gathered": "step/test_eager.py: training_equals_plain_torch",
-    "eager/lazy": "eager/test_owned.py: views_of_lazy_parameters_are_read_under_inference_mode",
     "eager/units": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
     # Programs
     "program/categories": "program/test_held.py: leaves_and_lines_are_named",

@@ -50,6 +50,38 @@ class ParameterSource(Source, Protocol):
 L = TypeVar("L", bound=Tensor)
 
 
+class Viewed:
+    """Where a view of a parameter lies in it.
+
+    Args:
+        geometry: its sizes, strides and offset.
+        conjugate: torch keeps this bit beside its geometry.
+
+    Attributes:
+        views: those of this view, by the operator that makes them of nothing else.
+    """
+
+    def __init__(self, geometry: Geometry, conjugate: bool) -> None:
+        self.geometry, self.conjugate = geometry, conjugate
+        self.views: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, view: Tensor, x: "LazyParameter") -> "Viewed":
+        """Of a view that was made of the full parameter in the place of `x`."""
+        if view.dtype != x.dtype:
+            raise FzeroError(
+                f"the parameter {x.leaf.name!r} was viewed as {view.dtype}, and what is written to "
+                "such a view would be lost at stage 3. View a copy: p.clone().view(dtype)."
+            )
+        return cls((view.size(), view.stride(), view.storage_offset()), view.is_conj())  # pyright: ignore
+
+    def lazy(self, x: "LazyParameter") -> "LazyParameter":
+        """A tensor that lies there and is lazy."""
+        view = LazyParameter(x.source, x.leaf_index, self.geometry)
+        view.conjugate, view.views = self.conjugate, self.views
+        return view
+
+
 class LazyLeaf(Tensor):
     """A full leaf that is gathered by the first operator that reads it; see [Note: lazy leaves].
 
@@ -135,6 +167,7 @@ class LazyParameter(Tensor):
         leaf_index: its index among all parameters.
         source: what gathers it.
         geometry: sizes, strides and offset of a view; None for the parameter itself.
+        views: where its views lie, by the operator that makes them of nothing else.
     """
 
     leaf: LeafLayout
@@ -142,6 +175,7 @@ class LazyParameter(Tensor):
     source: ParameterSource
     geometry: Geometry | None
     conjugate = False  # of a view: torch keeps this bit beside its geometry
+    views: dict[Any, Any]
 
     fzero_plain = True
     grad = grad_of_owned  # pyright: ignore[reportAssignmentType]
@@ -172,6 +206,7 @@ class LazyParameter(Tensor):
         self.leaf, self.leaf_index, self.source, self.geometry = leaf, index, source, geometry
         if geometry is None:
             self._is_param = True  # what isinstance(x, nn.Parameter) asks for
+            self.views = {}
         return self
 
     @classmethod
@@ -241,7 +276,8 @@ def _full(x: "LazyLeaf | LazyParameter") -> Tensor:
     if x.geometry is None:
         return full
     view = full.as_strided(*x.geometry)
-    return view.conj() if x.conjugate else view
+    # not `conj()`: below autograd no operator looks at the bit that it sets
+    return view.conj_physical() if x.conjugate else view
 
 
 def _written(
@@ -264,20 +300,20 @@ def _inner(x: Any) -> Any:
 
 def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: Any) -> Any:
     """A view that is lazy: computed on the full parameter, of which only the geometry is kept."""
-
-    def lazy(y: Tensor) -> Tensor:
-        if y.dtype != x.dtype:
-            raise FzeroError(
-                f"the parameter {x.leaf.name!r} was viewed as {y.dtype}, and what is written to "
-                "such a view would be lost at stage 3. View a copy: p.clone().view(dtype)."
-            )
-        view = LazyParameter(x.source, x.leaf_index, (y.size(), y.stride(), y.storage_offset()))  # pyright: ignore
-        view.conjugate = y.is_conj()
-        return view
-
+    plain = not rest and not kwargs  # `t()`, `detach()`: once for each operator of a forward pass
+    known = x.views.get(func) if plain else None
     with outside_inference():  # autograd gives every view a count of versions
-        view = func(_full(x), *rest, **(kwargs or {}))
-        return lazy(view) if type(view) is Tensor else pytree.tree_map_only(Tensor, lazy, view)
+        if known is None:
+            base = _full(x)
+            if x.conjugate:  # a view that shares memory has the bit
+                base = x.source.full(x.leaf_index).as_strided(*x.geometry).conj()  # pyright: ignore
+            view = func(base, *rest, **(kwargs or {}))
+            known = pytree.tree_map_only(Tensor, lambda y: Viewed.of(y, x), view)
+            if plain:
+                x.views[func] = known
+        if type(known) is Viewed:
+            return known.lazy(x)
+        return pytree.tree_map_only(Viewed, lambda viewed: viewed.lazy(x), known)
 
 
 def outside_inference() -> contextlib.AbstractContextManager[Any]:

@@ -363,6 +363,10 @@ class _Turned(nn.Module):
             (h @ self.turn.conj()).imag.mean()
             + (self.turn.mH @ h.mT).real.sum()
             + (h @ self.turn).imag.mean()
+            # elementwise kernels do not look at the bit that says so
+            + (h[:1].mT * self.turn.conj()).imag.sum()
+            + (h[:1] * (self.turn * 2).conj().t()[:1]).imag.sum()
+            + (h[:1] * self.turn.conj().t()[1:2]).imag.sum()
         )
 
 
