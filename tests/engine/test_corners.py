@@ -375,7 +375,10 @@ def _conjugates() -> float:
     plain = _Turned()
     (sum(map(plain, x)) / 2).backward()  # pyright: ignore
     engine = fzero.Engine(_Turned(), fzero.optim.sgd(0.1), fzero.Config(3))
-    engine(x[dist.get_rank()]).backward()
+    mine = x[dist.get_rank()]
+    loss = engine(mine)
+    torch.testing.assert_close(loss, plain(mine))
+    loss.backward()
     found = engine.full_grad("w")
     assert found is not None
     assert plain.w.grad is not None
