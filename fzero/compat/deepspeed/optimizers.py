@@ -356,21 +356,58 @@ class ClientGroups:
         return {label: float(group["betas"][0]) for label, group in groups}
 
 
-class LossScaler(NamedTuple):
-    """What scripts read of DeepSpeed's loss scalers.
+class LossScaler:
+    """The loss scale of now, and its rule, under the names of DeepSpeed's scalers.
+
+    Scripts hold one and read it later, so it keeps no values of its own.
 
     Args:
-        cur_scale: the loss scale; 1 without one. `loss_scale` is its other name.
-        dynamic: whether it changes.
+        engine: a `DeepSpeedEngine`.
     """
 
-    cur_scale: float
-    dynamic: bool
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
 
     @property
-    def loss_scale(self) -> float:
-        """The loss scale."""
-        return self.cur_scale
+    def cur_scale(self) -> float:
+        """The loss scale; 1 without one."""
+        return self._engine.loss_scale()
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it changes."""
+        return self._engine.dynamic_loss_scale()
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        """Updates so far, skipped ones included."""
+        return self._engine.global_steps
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """The scale backs off at an overflow when this is 1."""
+        state = self._engine.inner.state[1].loss_scale
+        return 1 if state is None else int(state.hysteresis)
+
+    def __getattr__(self, name: str) -> Any:
+        scaling = None if name not in _RULE else self._engine.settings.config.scaling
+        if scaling is None:
+            raise AttributeError(f"there is no loss scale, or it has no {name!r}.")
+        return getattr(scaling, _RULE[name])
+
+
+# DeepSpeed's names, of its scalers with and without ZeRO, and those of `fzero.LossScale`
+_RULE = {
+    "scale_window": "window",
+    "scale_factor": "growth",
+    "min_scale": "minimum",
+    "min_loss_scale": "minimum",
+    "delayed_shift": "hysteresis",
+}
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -415,9 +452,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self._engine.dynamic_loss_scale()
 
     @property
-    def loss_scaler(self) -> "LossScaler":
-        """The loss scale of now."""
-        return LossScaler(self.cur_scale, self.dynamic_loss_scale)
+    def loss_scaler(self) -> LossScaler:
+        """What tells the loss scale, now and later; `loss_scale_config` is its other name."""
+        return LossScaler(self._engine)
+
+    loss_scale_config = loss_scaler
 
     def needs_scaler(self) -> bool:
         """Whether a backward of your own needs `engine.scale(loss)`."""

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import runpy
 import subprocess
 import sys
@@ -246,6 +247,50 @@ def test_the_loss_scale_is_shown_as_deepspeed_shows_it() -> None:
         _, optimizer = engine_of(fp16={"enabled": True, **fp16})
         assert optimizer.loss_scale == optimizer.loss_scaler.loss_scale == scale
         assert optimizer.dynamic_loss_scale == optimizer.loss_scaler.dynamic == dynamic
+
+
+class Scaler:
+    """The rules of DeepSpeed's scalers: without ZeRO there is no hysteresis."""
+
+    def __init__(self, stage: int, scale: float, window: int, hysteresis: int) -> None:
+        self.scale, self.window, self.refill = scale, window, hysteresis
+        self.left = 1 if stage == 0 else hysteresis
+        self.stage, self.iteration, self.last = stage, 0, -1
+
+    def step(self, overflow: bool) -> float:
+        if overflow:
+            self.scale, self.left = (
+                (max(self.scale / 2, 1.0), 1) if self.left == 1 else (self.scale, self.left - 1)
+            )
+            self.last = self.iteration
+        else:
+            stable = self.iteration - self.last - 1
+            if stable > 0 and stable % self.window == 0:
+                self.scale *= 2
+                self.left = 1 if self.stage == 0 else self.refill
+        self.iteration += 1
+        return self.scale
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_loss_scale_moves_as_deepspeeds_does(stage: int, seed: int) -> None:
+    fp16 = {
+        "enabled": True, "initial_scale_power": 9, "loss_scale_window": 2, "hysteresis": 3
+    }  # fmt: skip
+    engine, optimizer = engine_of(fp16=fp16, zero_optimization={"stage": stage})
+    held = optimizer.loss_scaler  # scripts hold it, and read it later
+    model, skipped = Scaler(stage, held.cur_scale, held.scale_window, 3), 0
+    chance = random.Random(seed)
+    for step in range(24):
+        overflow = chance.random() < 0.3
+        backward(engine, math.inf if overflow else 1e-3)
+        engine.step()
+        skipped += overflow
+        assert held.cur_scale == model.step(overflow), step
+        assert (held.cur_iter, held.cur_hysteresis) == (step + 1, model.left)
+        assert engine.skipped_steps == skipped
+    assert optimizer.loss_scale_config.min_loss_scale == held.min_scale == 1.0
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam"])
