@@ -285,6 +285,7 @@ class DeepSpeedEngine(nn.Module):
             "lr_scheduler": _state_of(self.lr_scheduler),
             "rates": self.get_lr() if self.groups is not None else [],
             "momenta": self.get_mom() if self.groups is not None and self.groups.cycles else [],
+            "keys": saving.keys_of(self.module),
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
             "global_samples": self.global_samples,
@@ -371,12 +372,8 @@ class DeepSpeedEngine(nn.Module):
         """The module's full state dict in its compute dtype; every rank must call it."""
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         skip = frozen if exclude_frozen_parameters else set()
-        param = self.settings.config.dtypes.param
-        return {
-            prefix + name: x.to(param) if isinstance(x, Tensor) and x.is_floating_point() else x
-            for name, x in self.inner.state_dict().items()
-            if name not in skip
-        }
+        full = saving.cast(self.inner.state_dict(), self.settings.config.dtypes.param)
+        return {prefix + name: x for name, x in full.items() if name not in skip}
 
     def load_module_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True, **_: Any
