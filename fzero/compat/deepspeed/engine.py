@@ -43,8 +43,8 @@ class DeepSpeedEngine(nn.Module):
     """A model that `initialize` has taken.
 
     Args:
-        model: any module; it is moved to the device, cast, and takes the first rank's values, as
-            DeepSpeed does it.
+        model: any module; it is moved to the device, its parameters are cast, and it takes the
+            first rank's values, as DeepSpeed does it.
         settings: the configuration.
         given: to `initialize`.
 
@@ -75,8 +75,7 @@ class DeepSpeedEngine(nn.Module):
         self._boundary: bool | None = None
         self._applied = False
         self._norm: Tensor | None = None
-        # DeepSpeed's masters start from the rounded values, so these do
-        model.to(self.device, settings.config.dtypes.param)
+        _cast(model.to(self.device), settings.config.dtypes.param)
         params = dict(model.named_parameters())
         groups, opt = self._groups(model, given, params)
         self.inner = Engine(
@@ -86,6 +85,7 @@ class DeepSpeedEngine(nn.Module):
             gradient_reduction=settings.reduction,
             gradient_predivide=settings.predivide,
             broadcast=True,
+            cast_inputs=settings.auto_cast,
         )
         self.module = model
         me: weakref.ref[Any] = weakref.ref(self)
@@ -353,7 +353,7 @@ class DeepSpeedEngine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the module's full state dict in its compute dtype; every rank must call it."""
+        """Write the module's full state dict in its own dtypes; every rank must call it."""
         low = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
             saving.write_tensors(Path(save_dir) / save_filename, low)
@@ -369,10 +369,12 @@ class DeepSpeedEngine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's full state dict in its compute dtype; every rank must call it."""
+        """The module's full state dict in its own dtypes; every rank must call it."""
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         skip = frozen if exclude_frozen_parameters else set()
-        full = saving.cast(self.inner.state_dict(), self.settings.config.dtypes.param)
+        own = self.module.state_dict(keep_vars=True)
+        dtypes = {name: x.dtype for name, x in own.items() if isinstance(x, Tensor)}
+        full = saving.cast(self.inner.state_dict(), dtypes)
         return {prefix + name: x for name, x in full.items() if name not in skip}
 
     def load_module_state_dict(
@@ -472,6 +474,17 @@ class DeepSpeedEngine(nn.Module):
                     f"DeepSpeedEngine has no {name!r}, and neither has its module."
                 ) from None
             return getattr(module, name)  # as DeepSpeed's does
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Round parameters, as DeepSpeed's masters start from the rounded values; buffers stay."""
+    for module in model.modules() if dtype is not None else ():
+        # torch's norms want weights in the dtype of their statistics, which are buffers
+        if getattr(module, "running_mean", None) is not None:
+            continue
+        for param in module.parameters(recurse=False):
+            if param.is_floating_point():
+                param.data = param.data.to(dtype)
 
 
 def _state_of(scheduler: Any) -> Any:

@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +142,12 @@ def module_of(found: Path) -> dict[str, Tensor]:
     return {key: there[name] for key, name in keys.items() if name in there}
 
 
-def cast(tensors: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Floating tensors in another dtype; what was one tensor under several names still is."""
+def cast(tensors: dict[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    """Floating tensors in other dtypes; what was one tensor under several names still is."""
     done = {
-        id(x): x.to(dtype)
-        for x in tensors.values()
-        if isinstance(x, Tensor) and x.is_floating_point()
+        id(x): x.to(dtypes[name])
+        for name, x in tensors.items()
+        if name in dtypes and x.is_floating_point()
     }
     return {name: done.get(id(x), x) for name, x in tensors.items()}
 

@@ -34,6 +34,7 @@ class Settings(NamedTuple):
         micro_batch: rows of a rank's micro-batch; None if the configuration does not say.
         optimizer, scheduler: sections, or None.
         drop_last: whether the loader leaves a last short batch out.
+        auto_cast: whether floating inputs are cast to float16: else they stay, as the model is.
         reduction: what gradients are over ranks: "mean" or "sum".
         predivide: what they are divided by before they are added up, of the whole division; None:
             as `fzero.Engine` does.
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
     optimizer: Section | None
     scheduler: Section | None
     drop_last: bool
+    auto_cast: bool = False
     reduction: Literal["mean", "sum"] = "mean"
     predivide: float | None = None
 
@@ -69,6 +71,10 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
     rest = {k: v for k, v in raw.items() if k not in _OURS}
     if rest.get("gradient_clipping", "auto") == "auto":
         rest["gradient_clipping"] = CLIPPING
+    fp16 = raw.get("fp16")
+    auto_cast = isinstance(fp16, Mapping) and fp16.get("auto_cast") is True
+    if auto_cast:
+        rest["fp16"] = {k: v for k, v in fp16.items() if k != "auto_cast"}
     config = Config.from_deepspeed(rest, world_size=world_size)
     return Settings(
         config,
@@ -77,6 +83,7 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
         _section(raw, "optimizer"),
         _section(raw, "scheduler"),
         bool(raw.get("dataloader_drop_last", False)),
+        auto_cast,
         *_reduction(raw, world_size),
     )
 

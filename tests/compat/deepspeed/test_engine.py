@@ -206,7 +206,8 @@ def engine_of(**more: Any) -> tuple[deepspeed.DeepSpeedEngine, Any]:
 
 
 def backward(engine: deepspeed.DeepSpeedEngine, factor: float = 1.0) -> None:
-    engine.backward(engine(torch.ones(2, 3)).float().square().mean() * factor)
+    x = torch.ones(2, 3, dtype=next(engine.module.parameters()).dtype)
+    engine.backward(engine(x).float().square().mean() * factor)
 
 
 def test_the_boundary_is_the_scripts_where_it_sets_one() -> None:
@@ -370,6 +371,59 @@ def test_what_is_in_no_group_stays() -> None:
     backward(engine)
     engine.step()
     assert torch.equal(engine.inner.full_param("bias"), bias)
+
+
+class Rotary(nn.Module):
+    """Angles that 16 bits can't tell apart, as rotary embeddings have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("angles", 1000.0 + torch.arange(4.0) / 8, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear((x * self.angles.sin()).to(self.linear.weight.dtype)))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_buffers_stay_as_precise_as_they_are(kind: str, stage: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Rotary(), torch.randn(2, 4)
+    low = torch.bfloat16 if kind == "bf16" else torch.float16
+    plain = copy.deepcopy(model)
+    plain.linear.to(low)
+    config = {
+        "train_batch_size": 2,
+        kind: {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+    assert torch.equal(engine(x).float(), plain(x).float())
+    assert torch.equal(engine.module.angles, plain.angles)
+    engine.save_16bit_model(str(tmp_path))
+    saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    theirs = plain.state_dict()
+    assert {k: v.dtype for k, v in saved.items()} == {k: v.dtype for k, v in theirs.items()}
+    assert all(torch.equal(saved[key], theirs[key]) for key in theirs)
+
+
+def test_inputs_are_cast_where_the_configuration_says_so() -> None:
+    seen = []
+
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+            seen.append((x.dtype, mask.dtype))
+            return super().forward((x * mask).to(self.weight.dtype))
+
+    x = torch.full((2, 3), 1.001)
+    for auto_cast, dtype in ((False, torch.float32), (True, torch.float16)):
+        config = {"train_batch_size": 2, "fp16": {"enabled": True, "auto_cast": auto_cast}}
+        model = Reads(3, 1)
+        engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+        engine(x, mask=x)
+        assert seen.pop() == (dtype, dtype)
 
 
 def test_an_optimizer_of_fzero_is_taken_as_it_is() -> None:

@@ -145,7 +145,8 @@ class Tied(nn.Module):
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head((self.embed(x) + self.frozen) * self.scale + self.shift)
+        x = (self.embed(x) + self.frozen) * self.scale + self.shift
+        return self.head(x.to(self.head.weight.dtype))
 
 
 def _gives_back_its_keys(folder: Path, stage: int, bf16: bool) -> None:

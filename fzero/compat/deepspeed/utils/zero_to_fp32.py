@@ -38,7 +38,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     tag = tag or saving.latest_tag(folder)
     if tag is None:
         raise CheckpointError(f"{folder} has no file 'latest'. Pass a tag.")
-    return saving.cast(saving.module_of(saving.find(folder, tag)), torch.float32)
+    found = saving.module_of(saving.find(folder, tag))
+    return saving.cast(found, dict.fromkeys(found, torch.float32))
 
 
 def load_state_dict_from_zero_checkpoint(
