@@ -22,7 +22,7 @@ from fzero.compat.deepspeed.optimizers import (
     as_groups,
     client_of,
 )
-from fzero.compat.deepspeed.owners import Owner, note
+from fzero.compat.deepspeed.owners import Owner, forget, note
 from fzero.compat.deepspeed.refused import ENGINE, refuse
 from fzero.compat.deepspeed.settings import Settings
 from fzero.engine import Engine
@@ -148,6 +148,14 @@ class DeepSpeedEngine(nn.Module):
             scheduler = scheduler_of(section, groups)
         elif callable(scheduler) and not hasattr(scheduler, "step"):
             scheduler = scheduler(groups)
+        theirs = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+        if theirs is not None and theirs is not getattr(groups, "param_groups", None):
+            raise ConfigError(
+                f"initialize(lr_scheduler={type(scheduler).__name__}): it writes its rates to "
+                "another optimizer than the one that is trained with, so they would be lost. Make "
+                "it of the optimizer that is given, too, or give a function that makes it: "
+                "lr_scheduler=lambda optimizer: ..."
+            )
         return scheduler
 
     def deepspeed_io(
@@ -253,6 +261,8 @@ class DeepSpeedEngine(nn.Module):
     def destroy(self) -> None:
         """Give the module back as plain PyTorch; the engine is over."""
         self.inner.release()
+        for param in self.module.parameters():
+            forget(param)
 
     # --- checkpoints ---
 

@@ -23,7 +23,7 @@ import fzero
 import fzero.compat.deepspeed as deepspeed
 from fzero.compat.deepspeed.lr_schedules import scheduler_of
 from fzero.compat.deepspeed.settings import Section
-from fzero.errors import BackwardError, ConfigError, FzeroError
+from fzero.errors import BackwardError, CheckpointError, ConfigError, FzeroError
 from tests.ranks import run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -424,6 +424,70 @@ def test_inputs_are_cast_where_the_configuration_says_so() -> None:
         engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
         engine(x, mask=x)
         assert seen.pop() == (dtype, dtype)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    model = nn.Linear(3, 1)
+    mine, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for optimizer in (None, mine, fzero.optim.sgd(0.1)):  # None: the configuration's
+        scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+        with pytest.raises(ConfigError, match="another optimizer than"):
+            deepspeed.initialize(
+                model=model,
+                config=config,
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+                dist_init_required=False,
+            )
+
+
+def test_a_model_has_one_engine_until_that_gives_it_back() -> None:
+    engine, _ = engine_of(zero_optimization={"stage": 3})
+    model = engine.module
+    given = {"model": model, "config": {"train_batch_size": 2}, "dist_init_required": False}
+    with pytest.raises(ConfigError, match=r"engine\.destroy"):
+        deepspeed.initialize(**given)
+    engine.destroy()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    again = deepspeed.initialize(**given, optimizer=opt)[0]
+    backward(again)
+    again.step()
+    assert again.global_steps == 1
+
+
+def _goes_on_from_the_optimizers_state(stage: int, kind: str) -> None:
+    low = {kind: {"enabled": True, "initial_scale_power": 4}} if kind == "fp16" else {}
+    adam = {"type": "AdamW", "params": {"lr": 0.1}}
+    zero = {"stage": stage}
+    engine, optimizer = engine_of(optimizer=adam, zero_optimization=zero, **low)
+    optimizer.param_groups[0]["lr"] = 0.2
+    for _ in range(3):
+        backward(engine)
+        engine.step()
+    saved = optimizer.state_dict(), engine.inner.state_dict()
+    again, fresh = engine_of(optimizer=adam, zero_optimization=zero, **low)
+    again.inner.load_state_dict(saved[1])
+    fresh.load_state_dict(copy.deepcopy(saved[0]))
+    for _ in range(2):
+        for each in (engine, again):
+            backward(each)
+            each.step()
+        for name, x in engine.inner.state_dict().items():
+            assert torch.equal(x, again.inner.state_dict()[name])
+        assert again.get_lr() == [0.2]
+        assert again.loss_scale() == engine.loss_scale()
+    for wrong in ({}, {**saved[0]["state"], "more": torch.ones(1)}):
+        with pytest.raises(CheckpointError, match="save_checkpoint"):
+            fresh.load_state_dict({**saved[0], "state": wrong})
+    engine.destroy()
+    again.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+def test_an_optimizers_state_dict_has_its_state(stage: int, kind: str) -> None:
+    run_ranks(2, _goes_on_from_the_optimizers_state, stage, kind)
 
 
 def test_an_optimizer_of_fzero_is_taken_as_it_is() -> None:
