@@ -73,7 +73,7 @@ class DeepSpeedEngine(nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self.sparse_tensor_module_names: set[str] = set()  # gradients are dense
         self._boundary: bool | None = None
-        self._applied = False
+        self._applied, self._backwards = False, 0
         self._norm: Tensor | None = None
         _cast(model.to(self.device), settings.config.dtypes.param)
         params = dict(model.named_parameters())
@@ -196,6 +196,7 @@ class DeepSpeedEngine(nn.Module):
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
         """`loss.backward()`, with the loss scale, divided by the accumulation steps."""
+        self._backwards += 1
         return self.inner.backward(loss, retain_graph, scale_wrt_gas)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -205,18 +206,27 @@ class DeepSpeedEngine(nn.Module):
     coalesce_grad_reduction = no_sync
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro-batch is the last one before an update."""
+        """Whether this micro-batch is the last one before an update; nobody knows before `step()`
+        where the configuration has `"managed_gradient_accumulation": false`: then False.
+        """
         if self._boundary is not None:
             return self._boundary
+        if not self.settings.managed:
+            return False
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on it is, or is not, whatever the number of micro-batches; None: by it again."""
+        if not self.settings.managed:
+            raise ConfigError(
+                "set_gradient_accumulation_boundary: with managed_gradient_accumulation = false "
+                "each step() is the boundary. Call step() when there is to be an update."
+            )
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a boundary, update, and step the scheduler unless gradients overflowed."""
-        boundary = self.is_gradient_accumulation_boundary()
+        boundary = self.is_gradient_accumulation_boundary() or not self.settings.managed
         if boundary and self.groups is not None:
             if rates := self.groups.rates():
                 self.inner.lr = rates
@@ -229,7 +239,9 @@ class DeepSpeedEngine(nn.Module):
             return
         self._norm = self.inner.metrics["grad_norm"]
         self.global_steps += 1
-        self.global_samples += self.train_batch_size() or 0
+        micros = self.gradient_accumulation_steps() if self.settings.managed else self._backwards
+        self.global_samples += (self.settings.micro_batch or 0) * self.world_size * micros
+        self._backwards = 0
         self._applied = not self._skipped()
         if not self._applied:
             self.skipped_steps += 1
@@ -338,6 +350,7 @@ class DeepSpeedEngine(nn.Module):
         else:
             self.inner.load_state_dict(saving.module_of(found), strict=load_module_strict)
         self.inner.zero_grad()
+        self._backwards = 0
         # the micro-batches since the last update went with their gradients
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         if whole and self.groups is not None:

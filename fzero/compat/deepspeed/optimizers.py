@@ -492,8 +492,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         wrong = [path for path in mine.keys() | parts.keys() if not _alike(mine, parts, path)]
         if wrong or len(groups) != len(self.param_groups):
             raise CheckpointError(
-                f"optimizer.load_state_dict: {min(wrong, default='param_groups')} is missing, or of "
-                "another shape than here. It takes what state_dict() gave on this rank, of the "
+                f"optimizer.load_state_dict: {min(wrong, default='param_groups')} is missing, or "
+                "of another shape than here. It takes what state_dict() gave on this rank, of the "
                 "same model, optimizer, stage and world; engine.save_checkpoint is for any."
             )
         with torch.no_grad():

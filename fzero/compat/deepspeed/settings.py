@@ -34,6 +34,8 @@ class Settings(NamedTuple):
         micro_batch: rows of a rank's micro-batch; None if the configuration does not say.
         optimizer, scheduler: sections, or None.
         drop_last: whether the loader leaves a last short batch out.
+        managed: whether gradients are added up over a number of micro-batches that is counted, or
+            until the script steps.
         auto_cast: whether floating inputs are cast to float16: else they stay, as the model is.
         reduction: what gradients are over ranks: "mean" or "sum".
         predivide: what they are divided by before they are added up, of the whole division; None:
@@ -46,6 +48,7 @@ class Settings(NamedTuple):
     optimizer: Section | None
     scheduler: Section | None
     drop_last: bool
+    managed: bool = True
     auto_cast: bool = False
     reduction: Literal["mean", "sum"] = "mean"
     predivide: float | None = None
@@ -83,6 +86,7 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
         _section(raw, "optimizer"),
         _section(raw, "scheduler"),
         bool(raw.get("dataloader_drop_last", False)),
+        _managed(raw),
         auto_cast,
         *_reduction(raw, world_size),
     )
@@ -97,6 +101,7 @@ _OURS = (
     "gradient_allreduce_op",
     "prescale_gradients",
     "gradient_predivide_factor",
+    "managed_gradient_accumulation",
 )
 
 
@@ -167,6 +172,13 @@ def _reduction(
     if raw.get("prescale_gradients"):
         factor = world_size if op == "mean" else 1.0
     return op, None if factor is None else float(factor)
+
+
+def _managed(raw: Mapping[str, Any]) -> bool:
+    managed = raw.get("managed_gradient_accumulation", True)
+    if not isinstance(managed, bool):
+        raise ConfigError(f"managed_gradient_accumulation = {managed!r}: must be true or false.")
+    return managed
 
 
 def _section(raw: Mapping[str, Any], name: str) -> Section | None:

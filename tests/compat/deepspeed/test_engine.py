@@ -226,6 +226,31 @@ def test_the_boundary_is_the_scripts_where_it_sets_one() -> None:
     assert (engine.global_steps, engine.micro_steps) == (1, 6)
 
 
+def test_each_step_updates_where_accumulation_is_the_scripts() -> None:
+    """After any number of backwards, each divided by the configuration's steps."""
+    engine, _ = engine_of(
+        gradient_accumulation_steps=4, managed_gradient_accumulation=False, gradient_clipping=0.0
+    )
+    plain = copy.deepcopy(engine.module)
+    opt = torch.optim.SGD(plain.parameters(), 0.1)
+    rows = 0
+    for update, backwards in enumerate((2, 5, 1)):
+        for _ in range(backwards):
+            backward(engine)
+            (plain(torch.ones(2, 3)).square().mean() / 4).backward()
+            assert not engine.is_gradient_accumulation_boundary()
+        engine.step()
+        opt.step()
+        opt.zero_grad()
+        rows += 2 * backwards
+        assert (engine.global_steps, engine.global_samples) == (update + 1, rows)
+        assert engine.was_step_applied()
+        for name, x in engine.inner.state_dict().items():
+            assert torch.allclose(x, plain.state_dict()[name])
+    with pytest.raises(ConfigError, match="managed_gradient_accumulation"):
+        engine.set_gradient_accumulation_boundary(True)
+
+
 def test_a_step_that_overflows_is_counted_and_leaves_the_schedule() -> None:
     warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.5}}
     engine, optimizer = engine_of(
