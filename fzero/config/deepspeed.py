@@ -52,7 +52,7 @@ def read(source: dict[str, Any] | str | PathLike[str], *, world_size: int | None
         >>> read({"gradient_clipping": 1.0, "steps_per_print": 10}, world_size=1)
         {'stage': 0, 'clip_norm': 1.0}
     """
-    raw = source if isinstance(source, dict) else _load(source)
+    raw = source if isinstance(source, dict) else load(source)
     keys = Keys(raw)
     fields = _translate(keys, _world_size(world_size))
     keys.refuse_the_rest()
@@ -249,7 +249,13 @@ def _leaf_modules(keys: Keys) -> tuple[str, ...] | None:
 # --- the source ----------------------------------------------------------------------------------
 
 
-def _load(path: str | PathLike[str]) -> dict[str, Any]:
+def load(path: str | PathLike[str]) -> dict[str, Any]:
+    """The configuration in a JSON file.
+
+    Raises:
+        ConfigError: it can't be read, is no object, or says a key twice.
+    """
+
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         given = [key for key, _ in pairs]
         twice = sorted({key for key in given if given.count(key) > 1})
@@ -265,7 +271,7 @@ def _load(path: str | PathLike[str]) -> dict[str, Any]:
             raise
         raise ConfigError(
             f"Cannot read a DeepSpeed configuration from {path!r}: {error}. Pass a dict, or the "
-            "path of a JSON file."
+            "path of a JSON file; comments and other Hjson, which DeepSpeed reads, are not JSON."
         ) from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{os.fspath(path)!r} holds a {type(raw).__name__}, not a JSON object.")

@@ -1,12 +1,12 @@
 """A DeepSpeed configuration, whole: what becomes a `Config`, and what the shim itself takes."""
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from fzero.config import Config
+from fzero.config.deepspeed import load
 from fzero.errors import ConfigError, users_line
 
 # DeepSpeed clips since 0.19 where nothing is said; before, it did not.
@@ -69,7 +69,7 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
         >>> found.micro_batch, found.config.accum_steps, found.config.clip_norm
         (2, 2, 1.0)
     """
-    raw = dict(source) if isinstance(source, Mapping) else _load(source)
+    raw = dict(source) if isinstance(source, Mapping) else load(source)
     _refuse(raw)
     rest = {k: v for k, v in raw.items() if k not in _OURS}
     if rest.get("gradient_clipping", "auto") == "auto":
@@ -135,17 +135,6 @@ def _refuse(raw: Mapping[str, Any]) -> None:
             allowed, advice = _INERT.get(key, ((), "unknown"))
             if advice and value not in allowed:
                 raise ConfigError(f"{key} = {value!r}: {advice}. Change or remove it.")
-
-
-def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"Cannot read a DeepSpeed configuration from {os.fspath(path)!r}: {error}. Pass a "
-            "dict, or the path of a JSON file, as config=... or --deepspeed_config."
-        ) from error
 
 
 def _micro_batch(raw: Mapping[str, Any], accum_steps: int, world_size: int) -> int | None:
