@@ -75,8 +75,9 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
     if rest.get("gradient_clipping", "auto") == "auto":
         rest["gradient_clipping"] = CLIPPING
     fp16 = raw.get("fp16")
-    auto_cast = isinstance(fp16, Mapping) and fp16.get("auto_cast") is True
-    if auto_cast:
+    auto_cast = False
+    if isinstance(fp16, Mapping) and fp16.get("auto_cast") is True:
+        auto_cast = True
         rest["fp16"] = {k: v for k, v in fp16.items() if k != "auto_cast"}
     config = Config.from_deepspeed(rest, world_size=world_size)
     return Settings(
