@@ -58,6 +58,10 @@ class Answers(nn.Module):
         """Micro-batches per update."""
         return self.settings.config.accum_steps
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether updates come after that many; else each `step()` is one."""
+        return self.settings.managed
+
     def train_batch_size(self) -> Any:
         """Rows per update, over all ranks."""
         micro = self.settings.micro_batch
