@@ -145,6 +145,8 @@ LAWS = {
     "engine/reducer": "engine/test_options.py: a_mesh_of_replicas_of_shards",
     "engine/stepper": "engine/test_state.py: five_steps_in_each_are_ten_in_either",
     # other libraries' interfaces
+    "compat/deepspeed/answers": "compat/deepspeed/test_engine.py: "
+    "a_deepspeed_script_trains_as_plain_torch",
     "compat/deepspeed/checkpointing": "compat/deepspeed/test_engine.py: "
     "a_deepspeed_script_trains_as_plain_torch",
     "compat/deepspeed/comm": "compat/deepspeed/test_engine.py: "

@@ -52,7 +52,7 @@ def read(source: dict[str, Any] | str | PathLike[str], *, world_size: int | None
         >>> read({"gradient_clipping": 1.0, "steps_per_print": 10}, world_size=1)
         {'stage': 0, 'clip_norm': 1.0}
     """
-    raw = source if isinstance(source, dict) else _load(source)
+    raw = source if isinstance(source, dict) else load(source)
     keys = Keys(raw)
     fields = _translate(keys, _world_size(world_size))
     keys.refuse_the_rest()
@@ -83,7 +83,7 @@ def _translate(keys: Keys, world_size: int) -> dict[str, Any]:
     stage = keys.integer("zero_optimization.stage")
     if stage is None and not keys.is_auto("zero_optimization.stage"):
         stage = 0  # what DeepSpeed does without a word about ZeRO
-    precision, loss_scale, on_nonfinite = _numerics(keys)
+    precision, loss_scale, on_nonfinite = _numerics(keys, stage)
     low = precision in ("bf16", "fp16")
     bucket = keys.integer("zero_optimization.reduce_bucket_size", 1)
     gather_bucket = keys.integer("zero_optimization.allgather_bucket_size", 1)
@@ -127,12 +127,12 @@ def _accum_steps(keys: Keys, world_size: int) -> int | None:
     return accum if accum is not None or micro is None else total // others
 
 
-def _numerics(keys: Keys) -> tuple[Any, LossScale | None, str | None]:
+def _numerics(keys: Keys, stage: int | None) -> tuple[Any, LossScale | None, str | None]:
     fp16 = keys.flag("fp16.enabled")
     bf16 = any([keys.flag("bf16.enabled"), keys.flag("bfloat16.enabled")])
     autocast = keys.flag("torch_autocast.enabled")
     skips = keys.flag("bf16.check_grad_overflow") and bf16
-    loss_scale = _loss_scale(keys)
+    loss_scale = _loss_scale(keys, stage)
     dtype = _dtype(keys, "torch_autocast.dtype")
     safe = keys.get("torch_autocast.lower_precision_safe_modules")
     reduce = _dtype(keys, "communication_data_type")
@@ -165,8 +165,7 @@ def _numerics(keys: Keys) -> tuple[Any, LossScale | None, str | None]:
         precision = _attempt(keys, "communication_data_type", reduce=reduce)
     elif reduce is not None and autocast:
         keys.problem("communication_data_type", str(reduce), "autocast chooses it by module")
-    explicit = loss_scale if fp16 and loss_scale != LossScale() else None
-    return precision, explicit, "skip" if skips else None
+    return precision, loss_scale if fp16 else None, "skip" if skips else None
 
 
 def _low(
@@ -194,7 +193,8 @@ def _attempt(keys: Keys, key: str, **fields: Any) -> Precision | None:
         return None
 
 
-def _loss_scale(keys: Keys) -> LossScale | None:
+def _loss_scale(keys: Keys, stage: int | None) -> LossScale | None:
+    """DeepSpeed's rule, which has no hysteresis where nothing is sharded."""
     static = keys.number("fp16.loss_scale")
     power = keys.number("fp16.initial_scale_power")
     window = keys.integer("fp16.loss_scale_window", 1)
@@ -206,8 +206,9 @@ def _loss_scale(keys: Keys) -> LossScale | None:
         return LossScale(
             init=2.0 ** (16 if power is None else power),
             window=1000 if window is None else window,
-            hysteresis=2 if hysteresis is None else hysteresis,
+            hysteresis=1 if stage == 0 else 2 if hysteresis is None else hysteresis,
             minimum=1.0 if minimum is None else minimum,
+            settle=1,
         )
     except (ConfigError, OverflowError) as error:
         keys.problem("fp16", keys.get("fp16"), str(error))
@@ -248,7 +249,13 @@ def _leaf_modules(keys: Keys) -> tuple[str, ...] | None:
 # --- the source ----------------------------------------------------------------------------------
 
 
-def _load(path: str | PathLike[str]) -> dict[str, Any]:
+def load(path: str | PathLike[str]) -> dict[str, Any]:
+    """The configuration in a JSON file.
+
+    Raises:
+        ConfigError: it can't be read, is no object, or says a key twice.
+    """
+
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         given = [key for key, _ in pairs]
         twice = sorted({key for key in given if given.count(key) > 1})
@@ -264,7 +271,7 @@ def _load(path: str | PathLike[str]) -> dict[str, Any]:
             raise
         raise ConfigError(
             f"Cannot read a DeepSpeed configuration from {path!r}: {error}. Pass a dict, or the "
-            "path of a JSON file."
+            "path of a JSON file; comments and other Hjson, which DeepSpeed reads, are not JSON."
         ) from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{os.fspath(path)!r} holds a {type(raw).__name__}, not a JSON object.")

@@ -64,6 +64,7 @@ class Engine:
             16-bit sums don't overflow; the rest of the division comes after. None: for 16-bit
             reductions the largest doubling that keeps both divisions near the root of the world
             (FairScale's rule), else 1.
+        cast_inputs: whether floating inputs of a call are cast to the compute dtype of `cfg`.
 
     Raises:
         ConfigError: a combination that there isn't.
@@ -92,6 +93,7 @@ class Engine:
         gradient_reduction: Literal["mean", "sum"] = "mean",
         gradient_predivide: float | None = None,
         broadcast: bool = False,
+        cast_inputs: bool = True,
     ) -> None:
         cfg = as_config("Engine", cfg)
         if cfg.memory_limit is not None:
@@ -126,6 +128,7 @@ class Engine:
         self.cfg = frozen_too(cfg, params)
         if broadcast:
             take_the_first_ranks(model, self.cfg)
+        self._casts_inputs = cast_inputs
         self._has_opt, self._averages = opt is not None, gradient_reduction == "mean"
         self._parts = build_parts(
             model,
@@ -152,7 +155,7 @@ class Engine:
     # --- forward and backward ---
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output for these arguments, floating ones cast to the compute dtype.
+        """The module's output for these arguments, floating ones cast: see `cast_inputs`.
 
         Raises:
             ConfigError: `Precision(autocast=...)`, under the caller's own `torch.autocast`.
@@ -165,7 +168,8 @@ class Engine:
         if dtypes.autocast is not None:  # else the caller's own reaches the module
             refuse_outer_autocast()
         with driver.forward() as forward:
-            args, kwargs = outputs.cast((args, kwargs), dtypes.param)
+            if self._casts_inputs:
+                args, kwargs = outputs.cast((args, kwargs), dtypes.param)
             with in_force(dtypes, self._parts.reducer.device.type):
                 versions = driver.writes.versions()
                 out = outputs.cast(self.module(*args, **kwargs), dtypes.output)

@@ -30,6 +30,8 @@ class LossScale:
         hysteresis: overflows since the last growth from which on the scale backs off; 1 backs off
             at the first.
         minimum: the scale never backs off below this; see `exhausted`.
+        settle: steps without overflow, at the start and after an overflow, before those that
+            `window` counts; 1 in DeepSpeed.
         external: whoever computes the loss has multiplied it by the scale already. The step only
             divides by it, the reported loss too, and never changes it; `init` is the first one,
             and others go into the state: `state.loss_scale._replace(scale=torch.tensor(512.0))`.
@@ -53,6 +55,7 @@ class LossScale:
     window: int = 1000
     hysteresis: int = 2
     minimum: float = 1.0
+    settle: int = 0
     external: bool = False
 
     def __post_init__(self) -> None:
@@ -62,10 +65,10 @@ class LossScale:
                 raise _refuse(field, getattr(self, field), "True or False")
         _number("growth", self.growth, _real(self.growth) and self.growth > 1, "> 1")
         _number("backoff", self.backoff, _real(self.backoff) and 0 < self.backoff < 1, "in (0, 1)")
-        for field in ("window", "hysteresis"):
+        for field, least in (("window", 1), ("hysteresis", 1), ("settle", 0)):
             value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise _refuse(field, value, "an int >= 1 (steps)")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise _refuse(field, value, f"an int >= {least} (steps)")
         _number("minimum", self.minimum, _real(self.minimum) and self.minimum > 0, "> 0")
         if self.moves and self.init < self.minimum:
             raise ConfigError(
@@ -84,7 +87,8 @@ class LossScaleState(NamedTuple):
 
     Attributes:
         scale: float32, the factor on the loss of the next step.
-        good_steps: int32, steps without overflow since the last overflow or growth.
+        good_steps: int32, steps without overflow since the last growth or, less `settle`, since
+            the last overflow.
         hysteresis: int32, the scale backs off at an overflow when this is 1.
     """
 
@@ -109,7 +113,7 @@ def init(cfg: LossScale, *, device: torch.device | str | None = None) -> LossSca
     """
     return LossScaleState(
         scale=torch.tensor(float(cfg.init), dtype=torch.float32, device=device),
-        good_steps=torch.tensor(0, dtype=torch.int32, device=device),
+        good_steps=torch.tensor(-cfg.settle, dtype=torch.int32, device=device),
         hysteresis=torch.tensor(cfg.hysteresis, dtype=torch.int32, device=device),
     )
 
@@ -119,8 +123,8 @@ def update(state: LossScaleState, finite: Tensor, cfg: LossScale) -> LossScaleSt
 
     An overflow backs the scale off to `max(scale * backoff, minimum)` once `hysteresis` overflows
     have come since the last growth; the ones before only count down. `window` steps in a row
-    without overflow multiply the scale by `growth` and refill the hysteresis. A scale that
-    float32 cannot hold stays as it is.
+    without overflow, after `settle` ones where an overflow was before, multiply the scale by
+    `growth` and refill the hysteresis. A scale that float32 cannot hold stays as it is.
 
     Args:
         state: the state before.
@@ -142,7 +146,7 @@ def update(state: LossScaleState, finite: Tensor, cfg: LossScale) -> LossScaleSt
 
     References:
         Micikevicius et al., arXiv:1710.03740, sec. 3.2, with hysteresis and minimum as in
-        DeepSpeed's dynamic scaler.
+        DeepSpeed's dynamic scaler, which is this rule at `settle=1`.
     """
     if not cfg.moves:
         return state
@@ -151,7 +155,7 @@ def update(state: LossScaleState, finite: Tensor, cfg: LossScale) -> LossScaleSt
 
     backs_off = overflow & (hysteresis <= 1)
     counts_down = overflow & (hysteresis > 1)
-    good_steps = torch.where(finite, good_steps + 1, torch.zeros_like(good_steps))
+    good_steps = torch.where(finite, good_steps + 1, torch.full_like(good_steps, -cfg.settle))
     grows = good_steps >= cfg.window
 
     grown = scale * cfg.growth

@@ -13,7 +13,7 @@ from fzero.numerics.loss_scale import LossScale, LossScaleState
 
 
 class Model:
-    """The rule in the words of DeepSpeed's scaler: iterations and the last overflow's iteration."""
+    """DeepSpeed's scaler in its words, where `settle` is 1: iterations, and the last overflow's."""
 
     def __init__(self, cfg: LossScale) -> None:
         self.cfg, self.scale, self.left = cfg, cfg.init, cfg.hysteresis
@@ -27,9 +27,11 @@ class Model:
             else:
                 self.left -= 1
             self.last_overflow = self.iteration
-        elif cfg.dynamic and (self.iteration - self.last_overflow) % cfg.window == 0:
-            self.scale *= cfg.growth
-            self.left = cfg.hysteresis
+        elif cfg.dynamic:
+            stable = self.iteration - self.last_overflow - cfg.settle
+            if stable > 0 and stable % cfg.window == 0:
+                self.scale *= cfg.growth
+                self.left = cfg.hysteresis
         self.iteration += 1
         return self.scale
 
@@ -43,6 +45,7 @@ rules = st.builds(
     window=st.integers(1, 5),
     hysteresis=st.integers(1, 3),
     minimum=st.sampled_from([0.25, 1.0]),
+    settle=st.integers(0, 2),
 )
 
 
@@ -133,6 +136,7 @@ def test_stages_out_without_reading_a_value() -> None:
         ("window", 2.0),
         ("window", True),
         ("hysteresis", 0),
+        ("settle", -1),
         ("minimum", 0.0),
     ],
 )

@@ -39,5 +39,8 @@ __all__ = [
     "utils",
     "zero",
 ]
+__version__ = "0.19.8"
+"""DeepSpeed's, whose interface this is; scripts ask for it."""
+
 __getattr__ = missing("", NAMES)
 watch_imports(__name__)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fzero import checkpoint
 from fzero.compat.deepspeed import comm, saving
+from fzero.compat.deepspeed.answers import Answers
 from fzero.compat.deepspeed.leaf_modules import leaf_names
 from fzero.compat.deepspeed.loaders import loader_of
 from fzero.compat.deepspeed.lr_schedules import scheduler_of
@@ -22,7 +23,7 @@ from fzero.compat.deepspeed.optimizers import (
     as_groups,
     client_of,
 )
-from fzero.compat.deepspeed.owners import Owner, note
+from fzero.compat.deepspeed.owners import Owner, forget, note
 from fzero.compat.deepspeed.refused import ENGINE, refuse
 from fzero.compat.deepspeed.settings import Settings
 from fzero.engine import Engine
@@ -39,12 +40,12 @@ class Given(NamedTuple):
     collate_fn: Callable[[list[Any]], Any] | None = None
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(Answers):
     """A model that `initialize` has taken.
 
     Args:
-        model: any module; it is moved to the device, cast, and takes the first rank's values, as
-            DeepSpeed does it.
+        model: any module; it is moved to the device, its parameters are cast, and it takes the
+            first rank's values, as DeepSpeed does it.
         settings: the configuration.
         given: to `initialize`.
 
@@ -73,10 +74,9 @@ class DeepSpeedEngine(nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self.sparse_tensor_module_names: set[str] = set()  # gradients are dense
         self._boundary: bool | None = None
-        self._applied = False
+        self._applied, self._backwards = False, 0
         self._norm: Tensor | None = None
-        # DeepSpeed's masters start from the rounded values, so these do
-        model.to(self.device, settings.config.dtypes.param)
+        _cast(model.to(self.device), settings.config.dtypes.param)
         params = dict(model.named_parameters())
         groups, opt = self._groups(model, given, params)
         self.inner = Engine(
@@ -86,6 +86,7 @@ class DeepSpeedEngine(nn.Module):
             gradient_reduction=settings.reduction,
             gradient_predivide=settings.predivide,
             broadcast=True,
+            cast_inputs=settings.auto_cast,
         )
         self.module = model
         me: weakref.ref[Any] = weakref.ref(self)
@@ -148,6 +149,14 @@ class DeepSpeedEngine(nn.Module):
             scheduler = scheduler_of(section, groups)
         elif callable(scheduler) and not hasattr(scheduler, "step"):
             scheduler = scheduler(groups)
+        theirs = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+        if theirs is not None and theirs is not getattr(groups, "param_groups", None):
+            raise ConfigError(
+                f"initialize(lr_scheduler={type(scheduler).__name__}): it writes its rates to "
+                "another optimizer than the one that is trained with, so they would be lost. Make "
+                "it of the optimizer that is given, too, or give a function that makes it: "
+                "lr_scheduler=lambda optimizer: ..."
+            )
         return scheduler
 
     def deepspeed_io(
@@ -188,6 +197,7 @@ class DeepSpeedEngine(nn.Module):
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
         """`loss.backward()`, with the loss scale, divided by the accumulation steps."""
+        self._backwards += 1
         return self.inner.backward(loss, retain_graph, scale_wrt_gas)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -197,18 +207,27 @@ class DeepSpeedEngine(nn.Module):
     coalesce_grad_reduction = no_sync
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro-batch is the last one before an update."""
+        """Whether this micro-batch is the last one before an update; nobody knows before `step()`
+        where the configuration has `"managed_gradient_accumulation": false`: then False.
+        """
         if self._boundary is not None:
             return self._boundary
+        if not self.settings.managed:
+            return False
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """From now on it is, or is not, whatever the number of micro-batches; None: by it again."""
+        if not self.settings.managed:
+            raise ConfigError(
+                "set_gradient_accumulation_boundary: with managed_gradient_accumulation = false "
+                "each step() is the boundary. Call step() when there is to be an update."
+            )
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a boundary, update, and step the scheduler unless gradients overflowed."""
-        boundary = self.is_gradient_accumulation_boundary()
+        boundary = self.is_gradient_accumulation_boundary() or not self.settings.managed
         if boundary and self.groups is not None:
             if rates := self.groups.rates():
                 self.inner.lr = rates
@@ -221,7 +240,9 @@ class DeepSpeedEngine(nn.Module):
             return
         self._norm = self.inner.metrics["grad_norm"]
         self.global_steps += 1
-        self.global_samples += self.train_batch_size() or 0
+        micros = self.gradient_accumulation_steps() if self.settings.managed else self._backwards
+        self.global_samples += (self.settings.micro_batch or 0) * self.world_size * micros
+        self._backwards = 0
         self._applied = not self._skipped()
         if not self._applied:
             self.skipped_steps += 1
@@ -253,6 +274,8 @@ class DeepSpeedEngine(nn.Module):
     def destroy(self) -> None:
         """Give the module back as plain PyTorch; the engine is over."""
         self.inner.release()
+        for param in self.module.parameters():
+            forget(param)
 
     # --- checkpoints ---
 
@@ -285,6 +308,7 @@ class DeepSpeedEngine(nn.Module):
             "lr_scheduler": _state_of(self.lr_scheduler),
             "rates": self.get_lr() if self.groups is not None else [],
             "momenta": self.get_mom() if self.groups is not None and self.groups.cycles else [],
+            "keys": saving.keys_of(self.module),
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
             "global_samples": self.global_samples,
@@ -327,6 +351,7 @@ class DeepSpeedEngine(nn.Module):
         else:
             self.inner.load_state_dict(saving.module_of(found), strict=load_module_strict)
         self.inner.zero_grad()
+        self._backwards = 0
         # the micro-batches since the last update went with their gradients
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         if whole and self.groups is not None:
@@ -352,7 +377,7 @@ class DeepSpeedEngine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the module's full state dict in its compute dtype; every rank must call it."""
+        """Write the module's full state dict in its own dtypes; every rank must call it."""
         low = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
             saving.write_tensors(Path(save_dir) / save_filename, low)
@@ -368,100 +393,19 @@ class DeepSpeedEngine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's full state dict in its compute dtype; every rank must call it."""
+        """The module's full state dict in its own dtypes; every rank must call it."""
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         skip = frozen if exclude_frozen_parameters else set()
-        param = self.settings.config.dtypes.param
-        return {
-            prefix + name: x.to(param) if isinstance(x, Tensor) and x.is_floating_point() else x
-            for name, x in self.inner.state_dict().items()
-            if name not in skip
-        }
+        own = self.module.state_dict(keep_vars=True)
+        dtypes = {name: x.dtype for name, x in own.items() if isinstance(x, Tensor)}
+        full = saving.cast(self.inner.state_dict(), dtypes)
+        return {prefix + name: x for name, x in full.items() if name not in skip}
 
     def load_module_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True, **_: Any
     ) -> None:
         """Load full tensors under the module's names, the same on every rank."""
         self.inner.load_state_dict(state_dict.get("module", state_dict), strict)
-
-    # --- what it is asked ---
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each group."""
-        groups = self.optimizer.param_groups
-        return [group.get("betas", group.get("momentum")) for group in groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of all gradients before clipping, at the last update; None before one."""
-        return None if self._norm is None else float(self._norm)
-
-    def loss_scale(self) -> float:
-        """The loss scale of now; 1 without one."""
-        state = self.inner.state[1].loss_scale
-        return 1.0 if state is None else float(state.scale)
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether it changes."""
-        scaling = self.settings.config.scaling
-        return scaling is not None and scaling.dynamic
-
-    def train_micro_batch_size_per_gpu(self) -> Any:
-        """Rows of a rank's micro-batch; None if the configuration does not say."""
-        return self.settings.micro_batch
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
-        return self.settings.config.accum_steps
-
-    def train_batch_size(self) -> Any:
-        """Rows per update, over all ranks."""
-        micro = self.settings.micro_batch
-        return micro and micro * self.gradient_accumulation_steps() * self.world_size
-
-    def get_batch_info(self) -> tuple[Any, Any, int]:
-        """Rows per update, per micro-batch, and micro-batches per update."""
-        micro = self.settings.micro_batch
-        return self.train_batch_size(), micro, self.gradient_accumulation_steps()
-
-    def gradient_clipping(self) -> float:
-        """The bound on the norm of gradients; 0: none."""
-        return self.settings.config.clip_norm or 0.0
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self.settings.config.stage
-
-    def zero_optimization(self) -> bool:
-        """Whether something is sharded."""
-        return self.settings.config.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        """Whether the model computes in float16."""
-        return self.settings.config.dtypes.param == torch.float16
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bfloat16."""
-        return self.settings.config.dtypes.param == torch.bfloat16
-
-    def optimizer_name(self) -> str | None:
-        """Of the configuration's optimizer."""
-        return self.settings.optimizer and self.settings.optimizer.type
-
-    def scheduler_name(self) -> str | None:
-        """Of the configuration's scheduler."""
-        return self.settings.scheduler and self.settings.scheduler.type
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank."""
-        return self.global_rank
-
-    def get_model_parallel_rank(self) -> int:
-        """There is one."""
-        return 0
 
     def __getattr__(self, name: str) -> Any:
         if name in ENGINE:
@@ -475,6 +419,17 @@ class DeepSpeedEngine(nn.Module):
                     f"DeepSpeedEngine has no {name!r}, and neither has its module."
                 ) from None
             return getattr(module, name)  # as DeepSpeed's does
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Round parameters, as DeepSpeed's masters start from the rounded values; buffers stay."""
+    for module in model.modules() if dtype is not None else ():
+        # torch's norms want weights in the dtype of their statistics, which are buffers
+        if getattr(module, "running_mean", None) is not None:
+            continue
+        for param in module.parameters(recurse=False):
+            if param.is_floating_point():
+                param.data = param.data.to(dtype)
 
 
 def _state_of(scheduler: Any) -> Any:

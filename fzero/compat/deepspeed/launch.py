@@ -9,6 +9,7 @@ from torch import nn
 
 from fzero.compat.deepspeed import comm
 from fzero.compat.deepspeed.engine import DeepSpeedEngine, Given
+from fzero.compat.deepspeed.owners import owner_of
 from fzero.compat.deepspeed.settings import settings
 from fzero.errors import ConfigError
 
@@ -70,6 +71,13 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"deepspeed.initialize(model={type(model).__name__}): must be a torch.nn.Module."
+        )
+    params = list(model.parameters())
+    if params and all(owner_of(param) is not None for param in params):
+        raise ConfigError(
+            "deepspeed.initialize: the model belongs to an engine that initialize has returned "
+            "before. Call engine.destroy() of that one on every rank, which gives the model back, "
+            "or build another model; and make optimizers and model_parameters of it after that."
         )
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:

@@ -3,8 +3,9 @@
 They are marked before `initialize`, which names them to `Config(gather_together=...)`.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import glob
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -41,12 +42,35 @@ def set_z3_leaf_modules(
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, leaf_module_names: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules of these names."""
-    wanted = set(leaf_module_names)
-    found = [module for name, module in model.named_modules() if name in wanted]
-    return _mark(found, True, raise_if_not_found, leaf_module_names)
+    model: nn.Module,
+    module_names: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of these names, or take their marks away.
+
+    Returns:
+        The modules, and the names that there are not.
+
+    Raises:
+        ConfigError: a name that there is not.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> set_z3_leaf_modules_by_name(model, ["0", "1"], raise_if_not_found=False)
+        ([Linear(in_features=2, out_features=2, bias=True)], ['1'])
+    """
+    return _by(model, module_names, str.__eq__, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """The same, of modules whose names end so."""
+    return _by(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
@@ -74,15 +98,38 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def leaf_names(model: nn.Module) -> list[str]:
-    """The names of all that are marked."""
-    return [name for name, module in model.named_modules() if z3_leaf_module(module)]
+    """Globs of all that are marked: their names, and "*" for the model itself."""
+    return [
+        glob.escape(name) or "*" for name, module in model.named_modules() if z3_leaf_module(module)
+    ]
+
+
+def _by(
+    model: nn.Module,
+    asked: Sequence[str],
+    fits: Callable[[str, str], bool],
+    flag: bool,
+    must: bool,
+) -> tuple[list[nn.Module], list[str]]:
+    """What is marked, each once, and what of `asked` fits no name."""
+    found = {
+        want: [module for name, module in model.named_modules() if fits(name, want)]
+        for want in asked
+    }
+    missing = [want for want, modules in found.items() if not modules]
+    if must and missing:
+        _none(missing)
+    once = {id(module): module for modules in found.values() for module in modules}
+    return _mark(list(once.values()), flag, False, asked), missing
 
 
 def _mark(found: list[nn.Module], flag: bool, must: bool, asked: Iterable[Any]) -> list[nn.Module]:
     if must and not found:
-        raise ConfigError(
-            f"no module of the model is one of {list(asked)}; see model.named_modules()."
-        )
+        _none(asked)
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
+
+
+def _none(asked: Iterable[Any]) -> NoReturn:
+    raise ConfigError(f"no module of the model is one of {list(asked)}; see model.named_modules().")

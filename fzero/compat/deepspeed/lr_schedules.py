@@ -163,8 +163,8 @@ class OneCycle(Scheduler):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: Rates = 0.8,
+        cycle_max_mom: Rates = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
@@ -178,7 +178,7 @@ class OneCycle(Scheduler):
             )
         self._halves, self._total = ((first, stairs), (second, down)), first + second
         self._decay = decay_step_size, decay_lr_rate, decay_mom_rate
-        self._moms = cycle_min_mom, cycle_max_mom
+        self._moms = _pairs(optimizer, cycle_min_mom, cycle_max_mom)
         self._pairs = _pairs(optimizer, cycle_min_lr, cycle_max_lr)
         groups = optimizer.param_groups
         self.cycle_momentum = cycle_momentum and all("betas" in group for group in groups)
@@ -196,19 +196,18 @@ class OneCycle(Scheduler):
         """The betas of each group; None where momentum does not cycle."""
         if not self.cycle_momentum:
             return None
-        low, high = self._moms
         share, past = self._share(), self._past()
-        if self.last_batch_iteration < 0:
-            mom = low  # as DeepSpeed begins
-        elif share is None:
-            mom = high * (1 + self._decay[2] * past)
-        else:
-            mom = high - (high - low) * share
-        return [(mom, 0.99)] * len(self._pairs)
+        if share is None:
+            grown = 1 + self._decay[2] * past
+            return [(high * grown, 0.99) for _, high in self._moms]
+        return [(high - (high - low) * share, 0.99) for low, high in self._moms]
 
     def _write(self) -> None:
         super()._write()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+        moms = self.get_mom() or ()
+        if moms and self.last_batch_iteration < 0:
+            moms = [(low, 0.99) for low, _ in self._moms]  # as DeepSpeed begins
+        for group, betas in zip(self.optimizer.param_groups, moms, strict=False):
             group["betas"] = betas
 
     def _share(self) -> float | None:
@@ -241,6 +240,11 @@ class LRRangeTest(Scheduler):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
+        if lr_range_test_step_size <= 0:
+            raise ConfigError(
+                f"LRRangeTest: lr_range_test_step_size={lr_range_test_step_size} must be above 0."
+            )
+
         def of(low: float) -> Callable[[Tensor], Tensor]:
             def schedule(step: Tensor) -> Tensor:
                 passed = step / lr_range_test_step_size

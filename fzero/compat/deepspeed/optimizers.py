@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fzero import optim
+from fzero import optim, tree
 from fzero.compat.deepspeed.refused import OPTIMIZERS, refuse
 from fzero.compat.deepspeed.settings import Section
-from fzero.errors import ConfigError, FzeroError
+from fzero.distributed.dtensor import local_tensor
+from fzero.errors import CheckpointError, ConfigError, FzeroError
 from fzero.tree import PyTree
 
 
@@ -356,21 +357,58 @@ class ClientGroups:
         return {label: float(group["betas"][0]) for label, group in groups}
 
 
-class LossScaler(NamedTuple):
-    """What scripts read of DeepSpeed's loss scalers.
+class LossScaler:
+    """The loss scale of now, and its rule, under the names of DeepSpeed's scalers.
+
+    Scripts hold one and read it later, so it keeps no values of its own.
 
     Args:
-        cur_scale: the loss scale; 1 without one. `loss_scale` is its other name.
-        dynamic: whether it changes.
+        engine: a `DeepSpeedEngine`.
     """
 
-    cur_scale: float
-    dynamic: bool
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
 
     @property
-    def loss_scale(self) -> float:
-        """The loss scale."""
-        return self.cur_scale
+    def cur_scale(self) -> float:
+        """The loss scale; 1 without one."""
+        return self._engine.loss_scale()
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it changes."""
+        return self._engine.dynamic_loss_scale()
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        """Updates so far, skipped ones included."""
+        return self._engine.global_steps
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """The scale backs off at an overflow when this is 1."""
+        state = self._engine.inner.state[1].loss_scale
+        return 1 if state is None else int(state.hysteresis)
+
+    def __getattr__(self, name: str) -> Any:
+        scaling = None if name not in _RULE else self._engine.settings.config.scaling
+        if scaling is None:
+            raise AttributeError(f"there is no loss scale, or it has no {name!r}.")
+        return getattr(scaling, _RULE[name])
+
+
+# DeepSpeed's names, of its scalers with and without ZeRO, and those of `fzero.LossScale`
+_RULE = {
+    "scale_window": "window",
+    "scale_factor": "growth",
+    "min_scale": "minimum",
+    "min_loss_scale": "minimum",
+    "delayed_shift": "hysteresis",
+}
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -415,9 +453,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self._engine.dynamic_loss_scale()
 
     @property
-    def loss_scaler(self) -> "LossScaler":
-        """The loss scale of now."""
-        return LossScaler(self.cur_scale, self.dynamic_loss_scale)
+    def loss_scaler(self) -> LossScaler:
+        """What tells the loss scale, now and later; `loss_scale_config` is its other name."""
+        return LossScaler(self._engine)
+
+    loss_scale_config = loss_scaler
 
     def needs_scaler(self) -> bool:
         """Whether a backward of your own needs `engine.scale(loss)`."""
@@ -436,14 +476,39 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._engine.backward(loss, retain_graph=retain_graph)
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups' numbers; the state is in `engine.save_checkpoint`."""
+        """The groups' numbers, and this rank's part of the state, by path; not the parameters."""
         numbers = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        return {"state": {}, "param_groups": numbers}
+        parts = {path: local_tensor(x).detach().clone() for path, x in self._leaves().items()}
+        return {"state": parts, "param_groups": numbers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the groups' learning rates."""
-        for mine, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            mine["lr"] = theirs["lr"]
+        """Take what `state_dict` gave on this rank, of an optimizer that is sharded alike.
+
+        Raises:
+            CheckpointError: it is another one's; nothing has changed.
+        """
+        parts, groups = state_dict["state"], state_dict["param_groups"]
+        mine = {path: local_tensor(x) for path, x in self._leaves().items()}
+        wrong = [path for path in mine.keys() | parts.keys() if not _alike(mine, parts, path)]
+        if wrong or len(groups) != len(self.param_groups):
+            raise CheckpointError(
+                f"optimizer.load_state_dict: {min(wrong, default='param_groups')} is missing, or "
+                "of another shape than here. It takes what state_dict() gave on this rank, of the "
+                "same model, optimizer, stage and world; engine.save_checkpoint is for any."
+            )
+        with torch.no_grad():
+            for path, x in mine.items():
+                x.copy_(parts[path])
+        for group, theirs in zip(self.param_groups, groups, strict=True):
+            group.update({k: v for k, v in theirs.items() if k != "params"})
+        self.groups.forget()
+
+    def _leaves(self) -> dict[str, Tensor]:
+        """The tensors of the optimizer's state, its step count and its loss scale, by path."""
+        state = self._engine.inner.state[1]
+        kept = {"inner": state.inner, "loss_scale": state.loss_scale, "step": state.step}
+        pairs = zip(tree.paths(kept), tree.leaves(kept), strict=True)
+        return {path: x for path, x in pairs if isinstance(x, Tensor)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused."""
@@ -455,6 +520,11 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return (
             f"DeepSpeedOptimizer({type(self.optimizer).__name__}, {len(self.param_groups)} groups)"
         )
+
+
+def _alike(mine: Mapping[str, Any], theirs: Mapping[str, Any], path: str) -> bool:
+    there = path in mine and path in theirs
+    return there and mine[path].shape == getattr(theirs[path], "shape", None)
 
 
 def as_groups(model: nn.Module, given: Any) -> list[Any]:

@@ -32,6 +32,11 @@ def note(param: Tensor, owner: Owner) -> None:
     param.fzero_deepspeed = owner  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def forget(param: Tensor) -> None:
+    """Note that a parameter is nobody's any more."""
+    param.fzero_deepspeed = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def owner_of(param: Any) -> tuple[Engine, str] | None:
     """The engine and the name of a parameter; None where it has none."""
     owner: Owner | None = getattr(param, "fzero_deepspeed", None)

@@ -12,13 +12,13 @@ import argparse
 import contextlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero import checkpoint
 from fzero.compat.deepspeed import comm
@@ -102,11 +102,30 @@ def kept_of(found: Path) -> dict[str, Any]:
         ) from error
 
 
+def keys_of(module: nn.Module) -> dict[str, str]:
+    """The keys of a module's `state_dict`, each with the name that a checkpoint has for it.
+
+    A checkpoint has tied tensors under one name, and buffers that are not persistent, too.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    >>> model[1].weight = model[0].weight
+    >>> keys_of(model)
+    {'0.weight': '0.weight', '1.weight': '0.weight'}
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    names = {id(x): name for name, x in named}
+    own = module.state_dict(keep_vars=True)
+    return {key: names.get(id(x), key) for key, x in own.items() if isinstance(x, Tensor)}
+
+
 def module_of(found: Path) -> dict[str, Tensor]:
-    """All parameters and buffers of a checkpoint, in full, on the host, in their highest precision.
+    """What the module's `state_dict` had, in full, on the host, in the highest precision.
 
     Args:
         found: the checkpoint; no process group is needed.
+
+    Returns:
+        One tensor for all names of a tied one.
     """
     reader = checkpoint.Reader(found)
     wanted: dict[str, Any] = {}
@@ -115,9 +134,22 @@ def module_of(found: Path) -> dict[str, Tensor]:
             described: Any = leaf
             wanted[key] = torch.empty(described.size, dtype=described.properties.dtype)
     dcp.load(wanted, storage_reader=reader, no_dist=True)
-    return {
+    there = {
         next(key[len(p) :] for p in _PREFIXES if key.startswith(p)): wanted[key] for key in wanted
     }
+    # of what an earlier version saved there is no list
+    keys = kept_of(found).get("keys", {name: name for name in there})
+    return {key: there[name] for key, name in keys.items() if name in there}
+
+
+def cast(tensors: dict[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    """Floating tensors in other dtypes; what was one tensor under several names still is."""
+    done = {
+        id(x): x.to(dtypes[name])
+        for name, x in tensors.items()
+        if name in dtypes and x.is_floating_point()
+    }
+    return {name: done.get(id(x), x) for name, x in tensors.items()}
 
 
 @contextlib.contextmanager
@@ -200,7 +232,8 @@ def _file(where: Path, rank: int, step: int) -> Path:
 
 
 def _write(file: Path, data: bytes) -> None:
-    part = file.with_name(f".{file.name}.part")
+    # ranks may write the same file: each its own part, and the last one stays
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
     with open(part, "wb") as opened:
         opened.write(data)
         opened.flush()

@@ -1,12 +1,12 @@
 """A DeepSpeed configuration, whole: what becomes a `Config`, and what the shim itself takes."""
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from fzero.config import Config
+from fzero.config.deepspeed import load
 from fzero.errors import ConfigError, users_line
 
 # DeepSpeed clips since 0.19 where nothing is said; before, it did not.
@@ -34,6 +34,9 @@ class Settings(NamedTuple):
         micro_batch: rows of a rank's micro-batch; None if the configuration does not say.
         optimizer, scheduler: sections, or None.
         drop_last: whether the loader leaves a last short batch out.
+        managed: whether gradients are added up over a number of micro-batches that is counted, or
+            until the script steps.
+        auto_cast: whether floating inputs are cast to float16: else they stay, as the model is.
         reduction: what gradients are over ranks: "mean" or "sum".
         predivide: what they are divided by before they are added up, of the whole division; None:
             as `fzero.Engine` does.
@@ -45,6 +48,8 @@ class Settings(NamedTuple):
     optimizer: Section | None
     scheduler: Section | None
     drop_last: bool
+    managed: bool = True
+    auto_cast: bool = False
     reduction: Literal["mean", "sum"] = "mean"
     predivide: float | None = None
 
@@ -64,11 +69,16 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
         >>> found.micro_batch, found.config.accum_steps, found.config.clip_norm
         (2, 2, 1.0)
     """
-    raw = dict(source) if isinstance(source, Mapping) else _load(source)
+    raw = dict(source) if isinstance(source, Mapping) else load(source)
     _refuse(raw)
     rest = {k: v for k, v in raw.items() if k not in _OURS}
     if rest.get("gradient_clipping", "auto") == "auto":
         rest["gradient_clipping"] = CLIPPING
+    fp16 = raw.get("fp16")
+    auto_cast = False
+    if isinstance(fp16, Mapping) and fp16.get("auto_cast") is True:
+        auto_cast = True
+        rest["fp16"] = {k: v for k, v in fp16.items() if k != "auto_cast"}
     config = Config.from_deepspeed(rest, world_size=world_size)
     return Settings(
         config,
@@ -77,6 +87,8 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
         _section(raw, "optimizer"),
         _section(raw, "scheduler"),
         bool(raw.get("dataloader_drop_last", False)),
+        _managed(raw),
+        auto_cast,
         *_reduction(raw, world_size),
     )
 
@@ -90,6 +102,7 @@ _OURS = (
     "gradient_allreduce_op",
     "prescale_gradients",
     "gradient_predivide_factor",
+    "managed_gradient_accumulation",
 )
 
 
@@ -125,17 +138,6 @@ def _refuse(raw: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{key} = {value!r}: {advice}. Change or remove it.")
 
 
-def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"Cannot read a DeepSpeed configuration from {os.fspath(path)!r}: {error}. Pass a "
-            "dict, or the path of a JSON file, as config=... or --deepspeed_config."
-        ) from error
-
-
 def _micro_batch(raw: Mapping[str, Any], accum_steps: int, world_size: int) -> int | None:
     micro, total = raw.get("train_micro_batch_size_per_gpu"), raw.get("train_batch_size")
     if isinstance(micro, int):
@@ -160,6 +162,13 @@ def _reduction(
     if raw.get("prescale_gradients"):
         factor = world_size if op == "mean" else 1.0
     return op, None if factor is None else float(factor)
+
+
+def _managed(raw: Mapping[str, Any]) -> bool:
+    managed = raw.get("managed_gradient_accumulation", True)
+    if not isinstance(managed, bool):
+        raise ConfigError(f"managed_gradient_accumulation = {managed!r}: must be true or false.")
+    return managed
 
 
 def _section(raw: Mapping[str, Any], name: str) -> Section | None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import runpy
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import fzero
 import fzero.compat.deepspeed as deepspeed
 from fzero.compat.deepspeed.lr_schedules import scheduler_of
 from fzero.compat.deepspeed.settings import Section
-from fzero.errors import BackwardError, ConfigError, FzeroError
+from fzero.errors import BackwardError, CheckpointError, ConfigError, FzeroError
 from tests.ranks import run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -205,7 +206,8 @@ def engine_of(**more: Any) -> tuple[deepspeed.DeepSpeedEngine, Any]:
 
 
 def backward(engine: deepspeed.DeepSpeedEngine, factor: float = 1.0) -> None:
-    engine.backward(engine(torch.ones(2, 3)).float().square().mean() * factor)
+    x = torch.ones(2, 3, dtype=next(engine.module.parameters()).dtype)
+    engine.backward(engine(x).float().square().mean() * factor)
 
 
 def test_the_boundary_is_the_scripts_where_it_sets_one() -> None:
@@ -222,6 +224,31 @@ def test_the_boundary_is_the_scripts_where_it_sets_one() -> None:
     engine.step()
     assert not torch.equal(engine.inner.full_param("bias"), before)
     assert (engine.global_steps, engine.micro_steps) == (1, 6)
+
+
+def test_each_step_updates_where_accumulation_is_the_scripts() -> None:
+    """After any number of backwards, each divided by the configuration's steps."""
+    engine, _ = engine_of(
+        gradient_accumulation_steps=4, managed_gradient_accumulation=False, gradient_clipping=0.0
+    )
+    plain = copy.deepcopy(engine.module)
+    opt = torch.optim.SGD(plain.parameters(), 0.1)
+    rows = 0
+    for update, backwards in enumerate((2, 5, 1)):
+        for _ in range(backwards):
+            backward(engine)
+            (plain(torch.ones(2, 3)).square().mean() / 4).backward()
+            assert not engine.is_gradient_accumulation_boundary()
+        engine.step()
+        opt.step()
+        opt.zero_grad()
+        rows += 2 * backwards
+        assert (engine.global_steps, engine.global_samples) == (update + 1, rows)
+        assert engine.was_step_applied()
+        for name, x in engine.inner.state_dict().items():
+            assert torch.allclose(x, plain.state_dict()[name])
+    with pytest.raises(ConfigError, match="managed_gradient_accumulation"):
+        engine.set_gradient_accumulation_boundary(True)
 
 
 def test_a_step_that_overflows_is_counted_and_leaves_the_schedule() -> None:
@@ -246,6 +273,50 @@ def test_the_loss_scale_is_shown_as_deepspeed_shows_it() -> None:
         _, optimizer = engine_of(fp16={"enabled": True, **fp16})
         assert optimizer.loss_scale == optimizer.loss_scaler.loss_scale == scale
         assert optimizer.dynamic_loss_scale == optimizer.loss_scaler.dynamic == dynamic
+
+
+class Scaler:
+    """The rules of DeepSpeed's scalers: without ZeRO there is no hysteresis."""
+
+    def __init__(self, stage: int, scale: float, window: int, hysteresis: int) -> None:
+        self.scale, self.window, self.refill = scale, window, hysteresis
+        self.left = 1 if stage == 0 else hysteresis
+        self.stage, self.iteration, self.last = stage, 0, -1
+
+    def step(self, overflow: bool) -> float:
+        if overflow:
+            self.scale, self.left = (
+                (max(self.scale / 2, 1.0), 1) if self.left == 1 else (self.scale, self.left - 1)
+            )
+            self.last = self.iteration
+        else:
+            stable = self.iteration - self.last - 1
+            if stable > 0 and stable % self.window == 0:
+                self.scale *= 2
+                self.left = 1 if self.stage == 0 else self.refill
+        self.iteration += 1
+        return self.scale
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_loss_scale_moves_as_deepspeeds_does(stage: int, seed: int) -> None:
+    fp16 = {
+        "enabled": True, "initial_scale_power": 9, "loss_scale_window": 2, "hysteresis": 3
+    }  # fmt: skip
+    engine, optimizer = engine_of(fp16=fp16, zero_optimization={"stage": stage})
+    held = optimizer.loss_scaler  # scripts hold it, and read it later
+    model, skipped = Scaler(stage, held.cur_scale, held.scale_window, 3), 0
+    chance = random.Random(seed)
+    for step in range(24):
+        overflow = chance.random() < 0.3
+        backward(engine, math.inf if overflow else 1e-3)
+        engine.step()
+        skipped += overflow
+        assert held.cur_scale == model.step(overflow), step
+        assert (held.cur_iter, held.cur_hysteresis) == (step + 1, model.left)
+        assert engine.skipped_steps == skipped
+    assert optimizer.loss_scale_config.min_loss_scale == held.min_scale == 1.0
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam"])
@@ -325,6 +396,123 @@ def test_what_is_in_no_group_stays() -> None:
     backward(engine)
     engine.step()
     assert torch.equal(engine.inner.full_param("bias"), bias)
+
+
+class Rotary(nn.Module):
+    """Angles that 16 bits can't tell apart, as rotary embeddings have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("angles", 1000.0 + torch.arange(4.0) / 8, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear((x * self.angles.sin()).to(self.linear.weight.dtype)))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_buffers_stay_as_precise_as_they_are(kind: str, stage: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Rotary(), torch.randn(2, 4)
+    low = torch.bfloat16 if kind == "bf16" else torch.float16
+    plain = copy.deepcopy(model)
+    plain.linear.to(low)
+    config = {
+        "train_batch_size": 2,
+        kind: {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+    assert torch.equal(engine(x).float(), plain(x).float())
+    assert torch.equal(engine.module.angles, plain.angles)
+    engine.save_16bit_model(str(tmp_path))
+    saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    theirs = plain.state_dict()
+    assert {k: v.dtype for k, v in saved.items()} == {k: v.dtype for k, v in theirs.items()}
+    assert all(torch.equal(saved[key], theirs[key]) for key in theirs)
+
+
+def test_inputs_are_cast_where_the_configuration_says_so() -> None:
+    seen = []
+
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+            seen.append((x.dtype, mask.dtype))
+            return super().forward((x * mask).to(self.weight.dtype))
+
+    x = torch.full((2, 3), 1.001)
+    for auto_cast, dtype in ((False, torch.float32), (True, torch.float16)):
+        config = {"train_batch_size": 2, "fp16": {"enabled": True, "auto_cast": auto_cast}}
+        model = Reads(3, 1)
+        engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+        engine(x, mask=x)
+        assert seen.pop() == (dtype, dtype)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    model = nn.Linear(3, 1)
+    mine, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for optimizer in (None, mine, fzero.optim.sgd(0.1)):  # None: the configuration's
+        scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+        with pytest.raises(ConfigError, match="another optimizer than"):
+            deepspeed.initialize(
+                model=model,
+                config=config,
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+                dist_init_required=False,
+            )
+
+
+def test_a_model_has_one_engine_until_that_gives_it_back() -> None:
+    engine, _ = engine_of(zero_optimization={"stage": 3})
+    model = engine.module
+    given = {"model": model, "config": {"train_batch_size": 2}, "dist_init_required": False}
+    with pytest.raises(ConfigError, match=r"engine\.destroy"):
+        deepspeed.initialize(**given)
+    engine.destroy()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    again = deepspeed.initialize(**given, optimizer=opt)[0]
+    backward(again)
+    again.step()
+    assert again.global_steps == 1
+
+
+def _goes_on_from_the_optimizers_state(stage: int, kind: str) -> None:
+    low = {kind: {"enabled": True, "initial_scale_power": 4}} if kind == "fp16" else {}
+    adam = {"type": "AdamW", "params": {"lr": 0.1}}
+    zero = {"stage": stage}
+    engine, optimizer = engine_of(optimizer=adam, zero_optimization=zero, **low)
+    optimizer.param_groups[0]["lr"] = 0.2
+    for _ in range(3):
+        backward(engine)
+        engine.step()
+    saved = optimizer.state_dict(), engine.inner.state_dict()
+    again, fresh = engine_of(optimizer=adam, zero_optimization=zero, **low)
+    again.inner.load_state_dict(saved[1])
+    fresh.load_state_dict(copy.deepcopy(saved[0]))
+    for _ in range(2):
+        for each in (engine, again):
+            backward(each)
+            each.step()
+        for name, x in engine.inner.state_dict().items():
+            assert torch.equal(x, again.inner.state_dict()[name])
+        assert again.get_lr() == [0.2]
+        assert again.loss_scale() == engine.loss_scale()
+    for wrong in ({}, {**saved[0]["state"], "more": torch.ones(1)}):
+        with pytest.raises(CheckpointError, match="save_checkpoint"):
+            fresh.load_state_dict({**saved[0], "state": wrong})
+    engine.destroy()
+    again.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["fp32", "fp16"])
+def test_an_optimizers_state_dict_has_its_state(stage: int, kind: str) -> None:
+    run_ranks(2, _goes_on_from_the_optimizers_state, stage, kind)
 
 
 def test_an_optimizer_of_fzero_is_taken_as_it_is() -> None:

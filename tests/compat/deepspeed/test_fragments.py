@@ -43,7 +43,8 @@ def _written(rank_cases: list[tuple[int, str, int]]) -> list[str]:
 
         params = list(engine.module.parameters())
         for micro in range(case[2]):
-            engine.backward(engine(torch.randn(2, 5) + rank).mean())
+            x = (torch.randn(2, 5) + rank).to(next(engine.module.parameters()).dtype)
+            engine.backward(engine(x).mean())
             if micro < case[2] - 1:
                 engine.step()
         for i, param in enumerate(params):

@@ -163,3 +163,23 @@ def test_what_can_not_be_honoured_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         scheduler_of(Section(name, params), optimizer())
+
+
+def test_momentum_of_each_group() -> None:
+    groups = [{"params": [torch.zeros(1)]} for _ in range(2)]
+    opt = torch.optim.AdamW(groups)
+    lows, highs = [0.5, 0.6], [0.8, 0.9]
+    scheduler = lr_schedules.OneCycle(
+        opt, 0.0, 1.0, cycle_first_step_size=2, cycle_min_mom=lows, cycle_max_mom=highs
+    )
+    # DeepSpeed writes the least at the start, and tells what the first step will write
+    assert [group["betas"][0] for group in opt.param_groups] == lows
+    assert [mom for mom, _ in scheduler.get_mom() or ()] == highs
+    for share in (0.5, 1.0, 0.5, 0.0):
+        scheduler.step()
+        expected = [high - (high - low) * share for low, high in zip(lows, highs, strict=True)]
+        assert [group["betas"][0] for group in opt.param_groups] == pytest.approx(expected)
+    with pytest.raises(ConfigError, match="3 rates for 2"):
+        lr_schedules.OneCycle(opt, 0.0, 1.0, cycle_min_mom=[0.1] * 3)
+    with pytest.raises(ConfigError, match="lr_range_test_step_size=0"):
+        lr_schedules.LRRangeTest(opt, lr_range_test_step_size=0)

@@ -132,6 +132,60 @@ def test_weights_are_read_without_ranks(tmp_path: Path) -> None:
     assert all(torch.equal(x, weights[name]) for name, x in again.items())
 
 
+class Tied(nn.Module):
+    """What a `state_dict` is more than named parameters and buffers, or less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+        self.register_buffer("shift", torch.ones(4))
+        self.register_buffer("again", self.shift)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (self.embed(x) + self.frozen) * self.scale + self.shift
+        return self.head(x.to(self.head.weight.dtype))
+
+
+def _gives_back_its_keys(folder: Path, stage: int, bf16: bool) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "bf16": {"enabled": bf16},
+    }
+    engine = deepspeed.initialize(model=Tied(), config=config)[0]
+    engine.backward(engine(torch.tensor([1, deepspeed.comm.get_rank()])).float().square().mean())
+    engine.step()
+    engine.save_checkpoint(folder)
+    before = engine.module_state_dict()
+    # every rank writes the same file
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "out")
+    deepspeed.comm.barrier()
+    engine.save_16bit_model(folder, "low.bin")
+    for file in (folder / "out" / "pytorch_model.bin", folder / "low.bin"):
+        read = torch.load(file, weights_only=True)
+        assert read["head.weight"] is read["embed.weight"], file
+        Tied().load_state_dict(read)
+    for how in ({"load_module_only": True}, {"load_optimizer_states": False}, {}):
+        engine.backward(engine(torch.tensor([3])).float().square().mean())
+        engine.step()
+        engine.load_checkpoint(folder, **how)
+        for name, x in engine.module_state_dict().items():
+            assert torch.equal(x, before[name]), (how, name)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_checkpoint_has_the_keys_of_the_modules_state_dict(
+    tmp_path: Path, stage: int, bf16: bool
+) -> None:
+    run_ranks(2, _gives_back_its_keys, tmp_path, stage, bf16, timeout=120)
+
+
 def test_the_latest_tag_is_the_last_that_asked_to_be(tmp_path: Path) -> None:
     engine = engine_of(stage=0)
     with pytest.warns(UserWarning, match="latest"):

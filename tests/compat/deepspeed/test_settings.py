@@ -1,5 +1,6 @@
 """A whole DeepSpeed configuration."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,3 +95,13 @@ def test_gradients_are_a_mean_or_a_sum_divided_before_or_after(
 def test_another_reduction_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         settings({key: "max"}, 1)
+
+
+def test_a_file_that_says_a_key_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 2, "gradient_clipping": 1.0, "gradient_clipping": 0.0}')
+    with pytest.raises(ConfigError, match="gradient_clipping"):
+        settings(str(file), 1)
+    file.write_text('{"train_batch_size": 2 # a comment\n}')
+    with pytest.raises(ConfigError, match="Hjson"):
+        settings(str(file), 1)

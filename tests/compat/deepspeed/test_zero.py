@@ -58,3 +58,27 @@ def test_the_paths_that_saving_scripts_import_are_there() -> None:
 
     assert (DeepSpeedEngine, Init) == (deepspeed.DeepSpeedEngine, deepspeed.zero.Init)
     assert {x.name for x in ZeroParamStatus} == {"AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"}
+
+
+def test_a_model_that_generates_is_gathered_once() -> None:
+    from fzero.compat.deepspeed.runtime.zero import unwrap_model_for_generation
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    expected = model(x).detach()
+    engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+    for _ in range(2):
+        with torch.no_grad(), unwrap_model_for_generation(engine) as inside:
+            assert torch.equal(inside(x), expected)
+            assert inside.module.weight.numel() == 16
+        engine.backward(engine(x).sum())
+        engine.step()
+        expected = engine(x).detach()
+
+
+def test_scripts_may_ask_for_the_version() -> None:
+    assert deepspeed.__version__.startswith("0.19.")

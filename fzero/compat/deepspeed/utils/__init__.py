@@ -24,6 +24,7 @@ from fzero.compat.deepspeed.leaf_modules import (
     set_z3_leaf_module,
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
     "zero_to_fp32",

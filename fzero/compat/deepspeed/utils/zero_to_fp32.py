@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fzero.compat.deepspeed import saving
@@ -17,7 +18,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """All parameters and buffers of a checkpoint of `save_checkpoint`, floating ones in float32.
+    """The module's `state_dict` in a checkpoint of `save_checkpoint`, floating ones in float32.
 
     Args:
         checkpoint_dir: what was given to `save_checkpoint`.
@@ -38,7 +39,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     if tag is None:
         raise CheckpointError(f"{folder} has no file 'latest'. Pass a tag.")
     found = saving.module_of(saving.find(folder, tag))
-    return {name: x.float() if x.is_floating_point() else x for name, x in found.items()}
+    return saving.cast(found, dict.fromkeys(found, torch.float32))
 
 
 def load_state_dict_from_zero_checkpoint(
