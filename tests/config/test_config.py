@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import inspect
 import json
 import math
 import pickle
@@ -111,8 +112,9 @@ configs = st.fixed_dictionaries(
 def test_every_field_is_tried_and_explained() -> None:
     fields = {field.name for field in dataclasses.fields(Config)}
     assert LEGAL.keys() | {"mesh"} == fields
-    explained = str(Config.__doc__).partition("Args:")[2].partition("Raises:")[0]
-    assert set(re.findall(r"^ {8}(\w+): ", explained, re.MULTILINE)) == fields
+    # newer Pythons leave the indentation out by themselves
+    explained = inspect.cleandoc(str(Config.__doc__)).partition("Args:")[2].partition("Raises:")[0]
+    assert set(re.findall(r"^ {4}(\w+): ", explained, re.MULTILINE)) == fields
     assert {field for field, *_ in ILLEGAL} >= fields - {"mesh"}
 
 
