@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import inspect
 import json
 import math
 import pickle
