@@ -32,7 +32,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "passes": ("layout", "distributed", "program"),
     "state": (
         *("errors", "tree", "layout", "numerics", "distributed", "optim"),
-        *("functional.owners", "config"),
+        *("functional.memory", "functional.owners", "config"),
     ),
     "transforms": (
         *("errors", "tree", "layout", "numerics", "distributed", "optim", "functional"),

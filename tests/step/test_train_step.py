@@ -107,6 +107,71 @@ def test_a_tensor_that_comes_twice_may_be_two_at_the_next_call(
     torch.testing.assert_close(loss, model_fn(_params(), batch))
 
 
+class _Slots(NamedTuple):
+    sum: Any
+    sizes: Any
+    before: Any
+
+
+class _OneTensorInTwoSlots:
+    """An optimizer of pure functions, whose state starts with one tensor under several names."""
+
+    def __init__(self, start: str) -> None:
+        self.start = start
+
+    def init(self, params: Any) -> _Slots:
+        zeros = tree.map(torch.zeros_like, params)
+        if self.start == "views":
+            return _Slots(zeros, tree.map(lambda x: x.view_as(x), zeros), params)
+        if self.start == "numbers":
+            zeros = tree.map(lambda x: x.new_zeros(()).expand(x.shape), params)
+        return _Slots(zeros, zeros, params)
+
+    def update(self, grads: Any, state: _Slots, params: Any) -> tuple[Any, _Slots]:
+        total = tree.map(lambda m, g: 0.9 * m + g, state.sum, grads)
+        sizes = tree.map(lambda s, m: s + m.abs(), state.sizes, total)
+        before = tree.map(lambda b, p: (b + p) / 2, state.before, params)
+        updates = tree.map(lambda m, s, b: -(0.1 * m + 0.01 * s + 0.02 * b), total, sizes, before)
+        return updates, _Slots(total, sizes, before)
+
+
+@STAGES
+@pytest.mark.parametrize("start", ["a tensor", "views", "numbers"])
+def test_an_optimizers_state_may_start_with_one_tensor_in_two_slots(stage: int, start: str) -> None:
+    opt = _OneTensorInTwoSlots(start)
+    step_fn = fzero.make_train_step(_loss, opt, Config(stage=stage))
+    params, opt_state = step_fn.init(_params())
+    plain: Any = _params()
+    state = opt.init(plain)
+    for _ in range(3):
+        params, opt_state = step_fn(params, opt_state, X)
+        given = {k: v.detach().requires_grad_() for k, v in plain.items()}
+        grads = torch.autograd.grad(_loss(given, X), list(given.values()))
+        updates, state = opt.update(dict(zip(given, grads, strict=True)), state, plain)
+        plain = {k: plain[k] + updates[k] for k in plain}
+    torch.testing.assert_close(_full(params), tree.leaves(plain))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_donated_leaf_in_the_memory_of_another_is_refused(stage: int, executor: Any) -> None:
+    def model_fn(params: Any, teacher: Any, x: Tensor) -> Any:
+        return _loss(params, x) + (params["w"] - teacher["w"]).square().sum(), teacher
+
+    cfg = Config(stage=stage, executor=executor)
+    step_fn = fzero.make_train_step(model_fn, SGD, cfg)
+    params, opt_state = step_fn.init(_params(), _params())
+    params, opt_state = step_fn(params, opt_state, X)
+    # a teacher that is the student of now, and would go on as that does
+    with pytest.raises(
+        fzero.ShardError, match=r"params\['b'\] and leaf 0 of opt_state.model_state"
+    ):
+        step_fn(params, opt_state._replace(model_state=params), X)
+    teacher = fzero.tree_map(torch.clone, params)
+    _, opt_state = step_fn(params, opt_state._replace(model_state=teacher), X)
+    assert _equal(opt_state.model_state, teacher)
+
+
 def test_more_than_8_kinds_of_batch_warn_once_and_say_what_changed() -> None:
     step_fn = fzero.make_train_step(_Counted(), SGD)
     state = step_fn.init(_params())

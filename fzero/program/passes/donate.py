@@ -22,7 +22,9 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
     """Write results over donated inputs as soon as nobody reads those any more.
 
     A donated input takes the first result of its shape, dtype and strides. A result that would be
-    in the memory of an input that is not donated is copied: the caller's tensors stay its own.
+    in the memory of an input that is not donated is copied, the caller's tensors stay its own; and
+    so is one in the memory of another result (gradients of a sum): who writes to one, as who clips
+    in place, means that one.
 
     Args:
         program: functional.
@@ -56,6 +58,17 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
             copies += 1
     written = 0
     reads, writes, order = _reads(graph), _writes(graph), order_of(graph)
+    apart: list[fx.Node] = []
+    for i, result in enumerate(results):
+        if i in taken:
+            continue
+        if any(_overlap(result, other) for other in apart):
+            last = max((result, *writes.get(_storage(result), ())), key=order.__getitem__)
+            with graph.inserting_after(last):
+                results[i] = call(graph, torch.ops.aten.clone.default, result)
+            copies += 1
+        else:
+            apart.append(result)
     for i, target in taken.items():
         if results[i] is target:
             continue
@@ -73,13 +86,31 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
     settled(output)
     if not copies and not written:
         return program
-    line = f"donate: {written} results written over inputs, {copies} copied out of them"
+    line = f"donate: {written} results written over inputs, {copies} copied out of them or others"
     return program.logged(graph, line)
 
 
 def _storage(node: fx.Node) -> int:
     found = tensors_of(node)
     return found[0].untyped_storage()._cdata if found else -1
+
+
+def _overlap(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values may have elements in common; leaves of one bucket have none."""
+    if _storage(a) != _storage(b) or _storage(a) == -1:
+        return False
+    (start, stop), (first, last) = _extent(a), _extent(b)
+    return start < last and first < stop
+
+
+def _extent(node: fx.Node) -> tuple[int, int]:
+    """The first byte of its storage that a value may have, and what comes after its last one."""
+    (x,) = tensors_of(node)
+    if not x.numel():
+        return 0, 0
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    start = x.storage_offset()
+    return start * x.element_size(), (start + last + 1) * x.element_size()
 
 
 def _same(a: fx.Node, b: fx.Node) -> bool:
