@@ -87,8 +87,8 @@ def staged_out(
         cfg: says which passes there are.
         roles: fields of the Program that say what its inputs and outputs are; asked when it is
             recorded.
-        fixed: names of the first inputs, which nobody may write to, and the dtypes in which the
-            function gets them.
+        fixed: names of the inputs that nobody may write to, and the dtypes in which the function
+            gets them.
         changed: what to say where it does.
         choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`, and the first
             plan that fits.

@@ -269,6 +269,18 @@ def test_a_donated_tensor_that_reaches_into_another_argument_is_refused() -> Non
     torch.testing.assert_close(apart, torch.tensor([0.0, 2.0, 0.0, 2.0]))
 
 
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_whether_two_arguments_are_one_tensor_is_asked_at_each_call(executor: Any) -> None:
+    def scores(params: Params, query: Tensor, key: Tensor) -> Tensor:
+        return (query @ params["w"] if query is key else key @ params["w"] - 1).sum()
+
+    run = fzero.sharded(scores, fzero.Config(executor=executor))
+    full, x, y = _params(), torch.randn(4, 7, dtype=F64), torch.randn(4, 7, dtype=F64)
+    params = fzero.shard(full)
+    for query, key in [(x, x), (x, y), (y, y), (y, x)]:
+        torch.testing.assert_close(run(params, query, key), scores(full, query, key))
+
+
 @pytest.mark.parametrize("numbers", [(-1,), ("params",), (0, 0), True])
 def test_positions_that_are_none_are_refused(numbers: Any) -> None:
     with pytest.raises(ConfigError, match="donate_argnums="):
