@@ -26,7 +26,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "program": (
         *("errors", "layout", "numerics.rng", "distributed"),
-        *("functional.islands", "functional.opaque", "functional.patch"),
+        *("functional.islands", "functional.memory", "functional.opaque", "functional.patch"),
         *("functional.remat", "functional.remat_modules", "functional.torch_checkpoint"),
     ),
     "passes": ("layout", "distributed", "program"),

@@ -108,8 +108,8 @@ def _overlapping_among(
 ) -> Iterator[tuple[int, int]]:
     """Those pairs of tensors of one storage."""
     open_: list[tuple[int, int]] = []  # those that may reach into what comes, by their ends
-    for i in sorted(numbers, key=lambda i: _extent(tensors[i])):
-        start, end = _extent(tensors[i])
+    for i in sorted(numbers, key=lambda i: extent(tensors[i])):
+        start, end = extent(tensors[i])
         open_ = [(stop, j) for stop, j in open_ if stop > start]
         for _, j in open_:
             if (matters[i] or matters[j]) and _overlap(tensors[i], tensors[j]):
@@ -117,7 +117,7 @@ def _overlapping_among(
         open_.append((end, i))
 
 
-def _extent(x: Tensor) -> tuple[int, int]:
+def extent(x: Tensor) -> tuple[int, int]:
     """The first byte of its storage that a tensor may have, and what comes after its last one."""
     last = sum(int((n - 1) * s) for n, s in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset())
@@ -131,7 +131,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
     def look() -> bool:
         low = min(a.storage_offset(), b.storage_offset())
-        end = max(_extent(a)[1], _extent(b)[1]) // a.element_size()
+        end = max(extent(a)[1], extent(b)[1]) // a.element_size()
         marks = torch.zeros(end - low, dtype=torch.bool)
         at = [marks.as_strided(x.shape, x.stride(), x.storage_offset() - low) for x in (a, b)]
         at[0].fill_(True)

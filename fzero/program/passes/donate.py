@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from fzero.functional.memory import extent
 from fzero.program.graph import (
     copy_graph,
     order_of,
@@ -99,18 +100,11 @@ def _overlap(a: fx.Node, b: fx.Node) -> bool:
     """Whether two values may have elements in common; leaves of one bucket have none."""
     if _storage(a) != _storage(b) or _storage(a) == -1:
         return False
-    (start, stop), (first, last) = _extent(a), _extent(b)
+    (x,), (y,) = tensors_of(a), tensors_of(b)
+    if not x.numel() or not y.numel():
+        return False
+    (start, stop), (first, last) = extent(x), extent(y)
     return start < last and first < stop
-
-
-def _extent(node: fx.Node) -> tuple[int, int]:
-    """The first byte of its storage that a value may have, and what comes after its last one."""
-    (x,) = tensors_of(node)
-    if not x.numel():
-        return 0, 0
-    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    start = x.storage_offset()
-    return start * x.element_size(), (start + last + 1) * x.element_size()
 
 
 def _same(a: fx.Node, b: fx.Node) -> bool:
