@@ -26,13 +26,13 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "program": (
         *("errors", "layout", "numerics.rng", "distributed"),
-        *("functional.islands", "functional.opaque", "functional.patch"),
+        *("functional.islands", "functional.memory", "functional.opaque", "functional.patch"),
         *("functional.remat", "functional.remat_modules", "functional.torch_checkpoint"),
     ),
     "passes": ("layout", "distributed", "program"),
     "state": (
         *("errors", "tree", "layout", "numerics", "distributed", "optim"),
-        *("functional.owners", "config"),
+        *("functional.memory", "functional.owners", "config"),
     ),
     "transforms": (
         *("errors", "tree", "layout", "numerics", "distributed", "optim", "functional"),

@@ -302,16 +302,17 @@ def check_islands() -> None:
         TraceError: this torch does otherwise.
     """
     form = Form((2,), torch.float32, torch.device("cpu"))
+    like = {"dtype": form.dtype, "device": form.device}  # whatever a caller's defaults are
     island = Island("probe", lambda xs: [xs[0] * 3], (form,), (form,), (True,))
 
     def gradient(x: Tensor) -> Any:
         _, pull = torch.func.vjp(lambda x: record(island, [x])[0].sum(), x)  # pyright: ignore
-        return pull(torch.ones(()))
+        return pull(torch.ones((), **like))
 
     def probe() -> bool:
-        graph = make_fx(gradient, tracing_mode="fake")(torch.ones(2))
+        graph = make_fx(gradient, tracing_mode="fake")(torch.ones(2, **like))
         targets = [node.target for node in graph.graph.nodes]
-        (found,) = _Runs(graph).run(torch.ones(2))
+        (found,) = _Runs(graph).run(torch.ones(2, **like))
         return targets.count(RUN) == targets.count(PULL) == 1 and bool((found == 3).all())
 
     try:

@@ -5,8 +5,8 @@ in place of one also changes the other. That is lost on shards, which are cut ap
 function. A tensor that sits in several slots is one parameter with several names, and stays so.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,27 +37,60 @@ def refuse_shared(params: Named, buffers: Named = (), attributes: Named = ()) ->
         ...
         fzero.errors.ShardError: the parameter 'a' and the parameter 'b' lie in the same memory, ...
     """
-    together: dict[int, list[_Row]] = {}
-    kinds = (("parameter", params), ("buffer", buffers), ("attribute", attributes))
-    for kind, named in kinds:
-        for name, x in named:
-            if (key := storage_of(x)) is not None:
-                found = together.setdefault(key, [])
-                found.append(_Row(len(found), kind, name, x))
+    rows = [
+        (kind, name, x)
+        for kind, named in (("parameter", params), ("buffer", buffers), ("attribute", attributes))
+        for name, x in named
+    ]
+    trained = [kind == "parameter" and x.requires_grad for kind, _, x in rows]
+    for i, j in overlapping([x for _, _, x in rows], trained):
+        raise _shared(*rows[i][:2], *rows[j][:2])
+
+
+def overlapping(tensors: Sequence[Tensor], matters: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Pairs of tensors, by their numbers, that have an element in common.
+
+    Args:
+        tensors: on any devices.
+        matters: one flag a tensor: of two whose flag is not set nobody asks.
+
+    Examples:
+        >>> x = torch.zeros(5)
+        >>> list(overlapping([x[:3], x[3:], x[2:]], [True, True, False]))
+        [(0, 2), (1, 2)]
+    """
+    together: dict[int, list[int]] = {}
+    for i, x in enumerate(tensors):
+        if (key := storage_of(x)) is not None:
+            together.setdefault(key, []).append(i)
     for found in together.values():
-        if len(found) > 1 and any(row.trained for row in found):
-            _refuse_among(found)
+        if len(found) > 1 and any(matters[i] for i in found):
+            yield from _overlapping_among(found, tensors, matters)
 
 
-class _Row(NamedTuple):
-    turn: int
-    kind: str
-    name: str
-    x: Tensor
+class Apart:
+    """Finds leaves that are written over and lie in the memory of others, call by call.
 
-    @property
-    def trained(self) -> bool:
-        return self.kind == "parameter" and self.x.requires_grad
+    Examples:
+        >>> x, apart = torch.zeros(5), Apart()
+        >>> apart.shared([x[:3], x[3:]], [True, True]), apart.shared([x, x[3:]], [True, False])
+        (None, (0, 1))
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[weakref.ref[Tensor]] = []
+
+    def shared(self, tensors: Sequence[Tensor], written: Sequence[bool]) -> tuple[int, int] | None:
+        """The numbers of two tensors that share an element, of which one is written; or None."""
+        # a loop hands in again what it got
+        if len(self._seen) == len(tensors) and all(
+            seen() is x for seen, x in zip(self._seen, tensors, strict=True)
+        ):
+            return None
+        found = next(overlapping(tensors, written), None)
+        if found is None:
+            self._seen = list(map(weakref.ref, tensors))
+        return found
 
 
 def storage_of(x: Tensor) -> int | None:
@@ -70,19 +103,21 @@ def storage_of(x: Tensor) -> int | None:
         return None
 
 
-def _refuse_among(rows: list[_Row]) -> None:
-    """Raise for two tensors of one storage, of which one is trained."""
-    open_: list[tuple[int, _Row]] = []  # those that may reach into what comes, by their ends
-    for row in sorted(rows, key=lambda row: _extent(row.x)):
-        start, end = _extent(row.x)
-        open_ = [(stop, other) for stop, other in open_ if stop > start]
-        for _, other in open_:
-            if (row.trained or other.trained) and _overlap(row.x, other.x):
-                raise _shared(*sorted((row, other), key=lambda one: one.turn))
-        open_.append((end, row))
+def _overlapping_among(
+    numbers: Sequence[int], tensors: Sequence[Tensor], matters: Sequence[bool]
+) -> Iterator[tuple[int, int]]:
+    """Those pairs of tensors of one storage."""
+    open_: list[tuple[int, int]] = []  # those that may reach into what comes, by their ends
+    for i in sorted(numbers, key=lambda i: extent(tensors[i])):
+        start, end = extent(tensors[i])
+        open_ = [(stop, j) for stop, j in open_ if stop > start]
+        for _, j in open_:
+            if (matters[i] or matters[j]) and _overlap(tensors[i], tensors[j]):
+                yield min(i, j), max(i, j)
+        open_.append((end, i))
 
 
-def _extent(x: Tensor) -> tuple[int, int]:
+def extent(x: Tensor) -> tuple[int, int]:
     """The first byte of its storage that a tensor may have, and what comes after its last one."""
     last = sum(int((n - 1) * s) for n, s in zip(x.shape, x.stride(), strict=True))
     start = int(x.storage_offset())
@@ -96,7 +131,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
     def look() -> bool:
         low = min(a.storage_offset(), b.storage_offset())
-        end = max(_extent(a)[1], _extent(b)[1]) // a.element_size()
+        end = max(extent(a)[1], extent(b)[1]) // a.element_size()
         marks = torch.zeros(end - low, dtype=torch.bool)
         at = [marks.as_strided(x.shape, x.stride(), x.storage_offset() - low) for x in (a, b)]
         at[0].fill_(True)
@@ -105,12 +140,11 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return apart(look)  # the tensors may be fake ones, and their mode in force
 
 
-def _shared(first: _Row, second: _Row) -> ShardError:
+def _shared(kind: str, name: str, other_kind: str, other: str) -> ShardError:
     return ShardError(
-        f"the parameter {first.name!r} and the {second.kind} {second.name!r} lie in the same "
-        "memory, as a view or `.data` of one would: an update in place of one would change the "
-        "other, and here each is updated, sharded and stored by itself. Give "
-        f"{second.name!r} memory of its own (.clone()); or tie them: one nn.Parameter in both "
-        "places (b.weight = a.weight), and a view of it computed in forward (a.weight.T). What "
-        "forward itself left there, delete before."
+        f"the {kind} {name!r} and the {other_kind} {other!r} lie in the same memory, as a view or "
+        "`.data` of one would: an update in place of one would change the other, and here each is "
+        f"updated, sharded and stored by itself. Give {other!r} memory of its own (.clone()); or "
+        "tie them: one nn.Parameter in both places (b.weight = a.weight), and a view of it "
+        "computed in forward (a.weight.T). What forward itself left there, delete before."
     )

@@ -36,7 +36,7 @@ from fzero.program.promises import (
     values_read,
     written,
 )
-from fzero.program.sites import SITE, WRITTEN_OUT, generator, seed
+from fzero.program.sites import KEY, SITE, WRITTEN_OUT, generator, seed
 from fzero.program.transfers import is_brought, is_landing, is_sent
 
 
@@ -233,7 +233,7 @@ def replayed(part: Part) -> Iterator[str]:
         return  # sites have no numbers yet
     first: dict[int, fx.Node] = {}
     phase = phases(part.graph)
-    seeded = "key" in part.inputs
+    seeded = KEY in part.inputs
     for node in part.graph.nodes:
         site = node.meta.get(SITE)
         if site is None:

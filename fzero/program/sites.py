@@ -11,6 +11,8 @@ from fzero.numerics.rng import generator_of, mix
 
 SITE = "random_site"
 """Where a node has its number."""
+KEY = "<key>"
+"""Of a Program's inputs, the one that random numbers are a function of: no leaf is named so."""
 
 
 def seed(key: int, site: int, device: torch.device) -> None:

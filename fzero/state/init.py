@@ -10,15 +10,17 @@ from torch.distributed.tensor import DTensor
 from fzero import tree
 from fzero.config import Config
 from fzero.distributed.agree import agree
+from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Mesh, is_simulated, resolve_mesh
 from fzero.errors import ConfigError, ShardError
+from fzero.functional.memory import overlapping
 from fzero.functional.owners import keeps_dtype, noted_like, owners_of
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
 from fzero.optim.base import Optimizer
 from fzero.optim.whole import whole_leaves
 from fzero.state.builder import Recording, record
-from fzero.state.masters import Residence, plan_leaf_dtypes, plan_residence
+from fzero.state.masters import Residence, copied, plan_leaf_dtypes, plan_residence
 from fzero.state.opt_state import OptState
 from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, plan_sharding
@@ -99,7 +101,7 @@ def start(
         wide = [widened(x) for x in targets]
     with whole_leaves(plan.whole):
         inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
-    inner = tree.map(residence.state, inner)
+    inner = _apart(tree.map(residence.state, inner), [*shards, *targets])
     opt_state = OptState(
         step=torch.zeros((), dtype=torch.int64),
         inner=plan.wrap_inner(inner),
@@ -109,6 +111,23 @@ def start(
         metrics={},
     )
     return plan, tree.unflatten(sharding.spec, sharding.wrap(shards)), opt_state
+
+
+def _apart(inner: PyTree, held: Sequence[Tensor]) -> PyTree:
+    """The optimizer's state, each leaf in memory of its own.
+
+    An optimizer may start two slots, or a slot and the parameters, with one tensor: its functions
+    are pure. An update writes over each leaf for itself.
+
+    Args:
+        held: the parameters, and what else an update writes over.
+    """
+    leaves, spec = tree.flatten(inner)
+    every = [local_tensor(x) if isinstance(x, Tensor) else torch.empty(0) for x in (*held, *leaves)]
+    twice = {j - len(held) for _, j in overlapping(every, [True] * len(every))}
+    # elements that share memory with each other can't be written over either
+    twice |= {i for i, x in enumerate(every[len(held) :]) if x.numel() and 0 in x.stride()}
+    return tree.unflatten(spec, [copied(x) if i in twice else x for i, x in enumerate(leaves)])
 
 
 def _refuse_shards(leaves: Sequence[Tensor], paths: Sequence[str]) -> None:

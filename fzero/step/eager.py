@@ -23,7 +23,6 @@ from fzero.distributed.transport import Transport
 from fzero.eager.arrivals import Arrivals
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place, outside_inference, with_versions
-from fzero.errors import FzeroError
 from fzero.functional.differentiate import accumulated, added, differentiated
 from fzero.functional.draws import Watch
 from fzero.functional.functionalize import calls_noted
@@ -35,7 +34,7 @@ from fzero.numerics.rng import generator_of, mix, preserved
 from fzero.program.choice import Choice
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
-from fzero.step.gradients import ModelFn, Signature, reduces_once, share_of
+from fzero.step.gradients import ModelFn, Signature, batch_changed, reduces_once, share_of
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram
 from fzero.transforms.derivatives import loss_of
@@ -260,10 +259,7 @@ def _unchanged(leaves: Sequence[Tensor], batch: PyTree, plan: Plan) -> Iterator[
             raise changed_in_place(name)
     for path, x, version in zip(frame.paths, inputs, versions[len(leaves) :], strict=True):
         if _version(x) != version:
-            raise FzeroError(
-                f"the model function changed batch{path} in place. The batch is an input of a pure "
-                "function: compute a new tensor instead (x - mean, not x.sub_(mean))."
-            )
+            raise batch_changed(f"batch{path}")
 
 
 def _version(x: Tensor) -> int:

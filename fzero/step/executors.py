@@ -103,6 +103,7 @@ class Executors:
                 self._eager[local.state_spec] = Eager(self.model_fn, plan, local)
             return self._eager[local.state_spec]
         batch, frame = take_apart(micro)
+        frame = frame.of_inputs(batch)
         key = _key(local, batch, frame)
         traced = self._traced.find(key)
         if traced is None and not exact:
@@ -224,13 +225,15 @@ class Executors:
 
 def _key(local: LocalState, batch: list[Tensor], frame: Frame) -> Any:
     shapes = [(x.shape, layout_of(x), x.dtype, x.device) for x in batch]
-    return ((local.state_spec, frame), *shapes)
+    # what a gradient penalty asks of its inputs
+    asked = tuple((x.requires_grad, x.is_leaf) for x in batch)
+    return ((local.state_spec, frame, asked), *shapes)
 
 
 def _warn_of_shapes(old: list[Any], new: Any) -> None:
-    (_, frame), *leaves = new
+    (_, frame, _), *leaves = new
     before, *last = old[-1]
-    changed = ["its structure"]
+    changed = ["its structure, or which of its leaves are one tensor or require grad"]
     if before == new[0]:
         rows = zip(frame.paths, last, leaves, strict=True)
         changed = [f"batch{p} from {_describe(a)} to {_describe(b)}" for p, a, b in rows if a != b]

@@ -58,6 +58,12 @@ class Signature:
     state_out: tree.Spec | None = field(default=None)
     aux_out: Frame | None = field(default=None)
 
+    @property
+    def batch_at(self) -> slice:
+        """Where the batch is among the flat inputs."""
+        start = len(self.plan.sharding.layout) + (self.state.num_leaves if self.state else 0)
+        return slice(start, start + self.batch.num_leaves)
+
     def parts(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
         """The flat inputs as (parameters, state, batch, scale)."""
         layout = self.plan.sharding.layout
@@ -193,8 +199,13 @@ def trace_gradients(
         FzeroError: the model function changes a parameter in place.
         TraceError: it can't be staged out.
     """
-    cfg = signature.plan.cfg
+    cfg, layout = signature.plan.cfg, signature.plan.sharding.layout
     autograd = functools.partial(zero.autograd, must_depend=True)
+    fixed = {leaf.name: leaf.compute or leaf.dtype for leaf in layout}
+    at, overlap = signature.batch_at, signature.batch.overlap
+    # what is written to one of them is in another then
+    batch = {n: x.dtype for n, x in zip(names[at], inputs[at], strict=True)} if overlap else {}
+    fixed |= batch
     return staged_out(
         "gradients",
         # in this order: the first is the definition, the second for what it refuses
@@ -207,12 +218,20 @@ def trace_gradients(
         names,
         cfg,
         roles=lambda: _roles(signature, resident),
-        fixed={leaf.name: leaf.compute or leaf.dtype for leaf in signature.plan.sharding.layout},
-        changed=changed_in_place,
+        fixed=fixed,
+        changed=lambda name: batch_changed(name) if name in batch else changed_in_place(name),
         choice=choice,
         slack=_SLACK_SHARDED if cfg.stage == 3 else _SLACK,
         last=lambda program: replace(program, resident=_batch_once(program)),
         dynamic=dynamic,
+    )
+
+
+def batch_changed(name: str) -> FzeroError:
+    """What to say of a model function that writes to its batch."""
+    return FzeroError(
+        f"the model function changed {name} in place. The batch is an input of a pure function: "
+        "compute a new tensor instead (x - mean, not x.sub_(mean))."
     )
 
 

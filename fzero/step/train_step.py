@@ -10,9 +10,11 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.config import Config, as_config
+from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import resolve_mesh
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, ShardError
+from fzero.functional.memory import Apart
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim import as_optimizer
@@ -30,6 +32,7 @@ from fzero.step.gradients import ModelFn
 from fzero.step.metrics import metrics_of, rate_of, refuse_nonfinite
 from fzero.step.saved import SavedPrograms
 from fzero.step.update import Updated
+from fzero.step.update_program import names_of_state
 from fzero.transforms.function import refuse_module
 from fzero.transforms.micro import micro_batches
 from fzero.tree import PyTree
@@ -83,6 +86,7 @@ class TrainStep:
         self._plan: Plan | None = None
         self._executors = Executors(model_fn, cfg)
         self._watch = Watch()
+        self._apart = Apart()
 
     @property
     def model_fn(self) -> ModelFn:
@@ -154,7 +158,8 @@ class TrainStep:
         Raises:
             ConfigError: the call is under the caller's own `torch.autocast`.
             TraceError: the model function can't be staged out.
-            ShardError: `params` or `batch` does not fit.
+            ShardError: `params` or `batch` does not fit; or a leaf that is donated lies in the
+                memory of another.
             RankMismatchError: ranks would run different collectives, or a rank is gone: it is
                 named.
             FzeroError: the loss is no 0-d floating tensor; with `on_nonfinite="raise"`, a gradient
@@ -165,6 +170,8 @@ class TrainStep:
         # before any collective of this call: here all ranks raise alike, or none
         self._watch.look()
         plan, leaves, local = self._unpack(params, opt_state)
+        if self.cfg.donate:
+            self._refuse_shared(plan, leaves, local)
         micro = micro_batches(batch, self.cfg.accum_steps)
         executor = self._executors.agreed(plan, leaves, local, micro[0])
 
@@ -313,6 +320,15 @@ class TrainStep:
         plan.check_inner(local.inner_spec)
         return self._use(plan), locals_of(leaves), local
 
+    def _refuse_shared(self, plan: Plan, leaves: Sequence[Tensor], local: LocalState) -> None:
+        """Raise if a leaf that the update writes over has elements in common with another."""
+        rows = [(x, leaf.trainable) for x, leaf in zip(leaves, plan.sharding.layout, strict=True)]
+        rows += [(x, True) for x in (*local.masters, *local.inner) if isinstance(x, Tensor)]
+        rows += [(x, False) for x in local.state]
+        pair = self._apart.shared([local_tensor(x) for x, _ in rows], [flag for _, flag in rows])
+        if pair is not None:
+            raise _one_memory(plan, local, *pair)
+
     def _pack(
         self,
         params: PyTree,
@@ -345,6 +361,20 @@ class TrainStep:
         advance = 1 if self.cfg.scaling is None else ~updated.nonfinite
         new = OptState(opt_state.step + advance, inner, master, updated.loss_scale, state, metrics)
         return params, new
+
+
+def _one_memory(plan: Plan, local: LocalState, i: int, j: int) -> ShardError:
+    trained = plan.names[0]
+    labels = [f"params{path}" for path in plan.sharding.paths]
+    labels += [f"opt_state.master, {name}," for name in trained[: len(local.masters)]]
+    rows = zip(names_of_state(local), local.inner, strict=True)
+    labels += [f"opt_state.inner, {name}," for name, x in rows if isinstance(x, Tensor)]
+    labels += [f"leaf {n} of opt_state.model_state" for n in range(len(local.state))]
+    return ShardError(
+        f"{labels[i]} and {labels[j]} lie in the same memory, and an update writes over the leaves "
+        "of params, opt_state.master and opt_state.inner one by one (Config.donate). Give each "
+        "memory of its own: fzero.tree_map(torch.clone, tree)."
+    )
 
 
 def _check_scale(opt_state: OptState, cfg: Config) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.errors import ShardError
+from fzero.functional.memory import overlapping
 from fzero.tree import PyTree
 
 # Their equality is all there is to them, so that they can be part of a signature.
@@ -50,21 +51,32 @@ class Frame:
         parts: one per leaf of `spec`; None is a tensor's place.
         paths: of the tensors.
         names: of the tensors, dotted.
+        same: of inputs, see [Note: one tensor, or two].
+        overlap: of inputs, whether two of them have elements in common.
     """
 
     spec: tree.Spec
     parts: tuple[Static | Opened | None, ...]
     paths: tuple[str, ...]
     names: tuple[str, ...]
+    same: tuple[int, ...] = ()
+    overlap: bool = False
 
     @property
     def num_leaves(self) -> int:
         """How many tensors it has places for."""
         return len(self.paths)
 
+    def of_inputs(self, tensors: Sequence[Tensor]) -> "Frame":
+        """The frame that a function is staged out for, where these are its tensors."""
+        same = first_places(tensors)
+        apart = [x for i, x in enumerate(tensors) if not same or same[i] == i]
+        overlap = next(overlapping(apart, [True] * len(apart)), None) is not None
+        return dataclasses.replace(self, same=same, overlap=overlap) if same or overlap else self
+
     def unflatten(self, tensors: Sequence[Any]) -> PyTree:
         """The tree with these tensors in their places: the inverse of `take_apart`."""
-        rest = iter(tensors)
+        rest = iter([tensors[i] for i in self.same] if self.same else tensors)
         built = []
         for part in self.parts:
             if part is None:
@@ -75,6 +87,23 @@ class Frame:
                 inner = part.frame.unflatten([next(rest) for _ in part.frame.paths])
                 built.append(_closed(part, inner))
         return tree.unflatten(self.spec, built)
+
+
+def first_places(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """For each tensor the place where it comes first; () if none comes twice.
+
+    [Note: one tensor, or two] Python code can ask whether two of its inputs are one tensor
+    (`query is key`), and writing to one in place is writing to the other then. So what a function
+    is staged out for tells it, and it gets one tensor where its caller passed one. Two tensors that
+    overlap are as any two until one is written to in place, which is refused then.
+
+    >>> x, y = torch.ones(1), torch.ones(1)
+    >>> first_places([x, y, x]), first_places([x, y])
+    ((0, 1, 0), ())
+    """
+    first: dict[int, int] = {}
+    places = tuple(first.setdefault(id(x), i) for i, x in enumerate(tensors))
+    return places if len(first) < len(places) else ()
 
 
 def take_apart(

@@ -27,7 +27,7 @@ from fzero.numerics.casts import refuse_outer_autocast
 from fzero.program import Program
 from fzero.program.strides import layout_of
 from fzero.transforms.agreement import Agreement, Mine
-from fzero.transforms.frames import Frame, take_apart
+from fzero.transforms.frames import Frame, first_places, take_apart
 from fzero.transforms.notes import warn_of_recordings
 from fzero.transforms.parts import has_parts, mesh_of
 from fzero.transforms.randomness import seeded
@@ -158,6 +158,7 @@ class Function:
             changed = known[0].notes.differences() if known else ["the shapes of its arguments"]
             warn_of_recordings(self.name, self._count, changed)
         leaves, frame = take_apart((args, kwargs), "arguments")
+        frame = frame.of_inputs(leaves)
         dynamic = self._recordings.dynamic(key, self.cfg)
         traced = TracedFunction(
             self.name,
@@ -331,7 +332,7 @@ def _key(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     leaves, spec = tree.flatten((args, kwargs))
     if not all(isinstance(x, Tensor) for x in leaves):
         leaves, spec = take_apart((args, kwargs), "arguments")
-    return leaves, (spec, *map(_kind, leaves))
+    return leaves, ((spec, first_places(leaves)), *map(_kind, leaves))
 
 
 def _without_graph(x: Any) -> Any:

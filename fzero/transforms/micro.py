@@ -31,6 +31,7 @@ def micro_batches(batch: PyTree, count: int) -> list[PyTree]:
                 f"divide; every micro-batch must have the same rows. Pass {count} x n rows, or "
                 "drop the last ones (drop_last=True in a DataLoader)."
             )
+    frame = frame.of_inputs(leaves)
     columns = [x.chunk(count) if x.dim() else (x,) * count for x in leaves]
     return [frame.unflatten([column[i] for column in columns]) for i in range(count)]
 

@@ -16,6 +16,7 @@ from fzero.program.dynamic import InputDim
 from fzero.program.graph import Held, placeholders, tensors_of
 from fzero.program.inductor import compile_stretches
 from fzero.program.program import Pass
+from fzero.program.sites import KEY
 from fzero.transforms.notes import ONE_AT_A_TIME, Notes
 from fzero.transforms.saved_notes import Gone
 
@@ -81,7 +82,7 @@ class Recorded:
             self.run = compile_stretches(program, self._tell)
         else:
             self.run = compile_program(program)
-        self.seeded = "key" in program.inputs
+        self.seeded = KEY in program.inputs
 
     def _tell(self, line: str) -> None:
         """Say in the Program's log what became of it when it was compiled."""

@@ -17,6 +17,7 @@ from fzero.config import Config
 from fzero.distributed.dtensor import from_spec, local_tensor
 from fzero.distributed.mesh import Mesh
 from fzero.errors import FzeroError, ShardError
+from fzero.functional.memory import Apart
 from fzero.functional.owners import Owners, noted, owners_of
 from fzero.numerics.rng import mix
 from fzero.program import Program
@@ -86,8 +87,8 @@ def staged_out(
         cfg: says which passes there are.
         roles: fields of the Program that say what its inputs and outputs are; asked when it is
             recorded.
-        fixed: names of the first inputs, which nobody may write to, and the dtypes in which the
-            function gets them.
+        fixed: names of the inputs that nobody may write to, and the dtypes in which the function
+            gets them.
         changed: what to say where it does.
         choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`, and the first
             plan that fits.
@@ -194,6 +195,7 @@ class TracedFunction:
     ) -> None:
         self.cfg, self.mesh, self.frame = cfg, mesh, frame
         self.donated = tuple(donated) if any(donated) else ()
+        self._apart = Apart()
         self.inputs = [Leaf.of(x) for x in leaves]
         self.notes = Notes(reads)
         self.outputs: list[Leaf] = []
@@ -288,20 +290,14 @@ class TracedFunction:
         return self.result.unflatten([leaf.wrapped(x) for leaf, x in pairs])
 
     def _check_donated(self, flat: Sequence[Tensor]) -> None:
-        """Raise if what a result is written over is another argument as well."""
-        addresses = list(map(Tensor.data_ptr, flat))
-        if len(set(addresses)) == len(addresses):
-            return
-        first: dict[int, int] = {}
-        for i, (address, x) in enumerate(zip(addresses, flat, strict=True)):
-            other = first.setdefault(address, i) if x.numel() else i
-            if other != i and (self.donated[i] or self.donated[other]):
-                names = self.frame.names
-                raise ShardError(
-                    f"{names[other]} and {names[i]} are one tensor, and donated: results are "
-                    "written over it while the other is still read. Give each tree memory of its "
-                    "own (fzero.tree_map(torch.clone, tree)), or donate neither."
-                )
+        """Raise if what a result is written over is another argument as well, or a part of one."""
+        if (pair := self._apart.shared(flat, self.donated)) is not None:
+            first, second = (self.frame.names[i] for i in pair)
+            raise ShardError(
+                f"{first} and {second} lie in the same memory, and are donated: results are "
+                "written over one while the other is still read. Give each tree memory of its own "
+                "(fzero.tree_map(torch.clone, tree)), or donate neither."
+            )
 
 
 def attention_written_out(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fzero
 from fzero.errors import ConfigError, FzeroError, ShardError, TraceError
-from fzero.functional.islands import PULL, RUN
+from fzero.functional.islands import PULL, RUN, check_islands
 from tests.ranks import run_ranks
 
 LR = 0.1
@@ -256,6 +256,18 @@ def gathered_twice() -> str:
     return " ".join(
         leaf for row in program.collectives() if row.kind == "all_gather" for leaf in row.leaves
     )
+
+
+def test_the_look_at_torch_is_the_same_under_any_defaults() -> None:
+    before = torch.get_default_dtype()
+    check_islands.cache_clear()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            check_islands()
+    finally:
+        torch.set_default_dtype(before)
+        check_islands.cache_clear()
 
 
 def test_backward_sees_the_random_numbers_of_forward() -> None:

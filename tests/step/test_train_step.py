@@ -150,6 +150,139 @@ def test_a_tensor_that_comes_twice_may_be_two_at_the_next_call(
     torch.testing.assert_close(loss, model_fn(_params(), batch))
 
 
+def _asked(what: str, x: Tensor, y: Tensor) -> bool:
+    return {"is": x is y, "grad": x.requires_grad, "leaf": x.is_leaf}[what]
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("what", ["is", "grad", "leaf"])
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_what_python_asks_of_a_batch_is_asked_at_each_call(
+    executor: Any, what: str, accum_steps: int
+) -> None:
+    def model_fn(params: Any, batch: Any) -> Tensor:
+        x, y = batch
+        factor = 2 if _asked(what, x, y) else 3
+        return factor * (x @ params["w"] * (y @ params["w"] + 1)).mean()
+
+    if what != "is" and accum_steps > 1:  # a part of a tensor is no leaf, and that of one is one
+        return
+    cfg = Config(executor=executor, accum_steps=accum_steps, donate=False)
+    step_fn = fzero.make_train_step(model_fn, SGD, cfg)
+    state = step_fn.init(_params())
+    asking = X.clone().requires_grad_()
+    for other in (False, True, False, True):
+        others = {"is": (X, X), "grad": (asking, X), "leaf": (asking * 1, X)}
+        batch = others[what] if other else (X, 2 * X)
+        loss = step_fn(*state, batch)[1].metrics["loss"]
+        torch.testing.assert_close(loss, model_fn(_params(), batch).detach())
+
+
+@STAGES
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_what_a_step_writes_to_one_of_a_batch_is_in_the_other_that_is_the_same(
+    stage: int, accum_steps: int
+) -> None:
+    def model_fn(params: Any, batch: Any) -> Tensor:
+        x, y = batch
+        x.mul_(2)
+        return (x @ params["w"] - y @ params["w"] - 1).square().mean()
+
+    cfg = Config(stage=stage, accum_steps=accum_steps, donate=False)
+    step_fn = fzero.make_train_step(model_fn, SGD, cfg)
+    state = step_fn.init(_params())
+    for batch in [(X, X + 1), (X, X)]:
+        copy = X.clone()  # which plain PyTorch writes to
+        expected = model_fn(_params(), (copy, copy if batch[1] is X else X + 1))
+        loss = step_fn(*state, batch)[1].metrics["loss"]
+        torch.testing.assert_close(loss, expected)
+    memory = torch.linspace(-1, 1, 60).reshape(12, 5)
+    # parts of one memory are right where nobody writes, or where they lie apart
+    assert step_fn(*state, (memory[:4], memory[4:8]))[1].metrics["loss"].isfinite()
+    with pytest.raises(fzero.FzeroError, match=r"batch\.0 in place"):
+        step_fn(*state, (memory[:8], memory[2:10]))
+
+
+class _Slots(NamedTuple):
+    sum: Any
+    sizes: Any
+    before: Any
+
+
+class _OneTensorInTwoSlots:
+    """An optimizer of pure functions, whose state starts with one tensor under several names."""
+
+    def __init__(self, start: str) -> None:
+        self.start = start
+
+    def init(self, params: Any) -> _Slots:
+        zeros = tree.map(torch.zeros_like, params)
+        if self.start == "views":
+            return _Slots(zeros, tree.map(lambda x: x.view_as(x), zeros), params)
+        if self.start == "numbers":
+            zeros = tree.map(lambda x: x.new_zeros(()).expand(x.shape), params)
+        return _Slots(zeros, zeros, params)
+
+    def update(self, grads: Any, state: _Slots, params: Any) -> tuple[Any, _Slots]:
+        total = tree.map(lambda m, g: 0.9 * m + g, state.sum, grads)
+        sizes = tree.map(lambda s, m: s + m.abs(), state.sizes, total)
+        before = tree.map(lambda b, p: (b + p) / 2, state.before, params)
+        updates = tree.map(lambda m, s, b: -(0.1 * m + 0.01 * s + 0.02 * b), total, sizes, before)
+        return updates, _Slots(total, sizes, before)
+
+
+@STAGES
+@pytest.mark.parametrize("start", ["a tensor", "views", "numbers"])
+def test_an_optimizers_state_may_start_with_one_tensor_in_two_slots(stage: int, start: str) -> None:
+    opt = _OneTensorInTwoSlots(start)
+    step_fn = fzero.make_train_step(_loss, opt, Config(stage=stage))
+    params, opt_state = step_fn.init(_params())
+    plain: Any = _params()
+    state = opt.init(plain)
+    for _ in range(3):
+        params, opt_state = step_fn(params, opt_state, X)
+        given = {k: v.detach().requires_grad_() for k, v in plain.items()}
+        grads = torch.autograd.grad(_loss(given, X), list(given.values()))
+        updates, state = opt.update(dict(zip(given, grads, strict=True)), state, plain)
+        plain = {k: plain[k] + updates[k] for k in plain}
+    torch.testing.assert_close(_full(params), tree.leaves(plain))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_donated_leaf_in_the_memory_of_another_is_refused(stage: int, executor: Any) -> None:
+    def model_fn(params: Any, teacher: Any, x: Tensor) -> Any:
+        return _loss(params, x) + (params["w"] - teacher["w"]).square().sum(), teacher
+
+    cfg = Config(stage=stage, executor=executor)
+    step_fn = fzero.make_train_step(model_fn, SGD, cfg)
+    params, opt_state = step_fn.init(_params(), _params())
+    params, opt_state = step_fn(params, opt_state, X)
+    # a teacher that is the student of now, and would go on as that does
+    with pytest.raises(
+        fzero.ShardError, match=r"params\['b'\] and leaf 0 of opt_state.model_state"
+    ):
+        step_fn(params, opt_state._replace(model_state=params), X)
+    teacher = fzero.tree_map(torch.clone, params)
+    _, opt_state = step_fn(params, opt_state._replace(model_state=teacher), X)
+    assert _equal(opt_state.model_state, teacher)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_leaf_may_be_named_key(rate: float) -> None:
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        return (F.dropout(x, rate) @ params["key"] + params["query"]).square().mean()
+
+    start = {"key": _params()["w"], "query": _params()["b"]}
+    losses = []
+    for executor in ("traced", "eager"):
+        step_fn = fzero.make_train_step(model_fn, SGD, Config(executor=executor))
+        losses.append(step_fn(*step_fn.init(start), X)[1].metrics["loss"])
+    assert losses[0].isfinite()
+    if not rate:
+        torch.testing.assert_close(losses[0], losses[1])
+
+
 def test_more_than_8_kinds_of_batch_warn_once_and_say_what_changed() -> None:
     step_fn = fzero.make_train_step(_Counted(), SGD)
     state = step_fn.init(_params())

@@ -250,13 +250,35 @@ def test_a_donated_tree_that_is_another_argument_is_refused_by_name(first: str) 
 
     params = fzero.shard(_params())
     other = params if first == "the tree" else {k: v.detach() for k, v in params.items()}
-    with pytest.raises(ShardError, match=r"params\.b and ema\.b are one tensor, and donated"):
+    with pytest.raises(ShardError, match=r"params\.b and ema\.b lie in the same memory, and"):
         fzero.jit(step, donate_argnums=(0, 1))(params, other)
     # what nobody writes over may come twice
     once, times = _full(fzero.jit(step)(params, other))
     for k, v in _params().items():
         assert torch.equal(once[k], v + v)
         assert torch.equal(times[k], v * v)
+
+
+def test_a_donated_tensor_that_reaches_into_another_argument_is_refused() -> None:
+    run = fzero.jit(lambda a, b: (a * 2, b * 3), donate_argnums=(0,))
+    run(torch.zeros(4), torch.ones(4))  # recorded for tensors that lie apart
+    memory = torch.arange(5.0)
+    with pytest.raises(ShardError, match="a and b lie in the same memory"):
+        run(memory[:4], memory[1:])
+    apart, _ = run(memory[:2].repeat(2), memory[1:])
+    torch.testing.assert_close(apart, torch.tensor([0.0, 2.0, 0.0, 2.0]))
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_whether_two_arguments_are_one_tensor_is_asked_at_each_call(executor: Any) -> None:
+    def scores(params: Params, query: Tensor, key: Tensor) -> Tensor:
+        return (query @ params["w"] if query is key else key @ params["w"] - 1).sum()
+
+    run = fzero.sharded(scores, fzero.Config(executor=executor))
+    full, x, y = _params(), torch.randn(4, 7, dtype=F64), torch.randn(4, 7, dtype=F64)
+    params = fzero.shard(full)
+    for query, key in [(x, x), (x, y), (y, y), (y, x)]:
+        torch.testing.assert_close(run(params, query, key), scores(full, query, key))
 
 
 @pytest.mark.parametrize("numbers", [(-1,), ("params",), (0, 0), True])
@@ -316,7 +338,9 @@ def test_results_have_memory_of_their_own(stage: int, executor: Any) -> None:
     cfg = fzero.Config(stage=stage, executor=executor)
 
     def passing(params: Params, x: Tensor) -> Any:
-        return params, x, {"again": x, "view": x[1:], "b": params["b"].view(-1)}
+        made = x * 2
+        more = {"made": made, "once more": made, "tail": made[1:]}
+        return params, x, {"again": x, "view": x[1:], "b": params["b"].view(-1), **more}
 
     full, x = _params(), torch.randn(4, 7, dtype=F64)
     params = fzero.shard(full, cfg) if stage == 3 else tree.map(torch.clone, full)
@@ -330,6 +354,19 @@ def test_results_have_memory_of_their_own(stage: int, executor: Any) -> None:
             torch.testing.assert_close(_full(other), value)
     torch.testing.assert_close(x, before)
     torch.testing.assert_close(_full(params), full)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("executor", ["eager", "traced"])
+def test_gradients_that_are_one_value_can_be_clipped_in_place(stage: int, executor: Any) -> None:
+    cfg = fzero.Config(stage=stage, executor=executor)
+    params = fzero.shard({"a": torch.ones(3), "b": torch.ones(3)}, cfg)
+    x = torch.tensor([1.0, 2.0, 3.0])
+    _, grads = fzero.value_and_grad(lambda p, x: ((p["a"] + p["b"]) * x).sum(), cfg)(params, x)
+    for g in grads.values():
+        (g._local_tensor if isinstance(g, DTensor) else g).mul_(0.5)
+    for g in _full(grads).values():
+        torch.testing.assert_close(g, x / 2)
 
 
 @pytest.mark.parametrize("executor", ["eager", "traced"])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from fzero.functional.memory import extent
 from fzero.program.graph import (
     copy_graph,
     order_of,
@@ -22,7 +23,9 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
     """Write results over donated inputs as soon as nobody reads those any more.
 
     A donated input takes the first result of its shape, dtype and strides. A result that would be
-    in the memory of an input that is not donated is copied: the caller's tensors stay its own.
+    in the memory of an input that is not donated is copied, the caller's tensors stay its own; and
+    so is one in the memory of another result (gradients of a sum): who writes to one, as who clips
+    in place, means that one.
 
     Args:
         program: functional.
@@ -56,6 +59,17 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
             copies += 1
     written = 0
     reads, writes, order = _reads(graph), _writes(graph), order_of(graph)
+    apart: list[fx.Node] = []
+    for i, result in enumerate(results):
+        if i in taken:
+            continue
+        if any(_overlap(result, other) for other in apart):
+            last = max((result, *writes.get(_storage(result), ())), key=order.__getitem__)
+            with graph.inserting_after(last):
+                results[i] = call(graph, torch.ops.aten.clone.default, result)
+            copies += 1
+        else:
+            apart.append(result)
     for i, target in taken.items():
         if results[i] is target:
             continue
@@ -73,13 +87,24 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
     settled(output)
     if not copies and not written:
         return program
-    line = f"donate: {written} results written over inputs, {copies} copied out of them"
+    line = f"donate: {written} results written over inputs, {copies} copied out of them or others"
     return program.logged(graph, line)
 
 
 def _storage(node: fx.Node) -> int:
     found = tensors_of(node)
     return found[0].untyped_storage()._cdata if found else -1
+
+
+def _overlap(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values may have elements in common; leaves of one bucket have none."""
+    if _storage(a) != _storage(b) or _storage(a) == -1:
+        return False
+    (x,), (y,) = tensors_of(a), tensors_of(b)
+    if not x.numel() or not y.numel():
+        return False
+    (start, stop), (first, last) = extent(x), extent(y)
+    return start < last and first < stop
 
 
 def _same(a: fx.Node, b: fx.Node) -> bool:

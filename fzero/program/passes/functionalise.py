@@ -137,10 +137,11 @@ def written_inputs(program: Program, cast_to: Mapping[str, torch.dtype]) -> list
 
     Args:
         program: as it was recorded.
-        cast_to: names of the first inputs, which are looked for, and the dtype in which the
-            function gets each.
+        cast_to: names of the inputs that are looked for, and the dtype in which the function gets
+            each.
     """
-    names = dict(zip(placeholders(program.graph)[: len(cast_to)], program.inputs, strict=False))
+    pairs = zip(placeholders(program.graph), program.inputs, strict=False)
+    names = {node: name for node, name in pairs if name in cast_to}
     found = []
     for node in program.graph.nodes:
         for operand in written_operands(node):

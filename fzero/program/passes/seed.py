@@ -14,7 +14,7 @@ from fzero.functional import islands
 from fzero.numerics.rng import is_random
 from fzero.program.graph import BACKWARD, copy_graph, phases, placeholders, tensors_of
 from fzero.program.program import Program
-from fzero.program.sites import SITE, generator, seed, with_generator
+from fzero.program.sites import KEY, SITE, generator, seed, with_generator
 
 
 def number_sites(program: Program) -> Program:
@@ -63,7 +63,7 @@ def insert_seeds(program: Program) -> Program:
                 node.target = drawing
                 node.kwargs = {**node.kwargs, "generator": graph.call_function(generator, of)}
     done = program.logged(graph, f"seed: a key for {len(sites)} sites")
-    return Program(**{**vars(done), "inputs": (*done.inputs, "key")})
+    return Program(**{**vars(done), "inputs": (*done.inputs, KEY)})
 
 
 def draws(program: Program) -> bool:

@@ -29,6 +29,7 @@ from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.seed import insert_seeds, number_sites
+from fzero.program.sites import KEY
 from fzero.program.trace import trace_program
 from tests.ranks import run_ranks
 
@@ -81,7 +82,7 @@ def staged(
 
 def run(program: Program, inputs: Sequence[Tensor], key: int = 3) -> list[Tensor]:
     program = insert_seeds(program)
-    return compile_program(program)(*inputs, *[key] * ("key" in program.inputs))
+    return compile_program(program)(*inputs, *[key] * (KEY in program.inputs))
 
 
 def computed_in_backward(program: Program, op: Any) -> int:

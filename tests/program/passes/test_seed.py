@@ -18,7 +18,7 @@ from fzero.program.graph import copy_graph, output_node
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.seed import insert_seeds, number_sites
-from fzero.program.sites import SITE
+from fzero.program.sites import KEY, SITE
 from fzero.program.trace import trace_program
 from tests.program.programs import Recorded
 
@@ -85,7 +85,7 @@ def test_a_copy_of_a_random_operator_draws_the_same_mask() -> None:
 def test_gradients_with_dropout_are_functions_of_the_key() -> None:
     recorded = Recorded([8, 16, 16, 4], rows=6, dropout=0.5)
     program = insert_seeds(clean(number_sites(functionalise(recorded.program))))
-    assert program.inputs[-1] == "key"
+    assert program.inputs[-1] == KEY
     run = compile_program(program)
     one, again, other = (run(*recorded.inputs, key)[:-1] for key in (1, 1, 2))
     assert all(map(torch.equal, one, again))
@@ -95,7 +95,7 @@ def test_gradients_with_dropout_are_functions_of_the_key() -> None:
 def test_without_randomness_there_is_no_key() -> None:
     program = number_sites(Recorded([3, 4]).program)
     assert insert_seeds(program) is program
-    assert "key" not in program.inputs
+    assert KEY not in program.inputs
 
 
 def test_a_new_mask_in_backward_is_refused() -> None:
