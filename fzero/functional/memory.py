@@ -7,6 +7,7 @@ function. A tensor that sits in several slots is one parameter with several name
 
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import call, is_
 
 import torch
 from torch import Tensor
@@ -82,10 +83,8 @@ class Apart:
 
     def shared(self, tensors: Sequence[Tensor], written: Sequence[bool]) -> tuple[int, int] | None:
         """The numbers of two tensors that share an element, of which one is written; or None."""
-        # a loop hands in again what it got
-        if len(self._seen) == len(tensors) and all(
-            seen() is x for seen, x in zip(self._seen, tensors, strict=True)
-        ):
+        # a loop hands in again what it got; without a line of Python for each
+        if len(self._seen) == len(tensors) and all(map(is_, map(call, self._seen), tensors)):
             return None
         found = next(overlapping(tensors, written), None)
         if found is None:

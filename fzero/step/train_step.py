@@ -322,10 +322,12 @@ class TrainStep:
 
     def _refuse_shared(self, plan: Plan, leaves: Sequence[Tensor], local: LocalState) -> None:
         """Raise if a leaf that the update writes over has elements in common with another."""
-        rows = [(x, leaf.trainable) for x, leaf in zip(leaves, plan.sharding.layout, strict=True)]
-        rows += [(x, True) for x in (*local.masters, *local.inner) if isinstance(x, Tensor)]
-        rows += [(x, False) for x in local.state]
-        pair = self._apart.shared([local_tensor(x) for x, _ in rows], [flag for _, flag in rows])
+        inner = local.inner
+        if self.opt.foreign:
+            inner = [local_tensor(x) for x in inner if isinstance(x, Tensor)]
+        written = [leaf.trainable for leaf in plan.sharding.layout]
+        written += [True] * (len(local.masters) + len(inner)) + [False] * len(local.state)
+        pair = self._apart.shared([*leaves, *local.masters, *inner, *local.state], written)
         if pair is not None:
             raise _one_memory(plan, local, *pair)
 
