@@ -306,12 +306,13 @@ def check_islands() -> None:
 
     def gradient(x: Tensor) -> Any:
         _, pull = torch.func.vjp(lambda x: record(island, [x])[0].sum(), x)  # pyright: ignore
-        return pull(torch.ones(()))
+        return pull(x.new_ones(()))
 
     def probe() -> bool:
-        graph = make_fx(gradient, tracing_mode="fake")(torch.ones(2))
+        probed = torch.ones(2, dtype=form.dtype)  # whatever the user's default is
+        graph = make_fx(gradient, tracing_mode="fake")(probed)
         targets = [node.target for node in graph.graph.nodes]
-        (found,) = _Runs(graph).run(torch.ones(2))
+        (found,) = _Runs(graph).run(probed)
         return targets.count(RUN) == targets.count(PULL) == 1 and bool((found == 3).all())
 
     try:
