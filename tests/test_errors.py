@@ -11,6 +11,7 @@ import numpy as np
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +19,7 @@ import fzero
 from fzero import CheckpointError, Config, ConfigError, FzeroError, ShardError, TraceError, tree
 from fzero.errors import arguments_by_name
 from fzero.step.train_step import TrainStep
+from tests.ranks import run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -270,6 +272,34 @@ def test_a_type_error_from_inside_is_left_alone() -> None:
 def test_what_is_no_path_is_refused(call: Callable[[], Any]) -> None:
     with pytest.raises(CheckpointError, match=r"path is a .*must be a str or a pathlib.Path"):
         call()
+
+
+def _with_a_collective(name: str) -> list[str]:
+    def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        other = x.clone()
+        if name == "all_reduce":
+            dist.all_reduce(other)
+        elif name == "all_gather":
+            dist.all_gather([torch.zeros_like(x) for _ in range(dist.get_world_size())], other)
+        else:
+            dist.barrier()
+        return _loss(params, x * other)
+
+    step_fn = _make(model_fn)
+    with pytest.raises(TraceError) as error:
+        step_fn(*_state(step_fn), X)
+    eager = _make(model_fn, executor="eager")
+    eager(*_state(eager), X)  # where it runs as it is
+    return [str(error.value)]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "barrier"])
+def test_a_collective_of_torch_distributed_is_named_with_its_line(name: str) -> None:
+    for (said,) in run_ranks(2, _with_a_collective, name):
+        assert re.search(
+            r"a collective of torch.distributed, c10d\.\w+\.default at .*\.py:\d+", said
+        )
+        assert "_functional_collectives" in said
 
 
 def test_an_undivided_mesh_is_refused() -> None:
