@@ -3,13 +3,17 @@
 A message says what was found, where (leaf path, rank, field), the rule, and what to do next.
 """
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import sys
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -79,6 +83,59 @@ def fields_by_name(cls: type[T]) -> type[T]:
 
     setattr(cls, "__init__", __init__)  # noqa: B010 - a method of a class that is any
     return cls
+
+
+def arguments_by_name(fn: Callable[P, T]) -> Callable[P, T]:
+    """A function that says what it takes when it is called with other arguments.
+
+    Meant for what people call with the names of other libraries. A call that fits costs nothing:
+    Python itself finds that one does not.
+
+    Examples:
+        >>> @arguments_by_name
+        ... def adamw(lr: float, b1: float = 0.9, b2: float = 0.999): ...
+        >>> adamw(0.1, betas=(0.9, 0.95))
+        Traceback (most recent call last):
+        ...
+        fzero.errors.ConfigError: adamw has no argument 'betas'. Call it as adamw(lr, b1=0.9, ...
+    """
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return fn(*args, **kwargs)
+        except TypeError as error:
+            # what came as far as a line of the function is not about its arguments
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            raise ConfigError(_misfit(fn, str(error), kwargs)) from None
+
+    return call
+
+
+def _misfit(fn: Callable[..., Any], complaint: str, given: dict[str, Any]) -> str:
+    name = fn.__qualname__.removesuffix(".__init__")
+    known = [x for x in inspect.signature(fn).parameters.values() if x.name != "self"]
+    names = [x.name for x in known]
+    found = f"{complaint.replace(fn.__qualname__, name)}."
+    for unknown in [x for x in given if x not in names][:1]:
+        near = get_close_matches(unknown, names, n=2) or [x for x in names if x in unknown]
+        hints = [f"Did you mean {x!r}?" for x in near[:1]]
+        hints = [f"It is a field of {x}(...)." for x in _owners(fn, unknown)] or hints
+        found = " ".join([f"{name} has no argument {unknown!r}.", *hints])
+    plain = [x.replace(annotation=inspect.Parameter.empty) for x in known]
+    return f"{found} Call it as {name}{inspect.Signature(plain)}."
+
+
+def _owners(fn: Callable[..., Any], field: str) -> Iterator[str]:
+    """The arguments of a function that are dataclasses with this field: `cfg=Config`."""
+    hints: dict[str, Any] = {}
+    with contextlib.suppress(NameError, TypeError):  # of names for a type checker alone
+        hints = typing.get_type_hints(fn)
+    for argument, hint in hints.items():
+        for kind in typing.get_args(hint):
+            if field in getattr(kind, "__dataclass_fields__", ()):
+                yield f"{argument}=fzero.{kind.__name__}"
 
 
 def users_line() -> int:

@@ -11,12 +11,15 @@ import numpy as np
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
-from fzero import Config, ConfigError, FzeroError, ShardError, TraceError, tree
+from fzero import CheckpointError, Config, ConfigError, FzeroError, ShardError, TraceError, tree
+from fzero.errors import arguments_by_name
 from fzero.step.train_step import TrainStep
+from tests.ranks import run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -124,6 +127,179 @@ def test_an_optimizer_state_of_another_kind_is_refused(stage: int) -> None:
         step_fn(params, adam.init(_params())[1], X)
     with pytest.raises(ShardError, match=r"opt_state\.inner"):
         step_fn(params, opt_state._replace(inner=()), X)
+
+
+def test_a_state_of_other_frozen_leaves_names_the_first_of_them() -> None:
+    full = {f"blocks.{i:02}": torch.ones(3) for i in range(50)}
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.stack([(p * x).square().mean() for p in params.values()]).mean()
+
+    frozen, free = _make(loss, frozen=["blocks.0*"]), _make(loss)
+    params, opt_state = frozen.init(full)
+    free.init(full)
+    with pytest.raises(ShardError) as error:
+        free(params, opt_state, torch.ones(3))
+    assert "lacks opt_state.inner.trace['blocks.00'], " in str(error.value)
+    assert "(and 7 more)" in str(error.value)
+    assert "load_partial" in str(error.value)
+    assert len(str(error.value)) < 600  # not the whole tree, twice
+
+
+# ---- what is donated
+def _stateless(**config: Any) -> TrainStep:
+    return fzero.make_train_step(_loss, fzero.optim.sgd(0.1), Config(**config))
+
+
+@STAGES
+@pytest.mark.parametrize("make", [_make, _stateless])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_state_that_a_step_has_written_over_is_not_taken_again(
+    stage: int, make: Callable[..., TrainStep], precision: str | None, tmp_path: Path
+) -> None:
+    x = X if precision is None else X.bfloat16()
+    step_fn = make(stage=stage, precision=precision)
+    params, old = _state(step_fn)
+    copy = tree.map(torch.clone, old)
+    params, opt_state = step_fn(params, old, x)
+    takers: list[Callable[[], Any]] = [
+        lambda: step_fn(params, old, x),
+        lambda: make(stage=stage, precision=precision)(params, old, x),
+        lambda: fzero.checkpoint.save(tmp_path, params, old),
+    ]
+    for take in takers:
+        with pytest.raises(ShardError, match=r"opt_state is that of an earlier step, 0, .*donate"):
+            take()
+    assert not list(tmp_path.iterdir())
+    # what is not written over is taken: a copy, the new one, what is read into the old one
+    fzero.checkpoint.save(tmp_path, params, copy)
+    read = fzero.checkpoint.load(tmp_path, params, old)
+    assert int(step_fn(params, copy, x)[1].step) == 1
+    assert int(step_fn(*read, x)[1].step) == 1
+    assert int(step_fn(params, opt_state, x)[1].step) == 2
+
+
+def test_an_engine_refuses_a_state_that_a_step_has_written_over() -> None:
+    engine = fzero.Engine(nn.Linear(4, 1), fzero.optim.sgd(0.1))
+    apply, _ = fzero.functionalize(nn.Linear(4, 1))
+    step_fn = fzero.make_train_step(
+        lambda p, x: apply(p, x).square().mean(), fzero.optim.sgd(0.1), engine.cfg
+    )
+    params, old = engine.state
+    for expected in (1, 2):
+        params, new = step_fn(params, old, X)
+        with pytest.raises(ShardError, match="earlier step"):
+            engine.state = params, old
+        engine.state = params, new
+        params, old = engine.state  # the engine's own can be lent again
+        assert int(old.step) == expected
+
+
+def test_a_state_that_was_not_donated_is_taken_again() -> None:
+    step_fn = _make(donate=False)
+    state = _state(step_fn)
+    step_fn(*state, X)
+    assert int(step_fn(*state, X)[1].step) == 1
+
+
+# ---- names of arguments
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: fzero.Engine(nn.Linear(4, 1), stage=2),  # pyright: ignore[reportCallIssue]
+            r"Engine has no argument 'stage'. It is a field of cfg=fzero.Config\(...\). "
+            r"Call it as Engine\(model, opt=None, cfg=None, \*,",
+        ),
+        (
+            lambda: fzero.make_train_step(_loss, fzero.optim.sgd(0.1), clip_norm=1.0),  # pyright: ignore
+            r"make_train_step has no argument 'clip_norm'. It is a field of cfg=fzero.Config",
+        ),
+        (
+            lambda: fzero.Engine(nn.Linear(4, 1), optimizer=fzero.optim.sgd(0.1)),  # pyright: ignore
+            r"Engine has no argument 'optimizer'. Did you mean 'opt'\?",
+        ),
+        (
+            lambda: fzero.optim.adamw(1e-3, betas=(0.9, 0.95)),  # pyright: ignore
+            r"adamw has no argument 'betas'. Call it as adamw\(lr, b1=0.9, b2=0.999, ",
+        ),
+        (
+            lambda: fzero.optim.adamw(nn.Linear(1, 1).parameters(), lr=1e-3),  # pyright: ignore
+            r"adamw\(\) got multiple values for argument 'lr'. Call it as adamw\(lr, ",
+        ),
+        (
+            lambda: fzero.optim.sgd(),  # pyright: ignore
+            r"sgd\(\) missing 1 required positional argument: 'lr'. Call it as sgd\(lr, mom",
+        ),
+        (
+            lambda: fzero.optim.warmup_cosine(1e-3, warmup=10, total_steps=20),  # pyright: ignore
+            r"no argument 'warmup'. Did you mean 'warmup_steps'\?",
+        ),
+        (
+            lambda: fzero.checkpoint.load("run"),  # pyright: ignore
+            r"missing 1 required positional argument: 'params_like'. Call it as load\(path, para",
+        ),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_told_with_those_that_do(
+    call: Callable[[], Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call()
+
+
+def test_a_type_error_from_inside_is_left_alone() -> None:
+    @arguments_by_name
+    def outer(x: int) -> None:
+        _params(x)  # pyright: ignore[reportCallIssue]
+
+    with pytest.raises(TypeError, match="_params") as error:
+        outer(1)
+    assert not isinstance(error.value, FzeroError)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fzero.checkpoint.save(_params(), None),  # pyright: ignore
+        lambda: fzero.checkpoint.load(_params(), None),  # pyright: ignore
+        lambda: fzero.checkpoint.latest(None),  # pyright: ignore
+        lambda: fzero.checkpoint.client_state(3),  # pyright: ignore
+        lambda: fzero.checkpoint.load_partial(_params(), None),  # pyright: ignore
+        lambda: fzero.checkpoint.export_safetensors(_params(), "out"),  # pyright: ignore
+    ],
+)
+def test_what_is_no_path_is_refused(call: Callable[[], Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"path is a .*must be a str or a pathlib.Path"):
+        call()
+
+
+def _with_a_collective(name: str) -> list[str]:
+    def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        other = x.clone()
+        if name == "all_reduce":
+            dist.all_reduce(other)
+        elif name == "all_gather":
+            dist.all_gather([torch.zeros_like(x) for _ in range(dist.get_world_size())], other)
+        else:
+            dist.barrier()
+        return _loss(params, x * other)
+
+    step_fn = _make(model_fn)
+    with pytest.raises(TraceError) as error:
+        step_fn(*_state(step_fn), X)
+    eager = _make(model_fn, executor="eager")
+    eager(*_state(eager), X)  # where it runs as it is
+    return [str(error.value)]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "barrier"])
+def test_a_collective_of_torch_distributed_is_named_with_its_line(name: str) -> None:
+    for (said,) in run_ranks(2, _with_a_collective, name):
+        assert re.search(
+            r"a collective of torch.distributed, c10d\.\w+\.default at .*\.py:\d+", said
+        )
+        assert "_functional_collectives" in said
 
 
 def test_an_undivided_mesh_is_refused() -> None:

@@ -270,3 +270,46 @@ def test_a_nan_on_one_rank_is_everyones(
         assert "step 1: NaN or infinity" in str(message)
         assert same
         assert flags == {"after": False}
+
+
+# ---- a process group that is gone
+def _after_destruction(stage: int, folder: str) -> list[str]:
+    """What is said of what ranks share, once their process group is destroyed."""
+    cfg = Config(stage=stage)
+    step_fn = fzero.make_train_step(_loss, SGD, cfg)
+    state = step_fn(*step_fn.init(_params()), X)
+    engine = fzero.Engine(torch.nn.Linear(4, 2), SGD, cfg, broadcast=True)
+    validate = fzero.sharded(_loss, cfg, reduce="mean")
+    validate(state[0], X)
+    dist.destroy_process_group()
+    calls: list[Callable[[], Any]] = [
+        lambda: step_fn(*state, X),
+        lambda: fzero.checkpoint.save(folder, *state),
+        lambda: fzero.checkpoint.load(folder, *state),
+    ]
+    if stage == 3:
+        calls += [
+            lambda: engine(X),
+            lambda: engine.full_params(),
+            lambda: fzero.unshard(state[0]),
+            lambda: validate(state[0], X),
+            lambda: fzero.tree_vdot(state[0], state[0]),
+            lambda: fzero.checkpoint.export_safetensors(folder, state[0]),
+        ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except FzeroError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_destroyed_process_group_is_named(stage: int, tmp_path: Any) -> None:
+    for said in run_fresh(2, _after_destruction, stage, str(tmp_path)):
+        for text in said:
+            assert "process group" in text, said
+            assert "was destroyed. Save, unshard" in text, said
+    assert not list(tmp_path.iterdir())

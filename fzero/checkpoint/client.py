@@ -46,7 +46,7 @@ def client_state(path: str | os.PathLike[str]) -> Any:
         True
     """
     background.wait()
-    found = Path(choose(Path(path)))
+    found = Path(choose(disk.as_path(path)))
     if not (found / manifest.NAME).exists():
         raise CheckpointError(f"{found} was not written by fzero, and has no client_state.")
     try:

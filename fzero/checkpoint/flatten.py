@@ -155,5 +155,5 @@ def _check_types(
         raise CheckpointError(
             f"{'; '.join(bad[:8])}{more}. A checkpoint holds dense tensors with memory and plain "
             "bool, int, float and str; nothing is pickled. Convert these leaves, or keep them out "
-            "of the tree; of an engine save engine.state, or engine.full_params()."
+            "of the tree; of an engine save(path, *engine.state), or engine.full_params()."
         )

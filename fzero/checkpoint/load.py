@@ -10,12 +10,14 @@ from fzero.checkpoint.flatten import Flat
 from fzero.checkpoint.foreign import dcp
 from fzero.checkpoint.foreign.safetensors import is_safetensors, open_safetensors
 from fzero.checkpoint.format import folders, manifest
+from fzero.checkpoint.format.disk import as_path
 from fzero.checkpoint.format.reader import Reader
 from fzero.checkpoint.sources import Rename, Source, names_of, one_each, split_key
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, arguments_by_name
 from fzero.tree import PyTree
 
 
+@arguments_by_name
 def load(
     path: str | os.PathLike[str],
     params_like: PyTree,
@@ -58,7 +60,7 @@ def load(
         >>> load(run, {"w": torch.zeros(2)}, {"lr": 0.0})
         ({'w': tensor([1., 1.])}, {'lr': 0.5})
     """
-    where = Path(path)
+    where = as_path(path)
     return fill(
         lambda: choose(where),
         open_source,

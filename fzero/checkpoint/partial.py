@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 
 from fzero.checkpoint.compare import compare, refuse, shorten
 from fzero.checkpoint.fill import Opened, open_on_every_rank
+from fzero.checkpoint.format.disk import as_path
 from fzero.checkpoint.format.reader import Reader
 from fzero.checkpoint.load import choose, open_source
 from fzero.checkpoint.sources import BUFFERS, Rename, names_of, split_key
@@ -134,7 +134,7 @@ def load_partial(
         raise CheckpointError(
             "load_partial(state=True) reads into the state, and opt_state_like is None. Pass it."
         )
-    where = Path(path)
+    where = as_path(path)
     asked = _Asked(_globs("only", only), dict(rename or {}), _globs("overlap", overlap), state)
     namer = _namer(asked.rename)
     opened = open_on_every_rank(

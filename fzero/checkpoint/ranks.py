@@ -132,6 +132,8 @@ def ranks_of(tensors: Iterable[Tensor], timeout: float | None = None) -> Ranks:
     meshes = (x.device_mesh for x in tensors if isinstance(x, DTensor))
     mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
     if not dist.is_initialized():
+        if mesh is not None:
+            circle_of(mesh)  # of several ranks it is refused: their process group is gone
         return Ranks((0,), 0, None, timeout)
     if mesh is None or mesh.size() == dist.get_world_size():
         ranks, group = tuple(range(dist.get_world_size())), dist.group.WORLD

@@ -53,9 +53,9 @@ from fzero.checkpoint.lineage import following, parse
 from fzero.checkpoint.progress import Progress, progress
 from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
 from fzero.distributed.dtensor import local_tensor
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, arguments_by_name
 from fzero.state.follow import followed
-from fzero.state.opt_state import OptState
+from fzero.state.opt_state import OptState, refuse_spent
 from fzero.tree import PyTree
 
 # A plain tensor counts as the same on all ranks; those of a state that cost nothing are compared.
@@ -71,6 +71,7 @@ _UNREMOVED = (
 )
 
 
+@arguments_by_name
 def save(
     path: str | os.PathLike[str],
     params: PyTree,
@@ -128,7 +129,7 @@ def save(
         raise CheckpointError(f"overwrite={overwrite!r} must be True or False.")
     with background.turn():
         options = _Options(step, keep, overwrite, asynchronous, timeout, encode(client_state))
-        return _save(Path(path).absolute(), params, opt_state, options)
+        return _save(disk.as_path(path).absolute(), params, opt_state, options)
 
 
 _PATIENCE = 600.0  # seconds for another process's save, where nobody says how long
@@ -147,6 +148,8 @@ class _Options(NamedTuple):
 
 def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> Path:
     step, keep, overwrite, asynchronous, timeout, client = options
+    if isinstance(opt_state, OptState):
+        refuse_spent(opt_state)
     flat = flatten(params, opt_state)
     ranks = ranks_of(flat.tensors.values(), timeout)
     step = _step_of(opt_state) if step is None else step

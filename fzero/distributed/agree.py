@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fzero.distributed import works
-from fzero.distributed.mesh import Mesh
+from fzero.distributed.mesh import Mesh, group_along
 from fzero.distributed.stations import ranks_text
 from fzero.distributed.whereabouts import Circle, circle_of
 from fzero.errors import RankMismatchError
@@ -138,7 +138,7 @@ def _all_gather_bytes(data: bytes, mesh: Mesh, circle: Circle) -> list[bytes]:
         size = mesh.device_mesh.size(axis)
         if size == 1:
             continue
-        group = mesh.device_mesh.get_group(axis).group_name
+        group = group_along(mesh.device_mesh, axis).group_name
         gathered = works.wait(works.all_gather_into_tensor(gathered, size, group))
     flat = bytes(gathered.tolist())
     return [flat[i : i + len(data)] for i in range(0, len(flat), len(data))]

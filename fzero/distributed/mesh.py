@@ -6,9 +6,10 @@ user asks for HSDP, holds copies of that split.
 """
 
 import atexit
+import contextlib
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, ShardError
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,40 @@ def is_gloo(group: str) -> bool:
 
 def backend_of(group: str) -> str:
     """What moves the data of the process group of this name, such as "nccl"."""
-    # Private. `dist.get_backend` takes a group, and only this finds the group of a name.
-    return dist.get_backend(dist.distributed_c10d._resolve_process_group(group))  # pyright: ignore
+    return dist.get_backend(group_of(group))
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of this name.
+
+    Raises:
+        ShardError: there is none any more.
+    """
+    with _destroyed_refused():
+        # Private. Only this finds the group of a name.
+        return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+def group_along(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
+    """The process group of an axis of several ranks.
+
+    Raises:
+        ShardError: there is none any more.
+    """
+    with _destroyed_refused():
+        return mesh.get_group(axis)
+
+
+@contextlib.contextmanager
+def _destroyed_refused() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ShardError(
+            "the process group that params and states are sharded over was destroyed. Save, "
+            "unshard and evaluate before dist.destroy_process_group(); what lives on it can't be "
+            "gathered any more: start again from the last checkpoint."
+        ) from error
 
 
 def _check(mesh: DeviceMesh, device_type: str) -> None:
@@ -166,7 +199,7 @@ def _check(mesh: DeviceMesh, device_type: str) -> None:
 
 
 def _group_name(mesh: DeviceMesh, axis: int) -> str:
-    return "" if mesh.size(axis) == 1 else mesh.get_group(axis).group_name
+    return "" if mesh.size(axis) == 1 else group_along(mesh, axis).group_name
 
 
 def _all_ranks(device_type: str) -> DeviceMesh:

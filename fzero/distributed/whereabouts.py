@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.distributed.keepalive import keep_alive
-from fzero.distributed.mesh import Mesh
+from fzero.distributed.mesh import Mesh, group_along
 from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collective, time_is_up
 from fzero.distributed.stations import ADVICE, Station, Stations, differ, ranks_text
 from fzero.distributed.store import StoreSilent, group_limit
@@ -386,9 +386,9 @@ def circle_of(mesh: Mesh | DeviceMesh) -> Circle:
         ranks, mesh = mesh.ranks, mesh.device_mesh
     else:
         ranks = tuple(mesh.mesh.flatten().tolist())
-    if len(ranks) == 1 or not dist.is_initialized():
+    if len(ranks) == 1:
         return Circle(ranks[:1], ranks[0])
-    groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
+    groups = [group_along(mesh, i) for i in range(mesh.ndim) if mesh.size(i) > 1]
     apart = mesh.ndim == 1 and len(ranks) < dist.get_world_size()
     return circle_for(ranks, groups, groups[0].group_name if apart else "")
 

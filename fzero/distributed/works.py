@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from fzero.distributed import whereabouts
+from fzero.distributed.mesh import group_of
 from fzero.distributed.whereabouts import Circle, circle_on
 
 
@@ -218,8 +219,7 @@ def settle(work: Any, x: Tensor, circle: Circle) -> None:
 
 def _watched(group: str, own: Circle | None) -> tuple[ProcessGroup, Circle] | None:
     """The group of this name, and the circle to wait with; None unless gloo carries it."""
-    # Private. Only this finds the group of a name.
-    pg = dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
+    pg = group_of(group)
     first = circle_on(pg)
     # None also for gloo groups that no circle was made on: torch's own operators wait for those
     return None if first is None else (pg, own or first)

@@ -24,7 +24,7 @@ from fzero.engine.module_state import LoadedKeys
 from fzero.engine.names import Names
 from fzero.engine.parts import build_parts
 from fzero.engine.release import Former, Released, release
-from fzero.errors import BackwardError, ConfigError, FzeroError, ShardError
+from fzero.errors import BackwardError, ConfigError, FzeroError, ShardError, arguments_by_name
 from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
 from fzero.state.builder import Recording
@@ -84,6 +84,7 @@ class Engine:
         1
     """
 
+    @arguments_by_name
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -648,6 +649,7 @@ class Engine:
 
 _NO_COPY = (
     "the engine was to be {}, and a copy would share its parameters, process groups and hooks. "
-    "Make a second engine of a second module and assign engine.state, save engine.state with "
-    "fzero.checkpoint.save, or take copies of the values: engine.full_params()."
+    "Make a second engine of a second module and assign engine.state, save it by "
+    "fzero.checkpoint.save(path, *engine.state), or take copies of the values: "
+    "engine.full_params()."
 )

@@ -17,7 +17,7 @@ from fzero.optim.compose import MultiState
 from fzero.optim.counts import has_counts, own_counts
 from fzero.optim.inject import InjectState
 from fzero.state.follow import follow_
-from fzero.state.opt_state import LocalState, OptState
+from fzero.state.opt_state import LocalState, OptState, refuse_spent
 from fzero.state.plan import Plan
 from fzero.state.sharding import like, locals_of
 from fzero.step.metrics import metrics_of, rate_of, refuse_nonfinite
@@ -233,6 +233,7 @@ class Stepper:
                 f"engine.state: opt_state is a {type(opt_state).__name__}; assign what step_fn, "
                 "step_fn.init or another engine's state returned."
             )
+        refuse_spent(opt_state)
         if has_counts(opt_state.inner) and not has_counts(own.inner):
             self._count_leaves()
             self.train(self._leaves)

@@ -307,7 +307,7 @@ def check_islands() -> None:
 
     def gradient(x: Tensor) -> Any:
         _, pull = torch.func.vjp(lambda x: record(island, [x])[0].sum(), x)  # pyright: ignore
-        return pull(torch.ones((), **like))
+        return pull(x.new_ones(()))
 
     def probe() -> bool:
         graph = make_fx(gradient, tracing_mode="fake")(torch.ones(2, **like))

@@ -32,7 +32,7 @@ def check_tasks() -> None:
         TraceError: it is not, and gradients that it brings would be taken for the outer one's.
     """
     seen: list[int] = [current_task()]
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(1, requires_grad=True)
 
         def hook(grad: Tensor) -> None:

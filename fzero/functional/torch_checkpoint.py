@@ -74,7 +74,7 @@ def check_checkpoints(executor: str) -> None:
         TraceError: it does not.
     """
     for reentrant in (False, True):
-        with _disable_current_modes(), torch.enable_grad():
+        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             try:
                 fits = (_is_recorded if executor == "traced" else _recomputes)(reentrant)
             except Exception:  # whatever a torch of another make raises

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from fzero import tree
 from fzero.distributed.dtensor import local_tensor, shard_like
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, arguments_by_name
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.counts import increased
@@ -41,6 +41,7 @@ class FactoredState(NamedTuple):
         return tree.either(self.row, self.nu)
 
 
+@arguments_by_name
 def adafactor(
     lr: Rate = 1e-2,
     beta2_decay: float = -0.8,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
+from fzero.errors import arguments_by_name
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.counts import counts_of, increased
@@ -51,6 +52,7 @@ class AdamState(NamedTuple):
         return self.mu
 
 
+@arguments_by_name
 def scale_by_adam(
     b1: float | Tensor = 0.9, b2: float = 0.999, eps: float = 1e-8, amsgrad: bool = False
 ) -> Optimizer:
@@ -117,6 +119,7 @@ def scale_by_adam(
     return Optimizer(init, update, in_place(update))
 
 
+@arguments_by_name
 def adam(
     lr: Rate,
     b1: float = 0.9,
@@ -157,6 +160,7 @@ def adam(
     return _adam("adam", lr, b1, b2, eps, weight_decay, amsgrad, decoupled=False)
 
 
+@arguments_by_name
 def adamw(
     lr: Rate,
     b1: float = 0.9,

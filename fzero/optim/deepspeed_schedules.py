@@ -9,11 +9,12 @@ import math
 import torch
 from torch import Tensor
 
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, arguments_by_name
 from fzero.optim import check
 from fzero.optim.base import Schedule
 
 
+@arguments_by_name
 def warmup_lr(
     warmup_min_lr: float = 0.0,
     warmup_max_lr: float = 1e-3,
@@ -46,6 +47,7 @@ def warmup_lr(
     return _after(warmup_min_lr, schedule)
 
 
+@arguments_by_name
 def warmup_decay_lr(
     total_num_steps: int,
     warmup_min_lr: float = 0.0,
@@ -80,6 +82,7 @@ def warmup_decay_lr(
     return _after(warmup_min_lr, schedule)
 
 
+@arguments_by_name
 def warmup_cosine_lr(
     lr: float,
     total_num_steps: int,
@@ -123,6 +126,7 @@ def warmup_cosine_lr(
     return _after(0.0, schedule)
 
 
+@arguments_by_name
 def one_cycle(
     cycle_min_lr: float,
     cycle_max_lr: float,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.distributed.dtensor import local_tensor
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, arguments_by_name
 from fzero.optim import check
 from fzero.optim.adam import AdamState, scale_by_adam
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
@@ -62,6 +62,7 @@ def trust_tree(updates: PyTree, params: Params | None, where: str) -> PyTree:
     return tree.unflatten(spec, like_given(scaled, leaves))
 
 
+@arguments_by_name
 def lamb(
     lr: Rate,
     b1: float = 0.9,

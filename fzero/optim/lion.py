@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
+from fzero.errors import arguments_by_name
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.foreach import (
@@ -37,6 +38,7 @@ class LionState(NamedTuple):
     mu: Params
 
 
+@arguments_by_name
 def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> Optimizer:
     """Lion's direction: the sign of the gradients mixed into their running mean.
 
@@ -79,6 +81,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> Optimizer:
     return Optimizer(init, update, in_place(update))
 
 
+@arguments_by_name
 def lion(
     lr: Rate, b1: float = 0.9, b2: float = 0.99, weight_decay: float | Tensor = 0.0
 ) -> Optimizer:

@@ -17,7 +17,7 @@ from fzero import tree
 from fzero.distributed.collectives import all_gather, exchange
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Axis
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, arguments_by_name
 from fzero.layout import LeafLayout
 from fzero.optim import check
 from fzero.optim.adam import adamw
@@ -75,6 +75,7 @@ def newton_schulz(
     return x.T if wide else x
 
 
+@arguments_by_name
 def scale_by_muon(
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -139,6 +140,7 @@ def scale_by_muon(
     return Optimizer(init, update, in_place(update))
 
 
+@arguments_by_name
 def muon(
     lr: Rate,
     momentum: float = 0.95,

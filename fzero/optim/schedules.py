@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, arguments_by_name
 from fzero.optim import check
 from fzero.optim.base import Schedule
 
 
+@arguments_by_name
 def constant(value: float) -> Schedule:
     """The same value at every step.
 
@@ -26,6 +27,7 @@ def constant(value: float) -> Schedule:
     return lambda step: torch.full_like(step, value, dtype=torch.float64)
 
 
+@arguments_by_name
 def linear(start: float, end: float, steps: int) -> Schedule:
     """A straight line from `start` to `end` over `steps` steps, then `end`.
 
@@ -39,6 +41,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     return lambda step: start + (end - start) * _progress(step, steps)
 
 
+@arguments_by_name
 def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
     """Half a cosine from `peak` to `end` over `steps` steps, then `end`.
 
@@ -59,6 +62,7 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
     return schedule
 
 
+@arguments_by_name
 def exponential(start: float, decay: float, steps: int = 1) -> Schedule:
     """`start * decay ** (step / steps)`.
 
@@ -72,6 +76,7 @@ def exponential(start: float, decay: float, steps: int = 1) -> Schedule:
     return lambda step: start * decay ** (step.double() / steps)
 
 
+@arguments_by_name
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Schedules one after the other; each counts its steps from its own first one.
 
@@ -104,6 +109,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return schedule
 
 
+@arguments_by_name
 def warmup_linear(
     peak: float, warmup_steps: int, total_steps: int, end: float = 0.0, start: float = 0.0
 ) -> Schedule:
@@ -119,6 +125,7 @@ def warmup_linear(
     return _warmup(linear(peak, end, decay_steps), start, peak, warmup_steps)
 
 
+@arguments_by_name
 def warmup_cosine(
     peak: float, warmup_steps: int, total_steps: int, end: float = 0.0, start: float = 0.0
 ) -> Schedule:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, arguments_by_name
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.counts import NEVER, counts_of, increased
@@ -47,6 +47,7 @@ class TraceState(NamedTuple):
         return self.trace
 
 
+@arguments_by_name
 def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optimizer:
     """Momentum: `trace = decay * trace + (1 - dampening) * grads`, and the trace is the update.
 
@@ -102,6 +103,7 @@ def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optim
     return Optimizer(init, update, in_place(update))
 
 
+@arguments_by_name
 def sgd(
     lr: Rate,
     momentum: float = 0.0,

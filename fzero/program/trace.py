@@ -32,7 +32,7 @@ from fzero.program.devices import devices_kept
 from fzero.program.dynamic import Dynamic, InputDim, marked
 from fzero.program.graph import is_op, output_node, placeholders
 from fzero.program.interop import transformers_is_tracing, unchecked
-from fzero.program.origin import MODULE_CALL, OURS, origins_noted
+from fzero.program.origin import MODULE_CALL, OURS, origin_of, origins_noted
 from fzero.program.program import Program
 from fzero.program.promises import note
 from fzero.program.symbols import ByParts, fake_inputs, new_env, quiet
@@ -122,6 +122,7 @@ def _by_front_ends(
         try:
             with guard():
                 graph_module = _recorded(fn, inputs)
+                _refuse_host_collectives(graph_module.graph)
         except Exception as error:
             # what torch.func can't give back in backward, plain autograd may
             if isinstance(error, FzeroError) and not isinstance(error, TransformOverError):
@@ -136,6 +137,19 @@ def _by_front_ends(
             log.append(line)
         return replace(_program(name, graph_module, names, tuple(log)), dynamic=made)
     raise _trace_error(refusals)
+
+
+def _refuse_host_collectives(graph: fx.Graph) -> None:
+    """Those of `torch.distributed` itself write into tensors from outside of what is recorded."""
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") == "c10d":
+            raise TraceError(
+                f"the model function calls a collective of torch.distributed, {node.target} "
+                f"at {origin_of(node).where or 'an unknown line'}, which can't be staged out. "
+                "Those of torch.distributed._functional_collectives can, and have gradients: "
+                "all_gather_tensor_autograd(x, 0, group), all_reduce(x, 'sum', group). Or use "
+                "Config(executor='eager') or an Engine, where every collective runs as it is."
+            )
 
 
 def _recorded(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:

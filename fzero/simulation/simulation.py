@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fzero.config import Config, as_config
 from fzero.distributed.made_up_ranks import made_up_ranks
 from fzero.distributed.mesh import Mesh, resolve_mesh
-from fzero.errors import ConfigError, FzeroError
+from fzero.errors import ConfigError, FzeroError, arguments_by_name
 from fzero.program import Program
 from fzero.program.hardware import Hardware
 from fzero.program.transfers import planned_for
@@ -23,6 +23,7 @@ from fzero.transforms.function import refuse_module
 from fzero.tree import PyTree
 
 
+@arguments_by_name
 def simulate(
     model_fn: ModelFn,
     opt: Any,

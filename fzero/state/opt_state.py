@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.distributed.dtensor import local_tensor
+from fzero.errors import ShardError
 from fzero.state.masters import copied
 from fzero.state.sharding import locals_of
 from fzero.tree import PyTree
@@ -46,6 +47,41 @@ class OptState(NamedTuple):
         parts += [f"metrics={list(self.metrics)}"] if self.metrics else []
         shown = [part for part in parts if part]
         return f"OptState({'; '.join([f'step={self.step}', *shown])})"
+
+
+def spend(opt_state: OptState) -> None:
+    """Note that a step has written over what this state holds, so that nobody takes it again.
+
+    The note is on its `step`, the one tensor of a state that each call makes anew, and holds for
+    these very containers: not for a copy, nor for what `fzero.checkpoint.load` gives back.
+    """
+    setattr(opt_state.step, _SPENT, (opt_state.inner, opt_state.metrics))
+
+
+def refuse_spent(opt_state: OptState) -> None:
+    """Raise a ShardError if a step has written over this state.
+
+    Examples:
+        >>> import fzero, torch
+        >>> step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), fzero.optim.sgd(0.1))
+        >>> params, opt_state = step_fn.init({"w": torch.ones(3)})
+        >>> _ = step_fn(params, opt_state, torch.ones(3))
+        >>> step_fn(params, opt_state, torch.ones(3))
+        Traceback (most recent call last):
+        ...
+        fzero.errors.ShardError: opt_state is that of an earlier step, ...
+    """
+    inner, metrics = getattr(opt_state.step, _SPENT, (None, None))
+    if inner is opt_state.inner and metrics is opt_state.metrics:
+        raise ShardError(
+            f"opt_state is that of an earlier step, {opt_state.step}, and the step has written its "
+            "results over it (Config(donate=True)). Go on with what that call returned, params, "
+            "opt_state = step_fn(params, opt_state, batch); keep a copy, fzero.tree_map("
+            "torch.clone, opt_state), made before the call; or say Config(donate=False)."
+        )
+
+
+_SPENT = "_fzero_spent"
 
 
 class LocalState(NamedTuple):

@@ -163,10 +163,12 @@ class Plan:
                     "all. Go on with an Engine, or let its step be that of all: "
                     "opt_state._replace(inner=fzero.optim.common_count(opt_state.inner))."
                 )
+            found, kept = map(_paths, (spec, self.inner_spec))
             raise ShardError(
-                f"opt_state.inner is {spec}, and this step function's optimizer keeps "
-                f"{self.inner_spec}. Pass the state of the same optimizer, or start a new one with "
-                "step_fn.init."
+                "opt_state.inner has another structure than what this step function's optimizer "
+                f"keeps: it {_difference('opt_state.inner', found, kept)}. Pass the state of the "
+                "same optimizer and Config(frozen=...), or start a new one with step_fn.init; "
+                "fzero.checkpoint.load_partial(..., state=True) takes over what has a place in it."
             )
 
     def check(self, leaves: Sequence[Any], spec: tree.Spec) -> None:
@@ -217,12 +219,25 @@ def _without_counts(spec: tree.Spec) -> tree.Spec:
 
 
 def _structure_message(found: Sequence[str], sharding: Sharding) -> str:
-    missing = [path for path in sharding.paths if path not in set(found)]
-    extra = [path for path in found if path not in set(sharding.paths)]
-    said = [f"lacks {', '.join(f'params{p}' for p in missing[:3])}"] if missing else []
-    said += [f"has {', '.join(f'params{p}' for p in extra[:3])} besides"] if extra else []
     return (
         f"params has another structure than the tree that this step function was made for: it "
-        f"{' and '.join(said) or 'nests the same leaves in other containers'}. Pass what "
+        f"{_difference('params', found, sharding.paths)}. Pass what "
         "step_fn.init or the last call of step_fn returned, or make another step function."
     )
+
+
+def _difference(name: str, found: Sequence[str], wanted: Sequence[str]) -> str:
+    missing = [path for path in wanted if path not in set(found)]
+    extra = [path for path in found if path not in set(wanted)]
+    said = [f"lacks {_some(name, missing)}"] if missing else []
+    said += [f"has {_some(name, extra)} besides"] if extra else []
+    return " and ".join(said) or "nests the same leaves in other containers"
+
+
+def _some(name: str, paths: Sequence[str]) -> str:
+    more = f" (and {len(paths) - 3} more)" if len(paths) > 3 else ""
+    return ", ".join(f"{name}{path}" for path in paths[:3]) + more
+
+
+def _paths(spec: Any) -> list[str]:
+    return tree.paths(tree.unflatten(spec, range(spec.num_leaves)))

@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fzero import tree
 from fzero.config import Config, as_config
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
-from fzero.distributed.mesh import Mesh, resolve_mesh
+from fzero.distributed.mesh import Mesh, group_along, resolve_mesh
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, ShardError
 from fzero.functional.owners import (
@@ -273,7 +273,7 @@ def _whole(leaf: DTensor) -> Tensor:
         return leaf.full_tensor()
     (axis,) = split
     dim = placements[axis].dim  # pyright: ignore[reportAttributeAccessIssue]
-    group = mesh.get_group(axis).group_name
+    group = group_along(mesh, axis).group_name
     return torch.ops.fzero.gather(
         local_tensor(leaf), list(leaf.shape), dim % leaf.dim(), mesh.size(axis), group, ""
     )

@@ -13,7 +13,7 @@ from fzero.config import Config, as_config
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import resolve_mesh
 from fzero.distributed.whereabouts import circle_of
-from fzero.errors import ConfigError, ShardError
+from fzero.errors import ConfigError, ShardError, arguments_by_name
 from fzero.functional.memory import Apart
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
@@ -24,7 +24,7 @@ from fzero.program.choice import Choice
 from fzero.program.program import Pass
 from fzero.state.init import agree_on_start, start
 from fzero.state.masters import copied
-from fzero.state.opt_state import LocalState, OptState
+from fzero.state.opt_state import LocalState, OptState, refuse_spent, spend
 from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
 from fzero.step.executors import Executors
@@ -38,6 +38,7 @@ from fzero.transforms.micro import micro_batches
 from fzero.tree import PyTree
 
 
+@arguments_by_name
 def make_train_step(model_fn: ModelFn, opt: Any, cfg: Config | None = None) -> "TrainStep":
     """A pure, sharded training step: `value_and_grad` of the model function for each micro-batch,
     clipping, and the optimizer on the shards.
@@ -158,8 +159,8 @@ class TrainStep:
         Raises:
             ConfigError: the call is under the caller's own `torch.autocast`.
             TraceError: the model function can't be staged out.
-            ShardError: `params` or `batch` does not fit; or a leaf that is donated lies in the
-                memory of another.
+            ShardError: `params` or `batch` does not fit; an earlier call has written over
+                `opt_state`; or a leaf that is donated lies in the memory of another.
             RankMismatchError: ranks would run different collectives, or a rank is gone: it is
                 named.
             FzeroError: the loss is no 0-d floating tensor; with `on_nonfinite="raise"`, a gradient
@@ -305,6 +306,7 @@ class TrainStep:
                 f"opt_state is a {type(opt_state).__name__}; pass the second value that "
                 "step_fn.init or the last call of step_fn returned."
             )
+        refuse_spent(opt_state)
         plan = self._plan
         if plan is None:  # a state from elsewhere: a checkpoint, another step function
             check_tensors("params", leaves, tree.paths(params))
@@ -362,6 +364,8 @@ class TrainStep:
         # not read: no host waits to learn whether the step was skipped
         advance = 1 if self.cfg.scaling is None else ~updated.nonfinite
         new = OptState(opt_state.step + advance, inner, master, updated.loss_scale, state, metrics)
+        if self.cfg.donate:
+            spend(opt_state)
         return params, new
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from fzero.checkpoint.fill import fill
 from fzero.checkpoint.flatten import Flat
 from fzero.checkpoint.foreign.dcp import one_step
+from fzero.checkpoint.format.disk import as_path
 from fzero.checkpoint.sources import Lazy, LazyReader, Region, Source, moment_of, names_of
 from fzero.errors import CheckpointError
 from fzero.tree import PyTree
@@ -70,7 +71,7 @@ def import_deepspeed_universal(
         ({'w': tensor([1., 1.])}, None)
     """
 
-    where = Path(path)
+    where = as_path(path)
     # cast: float32 is what DeepSpeed keeps, whatever precision the job had
     return fill(
         lambda: str(_zero(where)),
@@ -96,7 +97,7 @@ def deepspeed_param_groups(path: str | os.PathLike[str]) -> list[dict[str, Any]]
     Raises:
         CheckpointError: there is no `optimizer_state.pt`, or it asks for code.
     """
-    groups = _state(_zero(Path(path))).get("param_groups", [])
+    groups = _state(_zero(as_path(path))).get("param_groups", [])
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
 

@@ -84,11 +84,12 @@ def export_safetensors(
         >>> sorted(file.name for file in folder.iterdir())
         ['model-00001-of-00001.safetensors', 'model.safetensors.index.json']
     """
+    folder = disk.as_path(path).absolute()
     leaves = tree.leaves(params)
     names = [key.removeprefix("params.") for key in keys("params", params)]
     ranks = ranks_of([x for x in leaves if isinstance(x, Tensor)], timeout)
     items = [_whole(name, x, dtype) for name, x in zip(names, leaves, strict=True)]
-    return write_folder(Path(path).absolute(), items, ranks, max_file_bytes, overwrite=overwrite)
+    return write_folder(folder, items, ranks, max_file_bytes, overwrite=overwrite)
 
 
 class Whole(NamedTuple):

@@ -12,6 +12,22 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fzero.errors import CheckpointError
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """A user's path; what is none is refused.
+
+    Raises:
+        CheckpointError: it is no path.
+    """
+    if isinstance(path, str) or hasattr(path, "__fspath__"):
+        return Path(path)
+    raise CheckpointError(
+        f"path is a {type(path).__name__}, and must be a str or a pathlib.Path: the folder of the "
+        "run's checkpoints comes first, as in save(path, params, opt_state)."
+    )
+
 
 def make_folder(path: Path) -> None:
     """Make a folder, and the ones above it."""

@@ -55,7 +55,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         >>> latest(run).name
         'step-00000003'
     """
-    for folder, _, _ in ranked(entries(Path(path))):
+    for folder, _, _ in ranked(entries(disk.as_path(path))):
         try:
             whole(folder)
         except CheckpointError as error:

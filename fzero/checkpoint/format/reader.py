@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from fzero.checkpoint.format import manifest
 from fzero.checkpoint.format.boxes import Box
-from fzero.checkpoint.format.disk import bytes_of
+from fzero.checkpoint.format.disk import as_path, bytes_of
 from fzero.checkpoint.format.manifest import BLOCK, Extent, File
 from fzero.checkpoint.format.pieces import PIECE, pieces
 from fzero.checkpoint.format.writer import THREADS, OnBytes
@@ -45,7 +45,7 @@ class Reader(StorageReader):
     def __init__(
         self, folder: str | os.PathLike[str], on_bytes: OnBytes = lambda nbytes: None
     ) -> None:
-        self.folder, self.on_bytes = Path(folder), on_bytes
+        self.folder, self.on_bytes = as_path(folder), on_bytes
         self.manifest = manifest.read(self.folder)
 
     def reset(self, checkpoint_id: Any = None) -> None:
