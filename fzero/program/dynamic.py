@@ -178,7 +178,7 @@ def _match(graph: fx.Graph, symbolic: fx.Graph, made: Dynamic) -> None:
     for mine, other in _side_by_side(graph, symbolic, twin):
         numbers: list[tuple[Path, int]] = []
         # an alias and the slice of all there is have one operand, and it is the same
-        alike = mine.target == other.target or mine.op != "call_function"
+        alike = _kind(mine) == _kind(other)
         for path, (a, b) in _pairs(mine, other) if alike else ():
             b = b.meta.get("val", b) if isinstance(b, fx.Node) and _is_number(b) else b
             if isinstance(b, fx.Node):
@@ -310,7 +310,7 @@ def _side_by_side(
     for mine in graph.nodes:
         for other in theirs:
             whole = _is_whole(other)
-            if mine.op == other.op and (mine.op != "call_function" or mine.target == other.target):
+            if _kind(mine) == _kind(other):
                 twin[other] = mine
                 yield mine, other
                 break
@@ -325,6 +325,13 @@ def _side_by_side(
             raise ValueError(f"{mine.target} is not there with symbols")
     if (left := next(theirs, None)) is not None:
         raise ValueError(f"{left.target} is there with symbols alone")
+
+
+def _kind(node: fx.Node) -> tuple[str, Any]:
+    """What a node does."""
+    # a linear layer's last view is the one or the other, by torch's version; they take the same
+    view = is_op(node, "aten::view", "aten::_unsafe_view")
+    return node.op, "view" if view else node.target if node.op == "call_function" else None
 
 
 def _is_whole(node: fx.Node) -> bool:

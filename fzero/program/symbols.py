@@ -83,8 +83,9 @@ def _fake(x: Tensor, index: int, mode: FakeTensorMode, dims: Collection[tuple[in
 class ByParts(TorchFunctionMode):
     """Functions whose kernels ask for the numbers that symbols stand for, written out as they are.
 
-    `linear` of rows of rows does under `torch.func` transforms, `dropout` always. What is recorded
-    so is compared with what was recorded of the kernels themselves.
+    `linear` of rows of rows does under `torch.func` transforms, `matmul` of them in torch 2.11,
+    `dropout` always. What is recorded so is compared with what was recorded of the kernels
+    themselves.
     """
 
     def __torch_function__(
@@ -94,6 +95,8 @@ class ByParts(TorchFunctionMode):
         made = None
         if func is torch.nn.functional.linear:
             made = _linear(*args, **kwargs)
+        elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
+            made = _matmul(*args, **kwargs)
         elif func is torch.nn.functional.dropout:
             made = _dropout(*args, **kwargs)
         return func(*args, **kwargs) if made is None else made
@@ -105,6 +108,14 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     turned, (*rows, width) = weight.t(), input.shape
     flat = input.view(rows[0] * rows[1], width)
     return torch.addmm(bias, flat, turned).view(*rows, weight.shape[0])
+
+
+def _matmul(input: Any, other: Any, *, out: Any = None) -> Any:
+    if out is not None or input.dim() != 3 or other.dim() != 2 or not input.is_contiguous():
+        return None
+    *rows, width = input.shape
+    flat = input.view(rows[0] * rows[1], width)
+    return torch.ops.aten._unsafe_view(torch.mm(flat, other), (*rows, other.shape[1]))
 
 
 def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:

@@ -132,6 +132,9 @@ def _batch(rows: int, length: int) -> Tensor:
     return torch.randn(rows, length, WIDTH, generator=generator)
 
 
+# torch 2.11 fails inside of products of two batches of matrices with symbols: recorded one by one
+OLD = torch.__version__.startswith("2.11")
+BATCHES_OF_MATRICES = ("causal mask", "encoder", "encoder without dropout")
 QUICK = ("linear", "numbers", "dropout", "checkpoint", "batch norm", "branch", "even or odd")
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 13)).filter(lambda sizes: sizes != (1, 1))
 
@@ -163,7 +166,7 @@ def test_every_batch_has_the_bits_of_a_recording_of_its_own(
 @pytest.mark.parametrize("name", MODELS)
 def test_two_recordings_serve_all_lengths_where_nothing_else_changes(name: str) -> None:
     calls: list[int] = []
-    net, serves = MODELS[name][0](), MODELS[name][1]
+    net, serves = MODELS[name][0](), MODELS[name][1] and not (OLD and name in BATCHES_OF_MATRICES)
     net.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape[1]))
     apply, params = fzero.functionalize(net)
 
