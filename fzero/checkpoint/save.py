@@ -150,6 +150,11 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
     step, keep, overwrite, asynchronous, timeout, client = options
     if isinstance(opt_state, OptState):
         refuse_spent(opt_state)
+    if isinstance(params, tuple) and any(isinstance(x, OptState) for x in params):
+        raise CheckpointError(
+            "params is a tuple with an OptState in it: engine.state, or what a step returned. Pass "
+            "its two parts, fzero.checkpoint.save(path, *engine.state), as load takes them."
+        )
     flat = flatten(params, opt_state)
     ranks = ranks_of(flat.tensors.values(), timeout)
     step = _step_of(opt_state) if step is None else step

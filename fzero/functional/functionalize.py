@@ -81,6 +81,11 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         >>> state["num_batches_tracked"].item(), new_state["num_batches_tracked"].item()
         (0, 1)
     """
+    if not isinstance(module, nn.Module):
+        raise ShardError(
+            f"functionalize takes an nn.Module, and this is a {type(module).__name__} "
+            f"({module!r:.60}). Pass the model itself: functionalize(model)."
+        )
     plan = plan_slots(module)
     _check_params(plan)
     params = _detached(plan)

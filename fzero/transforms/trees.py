@@ -26,13 +26,26 @@ def tree_map(fn: Callable[..., Any], values: PyTree, *rest: PyTree) -> PyTree:
 
     Leaves that are shards are `DTensor`s: what `fn` computes is that of the whole leaf.
 
+    Raises:
+        ShardError: one of `rest` has another structure.
+
     Examples:
         >>> import fzero
         >>> ema, params = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
         >>> fzero.tree_map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
         {'w': tensor([0.1000, 0.1000])}
     """
-    return tree.map(fn, values, *rest)
+    leaves, spec = tree.flatten(values)
+    try:
+        columns = [spec.flatten_up_to(other) for other in rest]
+    except ValueError:
+        found = " and ".join(str(tree.paths(x)[:5]) for x in (values, *rest))
+        raise ShardError(
+            f"tree_map: the trees have the leaves {found}; those behind the first must have its "
+            "structure. Where one has more, take its part of the other's: {name: more[name] for "
+            "name in fewer}."
+        ) from None
+    return tree.unflatten(spec, map(fn, leaves, *columns))
 
 
 def tree_vdot(a: PyTree, b: PyTree) -> Tensor:

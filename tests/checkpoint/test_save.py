@@ -46,6 +46,15 @@ def test_keep_is_checked(keep: Any, tmp_path: Path) -> None:
     assert _names(tmp_path) == []
 
 
+def test_a_state_without_its_star_is_refused(tmp_path: Path) -> None:
+    step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), fzero.optim.sgd(0.1))
+    state = step_fn.init({"w": torch.ones(3)})
+    with pytest.raises(fzero.CheckpointError, match=r"save\(path, \*engine.state\)"):
+        save(tmp_path, state)
+    assert _names(tmp_path) == []
+    save(tmp_path, *state)
+
+
 def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
     save(tmp_path, _tree(1), step=1)
     with pytest.raises(fzero.CheckpointError, match="there already"):

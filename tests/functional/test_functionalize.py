@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -603,3 +604,11 @@ def test_shards_in_place_of_full_parameters_are_refused_with_the_way_on() -> Non
         with pytest.raises(ShardError, match=r"'0\.weight'.*[Pp]ass them through fzero\.sharded"):
             call(shards, x)
     assert torch.equal(fzero.sharded(apply)(shards, x), apply(params, x))
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2).parameters(), nn.Linear, {}])
+def test_only_modules_are_made_functions(given: Any) -> None:
+    with pytest.raises(
+        ShardError, match=r"takes an nn.Module, and this is a .*functionalize\(model"
+    ):
+        functionalize(given)
