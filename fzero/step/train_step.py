@@ -171,6 +171,7 @@ class TrainStep:
         # before any collective of this call: here all ranks raise alike, or none
         self._watch.look()
         plan, leaves, local = self._unpack(params, opt_state)
+        refuse_spent(opt_state)
         if self.cfg.donate:
             self._refuse_shared(plan, leaves, local)
         micro = micro_batches(batch, self.cfg.accum_steps)
@@ -306,7 +307,6 @@ class TrainStep:
                 f"opt_state is a {type(opt_state).__name__}; pass the second value that "
                 "step_fn.init or the last call of step_fn returned."
             )
-        refuse_spent(opt_state)
         plan = self._plan
         if plan is None:  # a state from elsewhere: a checkpoint, another step function
             check_tensors("params", leaves, tree.paths(params))
@@ -325,7 +325,7 @@ class TrainStep:
     def _refuse_shared(self, plan: Plan, leaves: Sequence[Tensor], local: LocalState) -> None:
         """Raise if a leaf that the update writes over has elements in common with another."""
         inner = local.inner
-        if self.opt.foreign:
+        if not {*map(type, inner)} <= {Tensor}:  # of an optimizer of others, or refused later
             inner = [local_tensor(x) for x in inner if isinstance(x, Tensor)]
         written = [leaf.trainable for leaf in plan.sharding.layout]
         written += [True] * (len(local.masters) + len(inner)) + [False] * len(local.state)
