@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from fzero.errors import ConfigError, FzeroError
 from fzero.simulation.machines import HARDWARE, resolve_hardware
@@ -87,6 +88,8 @@ def _job(args: argparse.Namespace) -> Job:
         raise ConfigError(
             f"--sequence {args.sequence}: {args.model} has positions for {shape.sequence} tokens."
         )
+    if args.plot:
+        _check_picture(Path(args.plot))
     return Job(
         replace(shape, layers=args.layers or shape.layers),
         args.rows,
@@ -96,6 +99,17 @@ def _job(args: argparse.Namespace) -> Job:
         None if args.precision == "fp32" else args.precision,
         args.exact or bool(args.plot),
     )
+
+
+def _check_picture(path: Path) -> None:
+    """Before anything is simulated: a picture is drawn at the end."""
+    if path.suffix not in _PICTURES:
+        raise ConfigError(f"--plot {path}: name a file that ends with {' or '.join(_PICTURES)}.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it first.")
+
+
+_PICTURES = (".png", ".svg")
 
 
 def _one(args: argparse.Namespace) -> int:

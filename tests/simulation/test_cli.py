@@ -41,6 +41,8 @@ def test_json_and_plot(capsys: pytest.CaptureFixture[str], tmp_path: object) -> 
         (["--model", "gpt2", "--world", "6", "--sequence", "2048"], "positions for 1024"),
         (["--model", "llama3-405b", "--world", "1", "--sweep"], "fits with no stage"),
         ([*SMALL, "--world", "2", "--sweep", "--plot", "x.png"], "without --sweep"),
+        ([*SMALL, "--world", "2", "--plot", "nowhere/x.png"], "there is no folder nowhere"),
+        ([*SMALL, "--world", "2", "--plot", "picture"], "ends with .png or .svg"),
     ],
 )
 def test_wrong_options_are_refused_with_a_way_on(
