@@ -271,13 +271,20 @@ class LazyParameter(Tensor):
 
 
 def _full(x: "LazyLeaf | LazyParameter") -> Tensor:
+    """What an operator reads."""
+    view = _placed(x)
+    # below autograd no operator looks at the bit that says so
+    return view.resolve_conj() if x.conjugate else view
+
+
+def _placed(x: "LazyLeaf | LazyParameter") -> Tensor:
+    """What a view is taken of: in the full parameter's memory, a conjugate as a bit."""
     full = x.source.full(x.leaf_index)
     # a view is taken anew every time: what was gathered for the operator before may be freed by now
     if x.geometry is None:
         return full
     view = full.as_strided(*x.geometry)
-    # not `conj()`: below autograd no operator looks at the bit that it sets
-    return view.conj_physical() if x.conjugate else view
+    return view.conj() if x.conjugate else view
 
 
 def _written(
@@ -304,10 +311,7 @@ def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwa
     known = x.views.get(func) if plain else None
     with outside_inference():  # autograd gives every view a count of versions
         if known is None:
-            base = _full(x)
-            if x.conjugate:  # a view that shares memory has the bit
-                base = x.source.full(x.leaf_index).as_strided(*x.geometry).conj()  # pyright: ignore
-            view = func(base, *rest, **(kwargs or {}))
+            view = func(_placed(x), *rest, **(kwargs or {}))
             known = pytree.tree_map_only(Tensor, lambda y: Viewed.of(y, x), view)
             if plain:
                 x.views[func] = known
