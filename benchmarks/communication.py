@@ -61,6 +61,7 @@ class Collectives(TorchDispatchMode):
 
 _KINDS = {
     "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::all_gather_into_tensor_out": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional::all_reduce": "all_reduce",
     # what carries gathers and reduce-scatters over gloo

@@ -33,7 +33,8 @@ from benchmarks.memory import one_rank_of
 from benchmarks.models import Block
 
 WIDTH, HEADS, TOKENS, ROWS = 128, 4, 64, 4
-GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_out")
+SCATTER = "reduce_scatter_tensor"
 
 
 class Layer(nn.Module):
@@ -169,10 +170,11 @@ def collectives(worlds: Sequence[int], blocks: Sequence[int]) -> None:
 def _counted(fn: Callable[[], Any]) -> tuple[Any, list[int]]:
     """What a call returns; how many gathers and reduce-scatters it ran."""
     ops = torch.ops._c10d_functional
-    wrapped = {kind: mock.Mock(wraps=getattr(ops, kind)) for kind in (GATHER, SCATTER)}
+    wrapped = {kind: mock.Mock(wraps=getattr(ops, kind)) for kind in (*GATHERS, SCATTER)}
     with mock.patch.multiple(ops, **wrapped):
         out = fn()
-    return out, [counter.call_count for counter in wrapped.values()]
+    *gathers, scatters = [counter.call_count for counter in wrapped.values()]
+    return out, [sum(gathers), scatters]
 
 
 def _header(*columns: str) -> None:

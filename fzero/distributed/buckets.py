@@ -14,11 +14,13 @@ the operator of torch's that carries it. The Program's pass writes that operator
 `launch` calls it: so every executor sends the same.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -87,11 +89,56 @@ class Bucket:
         more = f" +{len(self.leaves) - 1}" if len(self.leaves) > 1 else ""
         return f"{self.kind}[{first}{more}]"
 
-    @property
+    @functools.cached_property
     def is_plain(self) -> bool:
         """Whether the leaf's own memory is the buffer."""
-        (leaf, *more) = self.leaves
-        return not more and is_laid_out(leaf, self.world)
+        return len(self.leaves) == 1 and self.is_even
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether every leaf's rows lie in the buffer as in its shards: none is padded or moved."""
+        return all(is_laid_out(leaf, self.world) for leaf in self.leaves)
+
+    @functools.cached_property
+    def is_around(self) -> bool:
+        """Whether what comes is written around this rank's own part, which is packed in its place.
+
+        It saves the buffer that would be sent, and a copy of it.
+        """
+        return self.gathers and not self.is_plain and not self.exchanged
+
+    @functools.cached_property
+    def full(self) -> "Places":
+        """The full leaves, end to end."""
+        return Places.of([leaf.shape for leaf in self.leaves])
+
+    @functools.cached_property
+    def parts_of(self) -> "Places":
+        """A rank's padded shards, end to end."""
+        return Places.of([leaf.padded_shape for leaf in self.leaves])
+
+
+class Places(NamedTuple):
+    """Where dense tensors lie that are laid end to end: what `as_strided` takes, by tensor.
+
+    >>> Places.of([(2, 3), (4,)])
+    Places(shapes=[(2, 3), (4,)], strides=[(3, 1), (1,)], starts=[0, 6], sizes=[6, 4])
+    """
+
+    shapes: list[tuple[int, ...]]
+    strides: list[tuple[int, ...]]
+    starts: list[int]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, shapes: Sequence[tuple[int, ...]]) -> Self:
+        """Of tensors of these shapes."""
+        sizes = list(map(math.prod, shapes))
+        # empty leaves, whose strides are not these, are in no bucket
+        strides = [
+            tuple(math.prod(shape[dim:]) for dim in range(1, len(shape) + 1)) for shape in shapes
+        ]
+        return cls(list(shapes), strides, list(accumulate(sizes, initial=0))[:-1], sizes)
 
 
 # ---------------------------------------------------------------------- what carries a bucket
@@ -127,6 +174,8 @@ def carrier(bucket: Bucket, numel: int) -> tuple[Any, tuple[Any, ...]]:
     if bucket.exchanged:
         parts = [numel // bucket.world] * bucket.world
         return c10d.all_to_all_single.default, (parts, parts, bucket.group)
+    if bucket.is_around:
+        return torch.ops.fzero.gather_in_place.default, (bucket.world, bucket.rank, bucket.group)
     if bucket.gathers:
         return c10d.all_gather_into_tensor.default, (bucket.world, bucket.group)
     if bucket.kind == REDUCE_SCATTER:
@@ -165,9 +214,8 @@ def asked_for(operator: str, x: Tensor, arguments: Sequence[Any]) -> tuple[str, 
     if kind == EXCHANGE:
         _, _, world, group, names, rank, numel = arguments
         return kind, LeafLayout(names, (numel,), x.dtype), Axis(group, world, rank)
-    # a gather's has no rank: every rank gets the same
-    shape, dim, world, group, name, *rank = arguments
-    return kind, LeafLayout(name, tuple(shape), x.dtype, dim, world), Axis(group, world, *rank)
+    shape, dim, world, group, name, rank = arguments
+    return kind, LeafLayout(name, tuple(shape), x.dtype, dim, world), Axis(group, world, rank)
 
 
 def is_laid_out(leaf: LeafLayout, world: int) -> bool:
@@ -196,16 +244,23 @@ ALONE_FROM_ON_DEVICES = 2**24
 
 # ------------------------------------------------------------------- in and out of its buffer
 def pack_shards(shards: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """This rank's part of the buffer, in a dtype that travels."""
-    copies = bucket.world if bucket.exchanged else 1  # an all-to-all has a part for every rank
-    if bucket.is_plain and copies == 1:
+    """The buffer to gather from, in a dtype that travels: see `Bucket.is_around`."""
+    if bucket.is_plain and not bucket.exchanged:
         return as_wire(shards[0])
-    parts = []
-    for shard, leaf in zip(shards, bucket.leaves, strict=True):
-        assert leaf.dim is not None
-        front = shard.movedim(leaf.dim, 0) if leaf.dim else shard
-        parts.append(pad_rows(front, leaf.padded_rows).reshape(-1))
-    return as_wire(torch.cat(parts * copies))
+    if bucket.is_even:  # without a line of Python for each leaf, as below for all even buckets
+        parts = [*map(Tensor.flatten, shards)]
+    else:
+        parts = []
+        for shard, leaf in zip(shards, bucket.leaves, strict=True):
+            assert leaf.dim is not None
+            front = shard.movedim(leaf.dim, 0) if leaf.dim else shard
+            parts.append(pad_rows(front, leaf.padded_rows).reshape(-1))
+    if bucket.is_around:
+        buffer = parts[0].new_empty(bucket.world, sum(bucket.parts_of.sizes))
+        torch.cat(parts, out=buffer[bucket.rank])
+        return as_wire(buffer.view(-1))
+    # an all-to-all has a part for every rank
+    return as_wire(torch.cat(parts * bucket.world))
 
 
 def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
@@ -213,10 +268,12 @@ def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     buffer = buffer.view(bucket.dtype)
     if bucket.is_plain:
         return [buffer.view(bucket.leaves[0].shape)]
-    sizes = [math.prod(leaf.padded_shape) for leaf in bucket.leaves]
+    sizes = bucket.parts_of.sizes
     table = buffer.view(bucket.world, -1)
     # copied: the rows that ranks have of a leaf lie apart in the buffer, and no view joins them
     columns: Any = torch.split_with_sizes_copy(table, sizes, dim=1) if len(sizes) > 1 else [table]
+    if bucket.is_even:
+        return [*map(Tensor.as_strided, columns, bucket.full.shapes, bucket.full.strides)]
     full = []
     for column, leaf in zip(columns, bucket.leaves, strict=True):
         assert leaf.dim is not None
@@ -273,7 +330,9 @@ def unpack_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     See [Note: strides are part of a value].
     """
     buffer = summed(buffer, bucket).view(-1)
-    sizes = [math.prod(leaf.padded_shape) for leaf in bucket.leaves]
+    shapes, strides, starts, sizes = bucket.parts_of
+    if bucket.is_even and not buffer.storage_offset():
+        return [*map(buffer.as_strided, shapes, strides, starts)]
     shards = []
     for part, leaf in zip(buffer.split(sizes), bucket.leaves, strict=True):
         assert leaf.dim is not None

@@ -142,7 +142,7 @@ def _all_gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
     if leaf.dim is None or axis.size == 1:
         # a Function that gives its argument back must give another tensor
         return low.view_as(low)
-    return torch.ops.fzero.gather(low, *_op_args(leaf, axis))
+    return torch.ops.fzero.gather(low, *_op_args(leaf, axis), axis.rank)
 
 
 def dense(grad: Tensor) -> Tensor:
@@ -212,7 +212,9 @@ _WIRE_DTYPES = frozenset(
 )
 
 
-def _gather(shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str) -> Tensor:
+def _gather(
+    shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str, rank: int
+) -> Tensor:
     rows = -(-shape[dim] // world)
     send = pad_rows(shard.movedim(dim, 0), rows).contiguous()
     full = works.wait(works.all_gather_into_tensor(as_wire(send), world, group))
@@ -259,9 +261,20 @@ def _phase(name: str) -> None:
 
 
 def _fake_gather(
-    shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str
+    shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str, rank: int
 ) -> Tensor:
     return shard.new_empty(shape)
+
+
+def _gather_in_place(buffer: Tensor, world: int, rank: int, group: str) -> Tensor:
+    # in new memory: an operator whose schema tells of no alias must not return its argument
+    own = buffer.view(world, -1)[rank]
+    return works.wait(works.all_gather_into_tensor(own, world, group))
+
+
+def _fake_gather_in_place(buffer: Tensor, *_: object) -> Tensor:
+    # what comes is written around what is there: the walk over memory counts one buffer
+    return buffer.view(-1)
 
 
 def _fake_reduce_scatter(
@@ -283,7 +296,9 @@ def _fake_exchange(x: Tensor, receives: list[int], *_: object) -> Tensor:
 def _define() -> torch.library.Library:
     lib = torch.library.Library("fzero", "DEF")
     split = "int[] shape, int dim, int world, str group, str leaf"
-    lib.define(f"gather(Tensor shard, {split}) -> Tensor")
+    lib.define(f"gather(Tensor shard, {split}, int rank) -> Tensor")
+    # of a bucket: a buffer in which this rank's own part lies where it belongs
+    lib.define("gather_in_place(Tensor buffer, int world, int rank, str group) -> Tensor")
     lib.define(f"reduce_scatter(Tensor full, {split}, int rank) -> Tensor")
     lib.define("all_reduce(Tensor x, int world, str group, str leaf) -> Tensor")
     # parts of several leaves, of other sizes for every pair of ranks
@@ -297,6 +312,7 @@ def _define() -> torch.library.Library:
     lib.define("phase(str name) -> ()")
     for name, kernel, fake in (
         ("gather", _gather, _fake_gather),
+        ("gather_in_place", _gather_in_place, _fake_gather_in_place),
         ("reduce_scatter", _reduce_scatter, _fake_reduce_scatter),
         ("all_reduce", _all_reduce, _fake_same),
         ("exchange", _exchange, _fake_exchange),

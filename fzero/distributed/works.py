@@ -106,11 +106,32 @@ def _gather_bucket(x: Tensor, world: int, group: str, circle: Circle | None = No
     met = _watched(group, circle) if world == 2 else None
     if met is None:
         return all_gather_into_tensor(x, world, group, circle)
-    pg, circle = met
     out = x.new_empty((x.shape[0] * world, *x.shape[1:]))
-    parts = out.view(2, -1)
-    parts[pg.rank()].copy_(x.view(-1))
-    return Flying(out, _swap(parts[1 - pg.rank()], x.view(-1), pg, circle), circle)
+    rank = met[0].rank()
+    out.view(2, -1)[rank].copy_(x.view(-1))
+    return _gather_in_place(out, world, rank, group, circle)
+
+
+def _gather_in_place(
+    buffer: Tensor, world: int, rank: int, group: str, circle: Circle | None = None
+) -> Any:
+    """The other ranks' parts, written around this rank's own, which is there already.
+
+    Args:
+        buffer: dense.
+        rank: this rank's number, at whose place its part is.
+    """
+    parts = buffer.view(world, -1)
+    met = _watched(group, circle)
+    if met is None:
+        gather = torch.ops._c10d_functional.all_gather_into_tensor_out
+        return gather(parts[rank], world, group, out=buffer.view(-1))
+    pg, circle = met
+    if world == 2:
+        return Flying(buffer, _swap(parts[1 - rank], parts[rank], pg, circle), circle)
+    circle.sent += 1
+    options = _timed(AllgatherOptions(), circle)
+    return Flying(buffer, pg._allgather_base(buffer, parts[rank], options), circle)
 
 
 def _reduce_bucket(x: Tensor, op: str, world: int, group: str, circle: Circle | None = None) -> Any:
@@ -133,6 +154,7 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "_c10d_functional::all_reduce": all_reduce,
         "_c10d_functional::all_to_all_single": all_to_all_single,
         "_c10d_functional::all_gather_into_tensor": _gather_bucket,
+        "fzero::gather_in_place": _gather_in_place,
         "_c10d_functional::reduce_scatter_tensor": _reduce_bucket,
     }
 )

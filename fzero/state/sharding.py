@@ -275,7 +275,8 @@ def _whole(leaf: DTensor) -> Tensor:
     dim = placements[axis].dim  # pyright: ignore[reportAttributeAccessIssue]
     group = group_along(mesh, axis).group_name
     return torch.ops.fzero.gather(
-        local_tensor(leaf), list(leaf.shape), dim % leaf.dim(), mesh.size(axis), group, ""
+        *(local_tensor(leaf), list(leaf.shape), dim % leaf.dim(), mesh.size(axis), group, ""),
+        mesh.get_local_rank(axis),
     )
 
 

@@ -14,10 +14,12 @@ from fzero.distributed import buckets, transport, works
 from fzero.distributed.journal import Journal
 from fzero.distributed.mesh import Axes, Axis, Mesh, resolve_mesh
 from fzero.distributed.transport import Transport
+from fzero.distributed.whereabouts import circle_of
 from fzero.layout import LeafLayout
 from tests.ranks import fake_ranks, run_ranks
 
-F32, F64, BF16, C64 = torch.float32, torch.float64, torch.bfloat16, torch.complex64
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+C64 = torch.complex64
 # shape, dim, dtype, compute dtype, dtype that gradients are reduced in
 KINDS = [
     ((7, 3), 0, F32, BF16, F32),
@@ -27,6 +29,8 @@ KINDS = [
     ((8, 2), 0, C64, None, None),
     ((), None, C64, None, None),
     ((2, 9), 1, BF16, None, F32),
+    ((12, 3), 0, F16, None, None),  # even on 2, 3 and 4 ranks, and together in one bucket
+    ((24,), 0, F16, None, None),
 ]
 
 
@@ -153,3 +157,20 @@ def test_a_large_leaf_travels_in_its_own_memory() -> None:
             carry.gather(shards, leaves).wait()
     assert [count for count, _ in sent] == [1, 3]
     assert sent[0][1] == shards[1].data_ptr()
+
+
+def _one_buffer(world: int) -> bool:
+    mesh = resolve_mesh(None, "cpu")
+    leaves = _leaves(world)[-2:]
+    bucket = buckets.bucket_of(buckets.GATHER, leaves, F16, _axes(mesh).shard)
+    full = [_values(leaf, 1) for leaf in leaves]
+    send = buckets.pack_shards(_parts(full, leaves, mesh.shard_rank), bucket)
+    brought = works.wait(buckets.launch(bucket, send, circle_of(mesh)))
+    _same(buckets.unpack_full(brought, bucket), full)
+    return brought.data_ptr() == send.data_ptr()
+
+
+def test_what_comes_is_written_around_what_is_sent() -> None:
+    assert run_ranks(2, _one_buffer, 2) == [True, True]
+    with fake_ranks(2), mock.patch(f"{__name__}._same"):  # nobody sends
+        assert _one_buffer(2)

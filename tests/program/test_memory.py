@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter
 import fzero
 from benchmarks.allocations import LocalState, measure
 from benchmarks.models import GPT, Size, Step, batch_of, fzero_step, plain_step
+from fzero.distributed import works
 from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.graph import is_op
@@ -114,7 +115,10 @@ def brute_force(program: Program, inputs: list[Any]) -> list[int]:
     for place, node in enumerate(nodes):
         if node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)  # pyright: ignore
+            runs: Any = node.target
+            if is_op(node, *works.LAUNCHES):  # as generated code does
+                runs = works.LAUNCHES[runs._schema.name]
+            values[node] = runs(*args, **kwargs)
         alive = {}
         for x in tree_iter(list(values.values())):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in outside:

@@ -555,7 +555,7 @@ def test_leaves_share_collectives(stage: int, gathers: int, reductions: int) -> 
             step_fn(params, opt_state, _values(4, 8))
     names = [event.name.rpartition("::") for event in profiled.events() or ()]
     sent = [name for library, _, name in names if library == "_c10d_functional"]
-    assert sent.count("all_gather_into_tensor") == gathers
+    assert sum(name.startswith("all_gather_into_tensor") for name in sent) == gathers
     assert sent.count("reduce_scatter_tensor") == reductions
     assert sent.count("all_reduce") == (2 if stage == 0 else 1)  # one for loss and norm
 

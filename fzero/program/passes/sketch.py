@@ -233,7 +233,7 @@ class _Trial:
             return dot
 
         send = new(operands, self._sent(whole, operands))
-        launch = new([send], self.fresh(_received(whole)))
+        launch = new([send], send.on if whole.is_around else self.fresh(_received(whole)))
         launch.meta = {
             "bucket": whole,
             "phase": group.phase,
@@ -355,7 +355,7 @@ def _sends(bucket: Bucket) -> int:
         return bucket.nbytes
     if bucket.kind == EXCHANGE:
         return sum(bucket.parts[1]) * bucket.dtype.itemsize
-    whole = bucket.kind == REDUCE_SCATTER or bucket.exchanged
+    whole = bucket.kind == REDUCE_SCATTER or bucket.exchanged or bucket.is_around
     return _part(bucket) * (bucket.world if whole else 1)
 
 

@@ -160,7 +160,7 @@ def gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
         A tensor of `leaf.shape`.
     """
     return torch.ops.fzero.gather(
-        shard, list(leaf.shape), leaf.dim, axis.size, axis.group, leaf.name
+        shard, list(leaf.shape), leaf.dim, axis.size, axis.group, leaf.name, axis.rank
     )
 
 
