@@ -22,6 +22,7 @@ from fzero.errors import TraceError
 from fzero.numerics.rng import generator_of
 from fzero.program.dynamic import Dynamic, mark_of, substituted
 from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
+from fzero.program.heap import keep_freed
 from fzero.program.memory import reads
 from fzero.program.program import Program
 from fzero.program.sites import SITE
@@ -59,6 +60,7 @@ def compile_program(program: Program) -> Executable:
         TraceError: at the first run: an operator returned another shape or dtype than its fake
             kernel said.
     """
+    keep_freed()
     devices = _random_devices(program)
     layouts = _Inputs(program)
     found: set[fx.Node] = set()
