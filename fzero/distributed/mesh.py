@@ -237,16 +237,20 @@ def _start_from_environment(environ: Mapping[str, str], device_type: str) -> Non
 
 
 def _meeting_place(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Where the ranks of this attempt meet, as `init_process_group` takes it.
+    """Where the ranks meet, as `init_process_group` takes it.
 
-    torchrun's ranks share its own store, which outlives a restart. Addresses of the attempt before
-    are still there, and gloo would connect to them: so the keys get a prefix.
+    torchrun's ranks share its own store, which outlives a restart, and process groups that were
+    destroyed. Their addresses are still there, and gloo would connect to them: so the keys get a
+    prefix of the attempt and, in it, of how often this rank has started.
     """
-    if not _attempt(environ):
+    if not _shares_store(environ):
         return {}
     store = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-    return {"store": _of_attempt(store, environ), "rank": rank, "world_size": world}
+    store = _of_attempt(store, environ)
+    start = store.add(f"fzero/starts of rank {rank}", 1)  # all ranks start equally often
+    store = PrefixStore(f"fzero/start {start}", store)
+    return {"store": store, "rank": rank, "world_size": world}
 
 
 def _of_attempt(store: Store, environ: Mapping[str, str]) -> Store:
@@ -254,14 +258,18 @@ def _of_attempt(store: Store, environ: Mapping[str, str]) -> Store:
     return PrefixStore(f"fzero/attempt {attempt}", store) if attempt else store
 
 
+def _shares_store(environ: Mapping[str, str]) -> bool:
+    """Whether these ranks, all of one node, meet at torchrun's own store."""
+    own = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return own and environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+
+
 def _attempt(environ: Mapping[str, str]) -> int:
     """How often torchrun has restarted these ranks on its own store.
 
     0 where they are on several nodes, whose launchers count for themselves.
     """
-    own = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    one_node = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if own and one_node else 0
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if _shares_store(environ) else 0
 
 
 def _end(started: dist.ProcessGroup | None) -> None:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -198,3 +199,17 @@ def _meets_in(attempt: str) -> list[float]:
 @pytest.mark.parametrize("attempt", ["0", "1"])
 def test_ranks_meet_at_every_attempt(attempt: str) -> None:
     assert run_fresh(2, _meets_in, attempt) == [[2.0, 2.0]] * 2
+
+
+def _starts_again() -> list[float]:
+    found = []
+    for _ in range(3):
+        found += _meets_in("0")
+        dist.destroy_process_group()
+        if os.environ["RANK"] == "1":  # when the others start, its old address is still there
+            time.sleep(0.5)
+    return found
+
+
+def test_ranks_start_again_after_their_group_was_destroyed() -> None:
+    assert run_fresh(2, _starts_again, timeout=30) == [[2.0, 2.0] * 3] * 2
