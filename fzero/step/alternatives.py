@@ -19,6 +19,7 @@ from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.errors import FzeroError
 from fzero.numerics.casts import widened
 from fzero.optim.whole import whole_leaves
+from fzero.program.fitting import RESERVE
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.state.sharding import locals_of, plan_sharding
@@ -44,8 +45,8 @@ def alternatives(
         peak: stages a step out for tensors like these.
         plan, leaves, local, batch, frame: of the step that does not fit.
     """
-    limit = plan.cfg.limit
-    assert limit is not None
+    assert plan.cfg.limit is not None
+    limit = plan.cfg.limit - RESERVE
     fits, least = [], []
     for what, args in _others(plan, leaves, local, batch):
         try:

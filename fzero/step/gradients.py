@@ -158,7 +158,9 @@ def share_of(cfg: Config, axes: Axes, scale: Sequence[Tensor]) -> float | Tensor
     """What a micro-batch's loss is multiplied by: its share of the mean, and the loss scale."""
     share = 1.0 / (axes.world * cfg.accum_steps)
     external = cfg.scaling is not None and cfg.scaling.external  # it is on the loss already
-    return scale[0] * share if scale and not external else share
+    # in double: the share may be a third, which rounded to the scale's own float32 would make
+    # gradients of float64 no better than that
+    return scale[0].double() * share if scale and not external else share
 
 
 def way_of(cfg: Config) -> zero.Way:

@@ -114,7 +114,7 @@ class Update:
         grads = [widened(grad) for grad in grads]  # float16 has no room below the scale
         if loss_scale is not None:
             assert self.cfg.scaling is not None
-            grads = _times(grads, loss_scale.scale.reciprocal())
+            grads = _times(grads, loss_scale.scale.to(_widest(grads)).reciprocal())
             if self.cfg.scaling.external:
                 loss = loss / loss_scale.scale
         loss, norm = self._statistics(loss, grads)
@@ -156,8 +156,7 @@ class Update:
         # not the norm's shares: gradients are summed over both axes, so copies of a shard agree
         total = all_reduce(stats[0], self.axes.replicate, "loss")
         norm = self._joined(stats, whole)
-        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-        return total.to(loss.dtype), norm.to(wide)
+        return total.to(loss.dtype), norm.to(_widest(grads))
 
     def _shares(self, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
         """This rank's share in the norm of split leaves, as numbers that can be summed over ranks.
@@ -317,6 +316,14 @@ class Update:
 def _times(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
     # where all leaves are frozen there are none, which foreach refuses
     return torch._foreach_mul(list(grads), factor) if grads else ()
+
+
+def _widest(grads: Sequence[Tensor]) -> torch.dtype:
+    """In which to keep a factor on all of them: what is rounded to float32 is no factor of float64.
+
+    Not always double: a factor of another dtype than the gradients costs foreach its fused kernel.
+    """
+    return torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
 
 
 def _borders(leaves: Sequence[LeafLayout], limit: int) -> list[int]:

@@ -180,6 +180,19 @@ def wide_step(cfg: fzero.Config) -> Any:
     return SimpleNamespace(lower=lambda: step_fn.lower(*state, batch))
 
 
+def test_what_is_told_to_fit_leaves_room_for_what_a_step_reports() -> None:
+    def told(limit: int) -> dict[str, int]:
+        with pytest.raises(ConfigError) as error:
+            wide_step(fzero.Config(stage=0, memory_limit=limit)).lower()
+        fits = str(error.value).partition("What would fit: ")[2]
+        return {way: int(n) for way, n in re.findall(r"([^,]+) \((\d+) bytes\)", fits)}
+
+    with fake_ranks(2):
+        least = told(wide_step(fzero.Config(stage=3)).lower().peak_bytes())["stage=3"]
+        limit = least + RESERVE // 2
+        assert all(n <= limit - RESERVE for n in told(limit).values())
+
+
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_the_world_that_would_fit_is_told_and_fits(stage: int) -> None:
     with fake_ranks(16):

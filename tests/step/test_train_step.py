@@ -473,6 +473,19 @@ def test_bf16_equals_the_same_written_by_hand(stage: int) -> None:
         assert low == {torch.float32 if stage == 3 else torch.bfloat16}
 
 
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("scale", [2.0**10, 1000.0])
+def test_a_loss_scale_leaves_gradients_of_float64_in_float64(scale: float, executor: Any) -> None:
+    def trained(loss_scale: float | None) -> list[Tensor]:
+        cfg = Config(accum_steps=3, loss_scale=loss_scale, executor=executor)  # a third of the mean
+        step_fn = fzero.make_train_step(_loss, SGD, cfg)
+        state = step_fn.init({name: x.double() for name, x in _params().items()})
+        return _full(step_fn(*state, torch.cat([X, X, X]).double())[0])
+
+    for x, y in zip(trained(scale), trained(None), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-14, atol=1e-14)
+
+
 def _overflow(stage: int) -> list[tuple[bool, float, bool]]:
     scale = LossScale(init=2.0**10, hysteresis=1, window=2)
     cfg = Config(stage=stage, precision="fp16", loss_scale=scale, clip_norm=1.0)
