@@ -6,6 +6,7 @@ callbacks, metrics and the Hub are transformers' own.
 """
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -205,11 +206,7 @@ class _OnEngine:
             ConfigError: a trained parameter is not there.
         """
         assert self.engine is not None
-        found: dict[str, Tensor] = {}
-        for where, named in _saved(self.model, folder):
-            for file in sorted(where.glob("*.safetensors")):
-                found |= {named.get(key, key): x for key, x in load_file(file).items()}
-        own = self.engine.module.state_dict(keep_vars=True)
+        found, own = _weights(self.model, folder), self.model.state_dict(keep_vars=True)
         there = {id(own[name]) for name in found if name in own}
         missing = [
             name
@@ -224,6 +221,25 @@ class _OnEngine:
                 "folder by from_pretrained before the Trainer is made."
             )
         self.engine.load_state_dict(found, strict=False)
+
+
+def _weights(model: Any, folder: str) -> dict[str, Tensor]:
+    """What `save_pretrained` has written, under the model's names."""
+    found: dict[str, Tensor] = {}
+    for where, named in _saved(model, folder):
+        for file in sorted(where.glob("*.safetensors")):
+            found |= {named.get(key, key): x for key, x in load_file(file).items()}
+    of_transformers = isinstance(model, transformers.PreTrainedModel)
+    described = of_transformers and Path(folder, "config.json").is_file()
+    if found.keys() <= model.state_dict(keep_vars=True).keys() or not described:
+        return found
+    # files may have other tensors than the model, as experts one by one: transformers knows which
+    floats = [x.dtype for x in found.values() if x.is_floating_point()]
+    # all digits of masters, whatever dtype the model computes in
+    widest = functools.reduce(torch.promote_types, floats)
+    kind: Any = type(model)
+    read, info = kind.from_pretrained(folder, dtype=widest, output_loading_info=True)
+    return {key: x for key, x in read.state_dict().items() if key not in info["missing_keys"]}
 
 
 def _saved(model: Any, folder: str) -> Iterator[tuple[Path, dict[str, str]]]:

@@ -13,6 +13,8 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
@@ -158,7 +160,22 @@ class _Normed(torch.nn.Module):
         return {"loss": (y - x.sum(-1)).square().mean(), "logits": y}
 
 
-_MODELS = {"gpt": _gpt, "normed": _Normed, "lora": _lora, "kept": lambda: _lora(["ln_f"])}
+def _mixture() -> MixtralForCausalLM:
+    """Its experts are one tensor each in files, and stacked in the model."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    experts: dict[str, Any] = {"num_local_experts": 4, "max_position_embeddings": 16}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, **sizes, **heads, **experts))
+
+
+_MODELS = {
+    "gpt": _gpt,
+    "mixture": _mixture,
+    "normed": _Normed,
+    "lora": _lora,
+    "kept": lambda: _lora(["ln_f"]),
+}
 _BEST = [
     (model, stage, bf16, only)
     for model, stage, bf16 in (
@@ -168,6 +185,7 @@ _BEST = [
         ("gpt", 3, True),
         ("lora", 3, False),
         ("kept", 2, False),
+        ("mixture", 2, True),
     )
     for only in (False, True)
 ]
