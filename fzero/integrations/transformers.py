@@ -6,11 +6,12 @@ callbacks, metrics and the Hub are transformers' own.
 """
 
 import contextlib
+import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from glob import glob
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -192,18 +193,68 @@ class _OnEngine:
         best = self.state.best_model_checkpoint
         folder = os.path.join(best, FOLDER)
         if os.path.isdir(folder):
-            params, opt_state = self.engine.state
-            self.engine.state = (checkpoints.load(folder, params)[0], opt_state)
+            # masters and buffers with the parameters; the optimizer goes on as it is
+            params, opt_state, _ = checkpoints.load_partial(folder, *self.engine.state)
+            self.engine.state = (params, opt_state)
         else:
             self._load_weights(best)
 
     def _load_weights(self, folder: str) -> None:
+        """What `save_model` wrote, back into the engine.
+
+        Raises:
+            ConfigError: a trained parameter is not there.
+        """
         assert self.engine is not None
-        files = sorted(glob(os.path.join(folder, "*.safetensors")))
-        if not files:
-            raise ConfigError(f"{folder} has no .safetensors file to load weights from.")
-        for file in files:
-            self.engine.load_state_dict(load_file(file), strict=False)
+        found, own = _weights(self.model, folder), self.model.state_dict(keep_vars=True)
+        there = {id(own[name]) for name in found if name in own}
+        missing = [
+            name
+            for name, x in own.items()
+            if getattr(x, "requires_grad", False) and id(x) not in there  # tied: one name will do
+        ]
+        if missing:
+            raise ConfigError(
+                f"{folder} has no {missing[0]!r} in a .safetensors file, and {missing[0]!r} is "
+                f"trained ({len(missing)} such). Nothing was loaded. Save with "
+                "save_only_model=False, which keeps the engine's own state too, or load the "
+                "folder by from_pretrained before the Trainer is made."
+            )
+        self.engine.load_state_dict(found, strict=False)
+
+
+def _weights(model: Any, folder: str) -> dict[str, Tensor]:
+    """What `save_pretrained` has written, under the model's names."""
+    found: dict[str, Tensor] = {}
+    for where, named in _saved(model, folder):
+        for file in sorted(where.glob("*.safetensors")):
+            found |= {named.get(key, key): x for key, x in load_file(file).items()}
+    of_transformers = isinstance(model, transformers.PreTrainedModel)
+    described = of_transformers and Path(folder, "config.json").is_file()
+    if found.keys() <= model.state_dict(keep_vars=True).keys() or not described:
+        return found
+    # files may have other tensors than the model, as experts one by one: transformers knows which
+    floats = [x.dtype for x in found.values() if x.is_floating_point()]
+    # all digits of masters, whatever dtype the model computes in
+    widest = functools.reduce(torch.promote_types, floats)
+    kind: Any = type(model)
+    read, info = kind.from_pretrained(folder, dtype=widest, output_loading_info=True)
+    return {key: x for key, x in read.state_dict().items() if key not in info["missing_keys"]}
+
+
+def _saved(model: Any, folder: str) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Folders of files that `save_pretrained` writes, each with the model's names for its keys."""
+    if not hasattr(model, "peft_config"):
+        yield Path(folder), {}
+        return
+    from peft import get_peft_model_state_dict  # without it there are no such models
+
+    own = model.state_dict(keep_vars=True)
+    names = {id(x): name for name, x in own.items()}
+    for adapter in model.peft_config:
+        written = get_peft_model_state_dict(model, state_dict=dict(own), adapter_name=adapter)
+        where = Path(folder) if adapter == "default" else Path(folder, adapter)
+        yield where, {key: names[id(x)] for key, x in written.items() if id(x) in names}
 
 
 class Trainer(_OnEngine, transformers.Trainer):

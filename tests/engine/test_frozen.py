@@ -112,6 +112,58 @@ def test_training_is_plain_torchs(stage: int, kind: str) -> None:
                 torch.testing.assert_close(ours[name], value, msg=f"step {step}, {name}")
 
 
+class _Branch(nn.Module):
+    """Of two branches a step runs one; the third none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Linear(6, 5).double()
+        self.branches = nn.ModuleList(nn.Linear(5, 3).double() for _ in range(3))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](torch.tanh(self.body(x))).square().mean()
+
+
+def _branched(world: int, kind: str, freezes: bool) -> dict[str, Tensor]:
+    """Plain torch, where what is not run gets zeros, or is passed over as it is frozen."""
+    module = _Branch()
+    opt = OPTIMIZERS[kind][1](module.parameters())
+    for step in range(6):
+        for i, branch in enumerate(module.branches):
+            branch.requires_grad_(not freezes or i == step % 2)
+        opt.zero_grad()
+        for rank in range(world):
+            (module(data(rank, step), step % 2) / world).backward()
+        for p in module.parameters():
+            if p.grad is None and not freezes:
+                p.grad = torch.zeros_like(p)
+        opt.step()
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def _branching(stage: int, kind: str, freezes: bool) -> dict[str, Tensor]:
+    engine = fzero.Engine(_Branch(), OPTIMIZERS[kind][0](), fzero.Config(stage))
+    for step in range(6):
+        branches: Any = engine.module.branches
+        for i, branch in enumerate(branches):
+            branch.requires_grad_(not freezes or i == step % 2)
+        engine(data(dist.get_rank(), step), step % 2).backward()
+        engine.step()
+    return engine.full_params()
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_no_rank_runs_is_updated_with_zeros_unless_it_is_frozen(
+    stage: int, kind: str, freezes: bool
+) -> None:
+    expected = _branched(2, kind, freezes)
+    for found in run_ranks(2, _branching, stage, kind, freezes):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_rate_by_schedule_goes_on_by_all_updates() -> None:
     engine = fzero.Engine(_module(), fzero.optim.adamw(lambda step: 0.1 / (1 + step)))
     for step in range(4):

@@ -13,6 +13,8 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
@@ -142,6 +144,72 @@ def _resumed(folder: str) -> dict[str, Any]:
     }
 
 
+class _Normed(torch.nn.Module):
+    """A model with buffers that training moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 1)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        del labels
+        x = input_ids.to(self.head.weight.dtype) / VOCABULARY
+        y = self.head(torch.tanh(self.norm(self.body(x)))).squeeze(-1)
+        return {"loss": (y - x.sum(-1)).square().mean(), "logits": y}
+
+
+def _mixture() -> MixtralForCausalLM:
+    """Its experts are one tensor each in files, and stacked in the model."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    experts: dict[str, Any] = {"num_local_experts": 4, "max_position_embeddings": 16}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, **sizes, **heads, **experts))
+
+
+_MODELS = {
+    "gpt": _gpt,
+    "mixture": _mixture,
+    "normed": _Normed,
+    "lora": _lora,
+    "kept": lambda: _lora(["ln_f"]),
+}
+_BEST = [
+    (model, stage, bf16, only)
+    for model, stage, bf16 in (
+        ("normed", 0, False),
+        ("normed", 3, False),
+        ("gpt", 2, True),
+        ("gpt", 3, True),
+        ("lora", 3, False),
+        ("kept", 2, False),
+        ("mixture", 2, True),
+    )
+    for only in (False, True)
+]
+
+
+def _best(folder: str) -> dict[Any, tuple[float, float, list[float]]]:
+    """The best metric, that of the model in the end, and what was seen on the way."""
+    found = {}
+    for model, stage, bf16, only in _BEST:
+        args = _arguments(
+            f"{folder}/[{model}] {stage} {only}", eval_steps=2, save_steps=2, learning_rate=0.05,
+            save_strategy="steps", load_best_model_at_end=True, metric_for_best_model="eval_loss",
+            save_only_model=only, bf16=bf16,
+            greater_is_better=model == "normed",  # so that the best is the first and not the last
+        )  # fmt: skip
+        trainer = Trainer(_MODELS[model](), args, **_data(), cfg=fzero.Config(stage=stage))
+        trainer.train()
+        seen = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+        now = float(trainer.evaluate()["eval_loss"])
+        best = trainer.state.best_metric or 0.0
+        found[model, stage, bf16, only] = (best, now, seen)
+    return found
+
+
 def _adapted(folder: str, kept: list[str] | None) -> dict[str, Any]:
     plain = _trained(transformers.Trainer(_lora(kept), _arguments(f"{folder}/plain"), **_data()))
     trainer = Trainer(_lora(kept), _arguments(f"{folder}/ours"), **_data())
@@ -209,6 +277,21 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
         now, best, history = found["best"]
         assert now == best != min(history[-5:])
         assert {"fzero", "model.safetensors", "scheduler.pt"} <= set(found["files"])
+
+
+def test_the_best_model_is_whole_however_it_was_saved(tmp_path: Path) -> None:
+    for found in run_fresh(2, _best, str(tmp_path), timeout=240):
+        for case, (best, now, seen) in found.items():
+            assert now == best != seen[-1], (case, best, now, seen)
+
+
+def test_weights_that_lack_what_is_trained_are_refused(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "max_steps": 1}
+    Trainer(_Normed(), _arguments(str(tmp_path / "other"), **saving), **_data()).train()
+    trainer = Trainer(_gpt(), _arguments(str(tmp_path / "gpt"), max_steps=1), **_data())
+    trainer.train()
+    with pytest.raises(ConfigError, match="is trained"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-1"))
 
 
 @pytest.mark.parametrize("kept", [None, ["ln_f"]], ids=str)
