@@ -60,7 +60,6 @@ def compile_program(program: Program) -> Executable:
         TraceError: at the first run: an operator returned another shape or dtype than its fake
             kernel said.
     """
-    keep_freed()
     devices = _random_devices(program)
     layouts = _Inputs(program)
     found: set[fx.Node] = set()
@@ -70,6 +69,8 @@ def compile_program(program: Program) -> Executable:
 
     def run(*inputs: Any) -> list[Any]:
         nonlocal function, looked
+        if not looked:
+            keep_freed()  # now, not before: what is simulated never runs
         given, inputs = inputs, layouts.restore(inputs)
         runs, look = function, None
         if dynamic is not None and dynamic.is_new(sizes := dynamic.sizes_of(inputs)) and looked:
