@@ -325,11 +325,15 @@ def summed(buffer: Tensor, bucket: Bucket) -> Tensor:
 
 
 def unpack_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
-    """This rank's gradient shards, each contiguous; views of the reduced buffer where that allows.
+    """This rank's gradient shards from what carried them; see `cut_shards`."""
+    return cut_shards(summed(buffer, bucket).view(-1), bucket)
+
+
+def cut_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
+    """Shards from their sums, each contiguous; views of the flat buffer where that allows.
 
     See [Note: strides are part of a value].
     """
-    buffer = summed(buffer, bucket).view(-1)
     shapes, strides, starts, sizes = bucket.parts_of
     if bucket.is_even and not buffer.storage_offset():
         return [*map(buffer.as_strided, shapes, strides, starts)]

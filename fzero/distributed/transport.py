@@ -6,6 +6,7 @@ way. The Engine lets autograd go on meanwhile. The eager executor has nothing to
 results are there: its transport waits at once, and holds one bucket's buffers at a time.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,10 +22,10 @@ from fzero.distributed.buckets import (
     REDUCE_SCATTER,
     Bucket,
     bucket_of,
+    cut_shards,
     goes_alone,
     launch,
     summed,
-    unpack_shards,
 )
 from fzero.distributed.collectives import dense
 from fzero.distributed.journal import Journal
@@ -85,6 +86,9 @@ class Transport:
     ) -> None:
         self.axes, self.journal, self.limit = axes, journal, limit
         self.circle = circle_of(mesh)
+        # the same leaves travel together step after step, and a bucket remembers where they lie
+        planned = functools.partial(_planned, axes=axes, limit=limit)
+        self._planned = functools.lru_cache(_PLANS)(planned)
 
     def gather(self, shards: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> Handle:
         """Full leaves in their compute dtypes, from every rank's shards.
@@ -194,17 +198,7 @@ class Transport:
         A generator: who launches one before asking for the next has the ranks told in the order in
         which the collectives start.
         """
-        axis = self.axes.shard
-        if kind == ALL_REDUCE and axis.size == 1:
-            # whole leaves are summed over both axes: where one has a single rank, the other carries
-            axis = self.axes.replicate
-        # one dtype a bucket: its buffer has one, and a sum in another would be another sum
-        alone = [
-            kind != ALL_REDUCE and want and goes_alone(leaf, leaf.numel * dtype.itemsize, axis)
-            for leaf, dtype, want in zip(leaves, dtypes, wanted, strict=True)
-        ]
-        for indices in _filled(dtypes, leaves, wanted, alone, self.limit):
-            bucket = bucket_of(kind, [leaves[i] for i in indices], dtypes[indices[0]], axis)
+        for bucket, indices in self._planned(kind, tuple(dtypes), tuple(leaves), tuple(wanted)):
             self.journal.announce(bucket)
             yield bucket, indices
 
@@ -218,8 +212,7 @@ class Transport:
             # the factor last, as it is of the whole sum: scaled down before, low dtypes would lose
             # digits
             part = _times(self._sum(part, self.axes.replicate), after)
-            # summed already, which `unpack_shards` would do again for an exchange
-            return unpack_shards(part.view(bucket.dtype), replace(bucket, exchanged=False))
+            return cut_shards(part.view(bucket.dtype).view(-1), bucket)
 
         return finish
 
@@ -240,6 +233,35 @@ class Transport:
         if axis.size == 1:
             return x
         return works.wait(works.all_reduce_(x, "sum", axis.group, self.circle))
+
+
+def _planned(
+    kind: str,
+    dtypes: tuple[torch.dtype, ...],
+    leaves: tuple[LeafLayout, ...],
+    wanted: tuple[bool, ...],
+    *,
+    axes: Axes,
+    limit: int | None,
+) -> list[tuple[Bucket, list[int]]]:
+    """Which of the wanted tensors travel together, with their indices."""
+    axis = axes.shard
+    if kind == ALL_REDUCE and axis.size == 1:
+        # whole leaves are summed over both axes: where one has a single rank, the other carries
+        axis = axes.replicate
+    # one dtype a bucket: its buffer has one, and a sum in another would be another sum
+    alone = [
+        kind != ALL_REDUCE and want and goes_alone(leaf, leaf.numel * dtype.itemsize, axis)
+        for leaf, dtype, want in zip(leaves, dtypes, wanted, strict=True)
+    ]
+    return [
+        (bucket_of(kind, [leaves[i] for i in indices], dtypes[indices[0]], axis), indices)
+        for indices in _filled(dtypes, leaves, wanted, alone, limit)
+    ]
+
+
+# Plans of a transport that are kept: an eager step may gather other leaves together in each.
+_PLANS = 4096
 
 
 def _filled(

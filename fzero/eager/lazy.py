@@ -235,7 +235,12 @@ class LazyParameter(Tensor):
                 return written[0] if schema.returns else None
         # not tree_map: this runs once an operator that reads a parameter, and lists of tensors are
         # the only containers that operators take by position
-        args = tuple([_full(x) if type(x) is LazyParameter else _inner(x) for x in args])
+        args = tuple(
+            [
+                x if type(x) is Tensor else _full(x) if type(x) is LazyParameter else _inner(x)
+                for x in args
+            ]
+        )
         if kwargs:
             kwargs = pytree.tree_map_only(LazyParameter, _full, kwargs)
         return func(*args, **(kwargs or {}))
@@ -309,6 +314,8 @@ def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwa
     """A view that is lazy: computed on the full parameter, of which only the geometry is kept."""
     plain = not rest and not kwargs  # `t()`, `detach()`: once for each operator of a forward pass
     known = x.views.get(func) if plain else None
+    if type(known) is Viewed and not torch.is_inference_mode_enabled():
+        return known.lazy(x)  # as below, without its calls: this runs once an operator, too
     with outside_inference():  # autograd gives every view a count of versions
         if known is None:
             view = func(_placed(x), *rest, **(kwargs or {}))

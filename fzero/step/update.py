@@ -22,6 +22,7 @@ from fzero.numerics import loss_scale as scales
 from fzero.numerics.casts import widened
 from fzero.numerics.loss_scale import LossScaleState
 from fzero.numerics.noise import WholeLeafNoise
+from fzero.numerics.norms import sum_of_squares
 from fzero.numerics.rounding import random_bits, stochastically
 from fzero.optim import tree_norm
 from fzero.optim.base import Optimizer
@@ -165,18 +166,18 @@ class Update:
         there each rank tells its own norm, in an element of its own.
         """
         p, axis = self.cfg.norm_type, self.axes.shard
-        norm = tree_norm(list(parts), p).double()
         if p == 2:
-            return [norm.square().to(device)]
+            return [sum_of_squares(parts).to(device)]
+        norm = tree_norm(list(parts), p).double()
         ends = (axis.rank, axis.size - 1 - axis.rank)
         return torch.nn.functional.pad(norm.view(1).to(device), ends).unbind()
 
     def _joined(self, stats: Tensor, whole: Sequence[Tensor]) -> Tensor:
         """The norm of everything, from every rank's share and the leaves that all have."""
         p = self.cfg.norm_type
-        rest = tree_norm(list(whole), p).double()
         if p == 2:
-            return (stats[1] + rest.square()).sqrt()
+            return (stats[1] + sum_of_squares(whole).to(stats.device)).sqrt()
+        rest = tree_norm(list(whole), p).double()
         return tree_norm([stats[1:], rest.to(stats.device)], p)
 
     def _shards(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -270,13 +271,13 @@ class Update:
             x for x, leaf in zip(leaves, layout, strict=True) if split and leaf.dim is not None
         ]
         whole = [x for x, leaf in zip(leaves, layout, strict=True) if not split or leaf.dim is None]
-        norm = tree_norm(parts, 2)
-        squares = norm.double().square()
-        if norm.device.type != self.device_type:  # of masters in host memory
-            squares = squares.to(self.device_type)
-        squares = all_reduce(squares, self.axes.shard, "global_norm").to(norm.device)
-        dtype = torch.promote_types(norm.dtype, tree_norm(whole, 2).dtype)
-        return (squares + tree_norm(whole, 2).double().square()).sqrt().to(dtype)
+        # of masters in host memory, too
+        squares = sum_of_squares(parts).to(self.device_type)
+        squares = all_reduce(squares, self.axes.shard, "global_norm")
+        if leaves:
+            squares = squares.to(leaves[0].device)
+        total = squares + sum_of_squares(whole).to(squares.device)
+        return total.sqrt().to(_widest(leaves))
 
     def _publish(self, targets: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """Write what was updated into the params: full ones on every rank, a bucket at a time."""
