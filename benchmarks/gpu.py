@@ -7,19 +7,20 @@ Writes `gpu.json` and, with matplotlib, `gpu.png` into `--out`. Parts, in this o
 out, and says so, when `--seconds` (480) are over, and one that fails does not keep the others from
 running (the exit status is then 1):
 
-- results: 3 steps of SGD at stages 0 to 3 and of the Engine in float32, on a process group of one
-  rank (NCCL, on a CPU gloo), against plain PyTorch: the largest difference of a parameter;
+- results: 3 steps of SGD at stages 0 to 3, on CUDA also as CUDA graphs, and of the Engine in
+  float32, on a process group of one rank (NCCL, on a CPU gloo), against plain PyTorch: the largest
+  difference of a parameter;
 - memory: one rank of 8 that aren't there (a fake process group), stages 0 to 3: the peak that the
   Program predicts beside `torch.cuda.max_memory_allocated`, both for a second step;
 - speed: milliseconds of a step, tokens per second and the peak, of plain PyTorch under autocast,
-  FSDP2, FSDP2 compiled, `Config(executor="traced")` and `"inductor"`, all with AdamW, bf16
-  computation and float32 masters, and seconds to the end of the first step;
+  FSDP2, FSDP2 compiled, `Config(executor="traced")` and `"inductor"`, on CUDA both with
+  `cuda_graph=True`, too; all with AdamW, bf16 computation and float32 masters, and seconds to the
+  end of the first step;
 - offload: a step with masters and optimizer state in pinned host memory beside one without.
-
-CUDA graphs are not among them: `Config` has none.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -63,16 +64,21 @@ class Bench:
 
     # -------------------------------------------------------------------------------- results
     def results(self) -> list[Row]:
-        """One row per stage, and one of the Engine."""
+        """One row per stage, on CUDA another as CUDA graphs, and one of the Engine."""
         wanted = self._plain_params()
         rows = []
-        for stage in (0, 1, 2, 3):
+        for cuda_graph, stage in itertools.product((False, True)[: 1 + self.cuda], (0, 1, 2, 3)):
+            cfg = fzero.Config(stage, cuda_graph=cuda_graph)
             with torch.device(self.device):
                 batch = self._batch(self.small)
-                step = fzero_step(self.small, batch, fzero.optim.sgd(0.1), fzero.Config(stage))
+                step = fzero_step(self.small, batch, fzero.optim.sgd(0.1), cfg)
             for _ in range(3):
                 step()
-            rows.append(self._compared(f"stage {stage}", fzero.unshard(step.params), wanted))
+            name = f"stage {stage}, CUDA graph" if cuda_graph else f"stage {stage}"
+            row = self._compared(name, fzero.unshard(step.params), wanted)
+            if cuda_graph:  # or why it could not be captured
+                row["log"] = [x for x in step.lower().log if x.startswith("CUDA graph")]
+            rows.append(row)
         module = self._module(self.small)
         engine: Any = fzero.Engine(module, fzero.optim.sgd(0.1), fzero.Config(stage=3))
         for _ in range(3):
@@ -156,6 +162,13 @@ class Bench:
                 self.large, precision="bf16", executor="inductor"
             ),
         }
+        if self.cuda:
+            ways["fzero, generated, CUDA graph"] = lambda: self._adamw(
+                self.large, precision="bf16", cuda_graph=True
+            )
+            ways["fzero, inductor, CUDA graph"] = lambda: self._adamw(
+                self.large, precision="bf16", executor="inductor", cuda_graph=True
+            )
         rows = []
         for name, build in ways.items():
             try:
@@ -287,7 +300,6 @@ def run(bench: Bench, budget: float) -> Row:
     finally:
         dist.destroy_process_group()
     part("memory", bench.memory)
-    found["CUDA graphs"] = "not built"
     found["seconds"] = time.perf_counter() - start
     return found
 

@@ -97,6 +97,9 @@ class Config:
             Program that is staged out; see `fzero.passes`.
         dynamic: record so that batches of other sizes need no recording of their own, as far as
             what the function does with sizes allows: see docs/staging.md.
+        cuda_graph: run each Program as a CUDA graph from its second run on, which takes the time
+            that the host needs to launch kernels out of a step. What can't be captured runs as it
+            is, and the Program's log says why: see docs/staging.md.
         timeout: seconds that a rank may come later than others to what they do together. None: the
             process group's. A rank that is late is waited for; one that went another way, or is
             gone, is told at once.
@@ -140,6 +143,7 @@ class Config:
     remat: Mapping[str, Policy] | Sequence[tuple[str, Policy]] = ()
     passes: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] = ()
     dynamic: bool = False
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         self._check_int("stage", 0, 3, "0 (nothing sharded) to 3 (parameters sharded)")
@@ -155,7 +159,7 @@ class Config:
             self._check_number("timeout", "None or a finite number > 0 (seconds)")
         self._check_memory_limit()
         self._check_number("bucket_mb", "a finite number > 0 (MiB)")
-        for field in ("has_aux", "reshard_after_forward", "donate", "dynamic"):
+        for field in ("has_aux", "reshard_after_forward", "donate", "dynamic", "cuda_graph"):
             if not isinstance(getattr(self, field), bool):
                 self._refuse(field, "True or False")
         self._check_choice("on_nonfinite", ("report", "skip", "raise"))
@@ -173,6 +177,7 @@ class Config:
                 "False with a memory_limit, opaque parts or executor='inductor', which are for the "
                 "sizes of one batch, and with executor='eager', which records nothing",
             )
+        self._check_cuda_graph()
         if not callable(self.frozen):
             self._set_globs("frozen", "globs over leaf names, or a predicate over them")
         self._set_globs("gather_together", "globs over module names")
@@ -359,6 +364,28 @@ class Config:
         ok = isinstance(value, int | float) and not isinstance(value, bool)
         if not ok or not math.isfinite(value) or value <= 0:
             self._refuse(field, rule)
+
+    def _check_cuda_graph(self) -> None:
+        if not self.cuda_graph:
+            return
+        for field, value, why in (
+            ("executor", "eager", "executor='eager', which has no Program"),
+            ("dynamic", True, "dynamic=True: a graph is for the sizes that it was captured with"),
+            ("donate", False, "donate=False: a graph works on parameters where they are"),
+        ):
+            if getattr(self, field) == value:
+                self._refuse("cuda_graph", f"False with {why}")
+        if self.offload is not None or self.opaque:
+            self._refuse(
+                "cuda_graph",
+                "False with offload or opaque parts, where the host takes part in each step",
+            )
+        if self.memory_limit is not None:
+            self._refuse(
+                "cuda_graph",
+                "False with a memory_limit: a graph keeps the memory that it was captured with, "
+                "and copies what comes and goes, which no plan has counted",
+            )
 
     def _check_memory_limit(self) -> None:
         if self.memory_limit is None:

@@ -108,6 +108,12 @@ class Engine:
                 f"Config.remat={cfg.remat!r}: an Engine records nothing that could be computed "
                 "again by name. Use make_train_step, or fzero.remat in the module and remat=()."
             )
+        if cfg.cuda_graph:
+            raise ConfigError(
+                "Config.cuda_graph=True: an Engine runs operator by operator, with hooks of Python "
+                "in between, and a graph holds kernels alone. Use make_train_step, or "
+                "cuda_graph=False."
+            )
         if cfg.passes:
             raise ConfigError(
                 f"Config.passes={cfg.passes!r}: an Engine runs operator by operator, and has no "

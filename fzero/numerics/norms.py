@@ -57,7 +57,7 @@ def _sum_of_squares(xs: list[Tensor]) -> Tensor:
 def _by_rows(xs: list[Tensor]) -> Tensor:
     sums, rest = [], []
     for x in xs:
-        flat = x.reshape(-1)
+        flat = x.contiguous().view(-1)
         rows, more = divmod(flat.numel(), _ROW)
         if rows < _FEW:
             rest.append(flat)

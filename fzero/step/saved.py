@@ -281,7 +281,8 @@ def _recorded(
     program = Program.decoded(half["program"], constant)
     program = dataclasses.replace(program, literals=tuple(literals))
     params = [(name, resumed.tensor(at)) for name, at in half["params"]]
-    return Recorded.resumed(program, resumed.notes, params, plan.cfg.executor)
+    cfg = plan.cfg
+    return Recorded.resumed(program, resumed.notes, params, cfg.executor, cuda_graph=cfg.cuda_graph)
 
 
 # ------------------------------------------------------------------------------------ aux

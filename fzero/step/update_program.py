@@ -222,7 +222,8 @@ class UpdateProgram:
             return run_passes(insert_seeds(program), cfg.named_passes, late=True)
 
         notes = Notes({"the optimizer": self.plan.opt})
-        recorded = Recorded(notes, record, passes, self.plan.cfg.executor)
+        cfg = self.plan.cfg
+        recorded = Recorded(notes, record, passes, cfg.executor, cuda_graph=cfg.cuda_graph)
         self._recorded.add(None, recorded)
         return recorded.program
 

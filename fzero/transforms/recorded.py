@@ -12,6 +12,7 @@ from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.collector import collector_paused
+from fzero.program.cuda_graph import replayed
 from fzero.program.dynamic import InputDim
 from fzero.program.graph import Held, placeholders, tensors_of
 from fzero.program.inductor import compile_stretches
@@ -34,6 +35,7 @@ class Recorded:
         record: records it.
         passes: make the Program fit to run.
         executor: "traced" runs it as generated code, "inductor" compiles its stretches.
+        cuda_graph: run it as a CUDA graph from its second run on.
 
     Raises:
         TraceError: the function can't be recorded.
@@ -45,11 +47,13 @@ class Recorded:
         record: Callable[[], Program],
         passes: Pass,
         executor: str = "traced",
+        *,
+        cuda_graph: bool = False,
     ) -> None:
         with ONE_AT_A_TIME, collector_paused(), calls_noted() as called:
             program = passes(notes.record(record))
         module_params = list({id(x): (name, x) for name, x in called}.values())
-        self._take(program, notes, module_params, executor)
+        self._take(program, notes, module_params, executor, cuda_graph)
 
     @classmethod
     def resumed(
@@ -58,15 +62,17 @@ class Recorded:
         notes: Notes,
         module_params: Sequence[tuple[str, Tensor]],
         executor: str = "traced",
+        *,
+        cuda_graph: bool = False,
     ) -> "Recorded":
         """What another process has recorded, whose notes hold here.
 
         Args:
             module_params: parameters of the modules that it called, with their names.
-            executor: as of a new one.
+            executor, cuda_graph: as of a new one.
         """
         made = cls.__new__(cls)
-        made._take(program, notes, module_params, executor)
+        made._take(program, notes, module_params, executor, cuda_graph)
         return made
 
     def _take(
@@ -75,6 +81,7 @@ class Recorded:
         notes: Notes,
         module_params: Sequence[tuple[str, Tensor]],
         executor: str,
+        cuda_graph: bool,
     ) -> None:
         self.program, self.notes, self.module_params = program, notes, module_params
         self._ran = False
@@ -82,6 +89,8 @@ class Recorded:
             self.run = compile_stretches(program, self._tell)
         else:
             self.run = compile_program(program)
+        if cuda_graph:
+            self.run = replayed(program, self.run, self._tell)
         self.seeded = KEY in program.inputs
 
     def _tell(self, line: str) -> None:

@@ -140,7 +140,7 @@ def staged_out(
         )
         return kept_dynamic(last(program))
 
-    return Recorded(notes, record, passes, cfg.executor)
+    return Recorded(notes, record, passes, cfg.executor, cuda_graph=cfg.cuda_graph)
 
 
 @dataclass(frozen=True)

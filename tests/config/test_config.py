@@ -43,6 +43,7 @@ LEGAL = {
     "remat": [(), {"blocks.*": "nothing"}, (("a", "dots"), ("*", save_only("b", "c")))],
     "passes": [(), (math.floor,), [math.floor, math.ceil]],
     "dynamic": [False, True],
+    "cuda_graph": [False, True],
     "executor": ["traced", "eager", "inductor"],
     "donate": [True, False],
     "offload": [None, "cpu"],
@@ -93,6 +94,7 @@ ILLEGAL = [
     ("passes", "a", "functions from"),
     ("passes", (math.floor, 3), "functions from"),
     ("dynamic", 1, "True or False"),
+    ("cuda_graph", 1, "True or False"),
     ("executor", "trace", "Did you mean 'traced'"),
     ("donate", "yes", "True or False"),
     ("offload", "gpu", "None, 'cpu'"),
@@ -102,7 +104,7 @@ ILLEGAL = [
     ("timeout", 0, "> 0"),
 ]
 # these go with the executors that have a Program, and are tried for themselves
-OF_PROGRAMS = ("memory_limit", "passes", "remat", "dynamic")
+OF_PROGRAMS = ("memory_limit", "passes", "remat", "dynamic", "cuda_graph")
 configs = st.fixed_dictionaries(
     {}, optional={k: st.sampled_from(v) for k, v in LEGAL.items() if k not in OF_PROGRAMS}
 )

@@ -31,7 +31,7 @@ def leaf(draw: st.DrawFn) -> Tensor:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     x = torch.randn(size, dtype=torch.float64, generator=generator)
     shape = draw(st.sampled_from([(size,), (1, size), (size, 1), (-1, 5)]))
-    x = x.view(shape if -1 not in shape or size % 5 == 0 and size else (size,))
+    x = x.view(shape if -1 not in shape or (size % 5 == 0 and size) else (size,))
     dtype = draw(st.sampled_from(DTYPES))
     if dtype != torch.float16:  # which has no room for them
         x = x * 10.0 ** draw(st.sampled_from([-40, -25, -18, -9, -3, 0, 3, 14, 16, 18, 30]))
@@ -39,12 +39,12 @@ def leaf(draw: st.DrawFn) -> Tensor:
     return draw(st.sampled_from(kept))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.lists(leaf(), min_size=1, max_size=5))
 def test_the_sum_is_that_of_float64(leaves: list[Tensor]) -> None:
     expected = plainly(leaves)
     found = sum_of_squares(leaves)
-    assert found.dtype == torch.float64 and found.dim() == 0
+    assert (found.dtype, found.dim()) == (torch.float64, 0)
     assert math.isclose(float(found), expected, rel_tol=1e-6)
 
 
@@ -69,6 +69,11 @@ def test_one_large_number_among_many_is_not_infinite(large: float) -> None:
     x = torch.randn(5000)
     x[77] = large
     assert math.isclose(float(sum_of_squares([x])), float(x[77].double()) ** 2, rel_tol=1e-6)
+
+
+def test_what_is_not_dense_is_read_where_it_lies() -> None:
+    wide = torch.randn(4096)
+    assert math.isclose(float(sum_of_squares([wide[::2]])), plainly([wide[::2]]), rel_tol=1e-6)
 
 
 def test_no_leaves_have_no_length() -> None:
