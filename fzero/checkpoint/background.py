@@ -78,11 +78,13 @@ class Background:
         if error is not None:
             raise error
 
-    def apart_from(self, ranks: Ranks) -> Ranks:
-        """The ranks with a group of its own, made once."""
+    def apart_from(self, ranks: Ranks) -> Ranks | None:
+        """The ranks with a group of its own, made once; None if there can be none."""
         group, apart = self._ranks.get(ranks.members, (None, None))
         if apart is None or group is not ranks.group:  # the program may have started another one
             apart = ranks.apart()
+            if apart is None:
+                return None
             self._ranks[ranks.members] = ranks.group, apart
         return replace(apart, timeout=ranks.timeout)
 
@@ -108,8 +110,11 @@ def start(job: Callable[[], None], what: str) -> None:
     _background.start(job, what)
 
 
-def apart_from(ranks: Ranks) -> Ranks:
-    """`ranks` with a group of its own, for a thread beside training; all its ranks must call it."""
+def apart_from(ranks: Ranks) -> Ranks | None:
+    """`ranks` with a group of its own, for a thread beside training; all its ranks must call it.
+
+    None if there can be none.
+    """
     return _background.apart_from(ranks)
 
 

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from fzero.distributed import works
+from fzero.distributed.lanes import group_of_own
 from fzero.distributed.whereabouts import Circle, circle_for, circle_of
 from fzero.errors import CheckpointError, RankMismatchError
 
@@ -98,20 +99,23 @@ class Ranks:
                     f"ranks differ in {what} at {key}: {listing}. It must be the same on all."
                 )
 
-    def apart(self) -> "Ranks":
-        """The same ranks with a group of their own, for use beside training; all must call it."""
+    def apart(self) -> "Ranks | None":
+        """The same ranks with a group of their own, for use beside training; all must call it.
+
+        None if there can be none: see `group_of_own`.
+        """
         if self.group is None:
             return self
-        # Gloo, whatever training uses: a thread's messages must not queue on its device. Local
-        # synchronization: ranks that are not in it need not come.
-        group = dist.new_group(
+        # Gloo, whatever training uses: a thread's messages must not queue on its device.
+        group = group_of_own(
             list(self.members),
+            lambda number: self.gather("the next group's name", number),
             timeout=None if self.timeout is None else timedelta(seconds=self.timeout),
             backend="gloo",
-            use_local_synchronization=True,
             group_desc="fzero checkpoints",
         )
-        assert isinstance(group, ProcessGroup)  # this rank is in it
+        if group is None:
+            return None
         circle = Circle(self.members, self.rank, [group], group.group_name)
         return replace(self, group=group, circle=circle)
 

@@ -13,6 +13,7 @@ write own file, fsync
 import contextlib
 import hashlib
 import os
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ from fzero.checkpoint.lineage import following, parse
 from fzero.checkpoint.progress import Progress, progress
 from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
 from fzero.distributed.dtensor import local_tensor
-from fzero.errors import CheckpointError, arguments_by_name
+from fzero.errors import CheckpointError, arguments_by_name, users_line
 from fzero.state.follow import followed
 from fzero.state.opt_state import OptState, refuse_spent
 from fzero.tree import PyTree
@@ -132,6 +133,12 @@ def save(
         return _save(disk.as_path(path).absolute(), params, opt_state, options)
 
 
+_AT_ONCE = (
+    "asynchronous=True: a save beside training needs a process group of its own, and torch would "
+    "have these ranks wait for each other under different names, since they are in different "
+    "numbers of groups. This one is written before save returns, on all ranks. Have all ranks in "
+    "the same number of groups, or save with asynchronous=False."
+)
 _PATIENCE = 600.0  # seconds for another process's save, where nobody says how long
 
 
@@ -176,7 +183,12 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
         )[0]
         if asynchronous:
             # its messages must not come between training's own
-            ranks = background.apart_from(ranks)
+            apart = background.apart_from(ranks)
+            if apart is None:
+                asynchronous = False
+                warnings.warn(_AT_ONCE, stacklevel=users_line())
+            ranks = apart or ranks
+        if asynchronous:
             # a copy on the host, too: the next step writes over these tensors
             mine = {i: x.to("cpu", copy=True) for i, x in mine.items()}
         shown = progress(f"saving step {step}", total, shown=ranks.leads)

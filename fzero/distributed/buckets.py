@@ -52,6 +52,7 @@ class Bucket:
             an all-reduce whose rest is thrown away, and its all-gather takes twice the processor
             time of its all-to-all. Two ranks have no need of it: see `works`.
         parts: of an EXCHANGE, the elements that come from each rank, and that go to each.
+        apart: of a REDUCE_SCATTER, whether it travels beside gathers: see [Note: two lanes].
     """
 
     kind: str
@@ -63,6 +64,7 @@ class Bucket:
     gloo: bool = False
     exchanged: bool = False
     parts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    apart: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -148,12 +150,21 @@ def bucket_of(
     dtype: torch.dtype,
     axis: Axis,
     parts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    *,
+    gathers: bool = False,
 ) -> Bucket:
-    """The bucket in which these leaves travel over an axis, which has more than one rank."""
+    """The bucket in which these leaves travel over an axis, which has more than one rank.
+
+    Args:
+        gathers: whether gathers may be under way over the axis meanwhile.
+    """
     gloo = is_gloo(axis.group)
     exchanged = gloo and kind != ALL_REDUCE and axis.size > 2
     leaves = tuple(leaves)
-    return Bucket(kind, leaves, dtype, axis.size, axis.group, axis.rank, gloo, exchanged, parts)
+    apart = gathers and kind == REDUCE_SCATTER
+    return Bucket(
+        kind, leaves, dtype, axis.size, axis.group, axis.rank, gloo, exchanged, parts, apart
+    )
 
 
 def carrier(bucket: Bucket, numel: int) -> tuple[Any, tuple[Any, ...]]:
@@ -171,6 +182,9 @@ def carrier(bucket: Bucket, numel: int) -> tuple[Any, tuple[Any, ...]]:
     if bucket.kind == EXCHANGE:
         receives, sends = map(list, bucket.parts)
         return c10d.all_to_all_single.default, (receives, sends, bucket.group)
+    if bucket.apart:
+        arguments = ("sum", bucket.world, bucket.group, bucket.exchanged)
+        return torch.ops.fzero.reduce_apart.default, arguments
     if bucket.exchanged:
         parts = [numel // bucket.world] * bucket.world
         return c10d.all_to_all_single.default, (parts, parts, bucket.group)

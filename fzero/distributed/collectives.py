@@ -272,6 +272,19 @@ def _gather_in_place(buffer: Tensor, world: int, rank: int, group: str) -> Tenso
     return works.wait(works.all_gather_into_tensor(own, world, group))
 
 
+def _reduce_apart(buffer: Tensor, op: str, world: int, group: str, exchanged: bool) -> Tensor:
+    """In the group itself: its own one is for who runs a Program; see `works`."""
+    c10d = torch.ops._c10d_functional
+    if not exchanged:
+        return c10d.wait_tensor(c10d.reduce_scatter_tensor(buffer, op, world, group))
+    parts = [buffer.numel() // world] * world
+    return c10d.wait_tensor(c10d.all_to_all_single(buffer, parts, parts, group))
+
+
+def _fake_reduce_apart(buffer: Tensor, op: str, world: int, group: str, exchanged: bool) -> Tensor:
+    return buffer.new_empty(buffer.numel() if exchanged else buffer.numel() // world)
+
+
 def _fake_gather_in_place(buffer: Tensor, *_: object) -> Tensor:
     # what comes is written around what is there: the walk over memory counts one buffer
     return buffer.view(-1)
@@ -300,6 +313,10 @@ def _define() -> torch.library.Library:
     # of a bucket: a buffer in which this rank's own part lies where it belongs
     lib.define("gather_in_place(Tensor buffer, int world, int rank, str group) -> Tensor")
     lib.define(f"reduce_scatter(Tensor full, {split}, int rank) -> Tensor")
+    # of a bucket: what carries its sums, or the parts that are still to be summed
+    lib.define(
+        "reduce_apart(Tensor buffer, str op, int world, str group, bool exchanged) -> Tensor"
+    )
     lib.define("all_reduce(Tensor x, int world, str group, str leaf) -> Tensor")
     # parts of several leaves, of other sizes for every pair of ranks
     lib.define(
@@ -314,6 +331,7 @@ def _define() -> torch.library.Library:
         ("gather", _gather, _fake_gather),
         ("gather_in_place", _gather_in_place, _fake_gather_in_place),
         ("reduce_scatter", _reduce_scatter, _fake_reduce_scatter),
+        ("reduce_apart", _reduce_apart, _fake_reduce_apart),
         ("all_reduce", _all_reduce, _fake_same),
         ("exchange", _exchange, _fake_exchange),
         ("boundary", _boundary, _fake_same),

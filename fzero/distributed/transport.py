@@ -79,15 +79,22 @@ class Transport:
         journal: told of every collective before it starts.
         limit: most bytes of full leaves in a bucket, of which each is waited for at once; None: who
             calls has made the buckets, and waits when it needs them.
+        gathers: whether leaves are gathered while others are reduced.
     """
 
     def __init__(
-        self, mesh: Mesh, axes: Axes, journal: Journal, *, limit: int | None = None
+        self,
+        mesh: Mesh,
+        axes: Axes,
+        journal: Journal,
+        *,
+        limit: int | None = None,
+        gathers: bool = False,
     ) -> None:
         self.axes, self.journal, self.limit = axes, journal, limit
         self.circle = circle_of(mesh)
         # the same leaves travel together step after step, and a bucket remembers where they lie
-        planned = functools.partial(_planned, axes=axes, limit=limit)
+        planned = functools.partial(_planned, axes=axes, limit=limit, gathers=gathers)
         self._planned = functools.lru_cache(_PLANS)(planned)
 
     def gather(self, shards: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> Handle:
@@ -243,6 +250,7 @@ def _planned(
     *,
     axes: Axes,
     limit: int | None,
+    gathers: bool,
 ) -> list[tuple[Bucket, list[int]]]:
     """Which of the wanted tensors travel together, with their indices."""
     axis = axes.shard
@@ -254,10 +262,12 @@ def _planned(
         kind != ALL_REDUCE and want and goes_alone(leaf, leaf.numel * dtype.itemsize, axis)
         for leaf, dtype, want in zip(leaves, dtypes, wanted, strict=True)
     ]
-    return [
-        (bucket_of(kind, [leaves[i] for i in indices], dtypes[indices[0]], axis), indices)
-        for indices in _filled(dtypes, leaves, wanted, alone, limit)
-    ]
+    found = []
+    for indices in _filled(dtypes, leaves, wanted, alone, limit):
+        own = [leaves[i] for i in indices]
+        bucket = bucket_of(kind, own, dtypes[indices[0]], axis, gathers=gathers)
+        found.append((bucket, indices))
+    return found
 
 
 # Plans of a transport that are kept: an eager step may gather other leaves together in each.

@@ -60,6 +60,8 @@ class Circle:
         # `works` counts what gloo sends; of other backends nothing is known
         self.counted = all(dist.get_backend(group) == "gloo" for group in groups)
         self._groups = [weakref.ref(group) for group in groups]
+        # what carries reductions beside each: see [Note: two lanes]
+        self.lanes: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
         self.here = Station(0, 0, "the start")
         self.hint = ""
         self.limit: float | None = None  # seconds; None: the process group's
@@ -353,8 +355,9 @@ class Circle:
 
     def _raise(self, text: str) -> NoReturn:
         self.verdict = text
-        for reference in self._groups:  # its operations will never end, so it must not be destroyed
-            if (group := reference()) is not None:
+        # their operations will never end, so they must not be destroyed
+        for group in (*[reference() for reference in self._groups], *self.lanes.values()):
+            if group is not None:
                 keep_alive(group)
         raise RankMismatchError(text)
 

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from fzero.distributed import whereabouts
+from fzero.distributed.lanes import beside, gloo_lane
 from fzero.distributed.mesh import group_of
 from fzero.distributed.whereabouts import Circle, circle_on
 
@@ -142,11 +143,44 @@ def _reduce_bucket(x: Tensor, op: str, world: int, group: str, circle: Circle | 
     met = _watched(group, circle) if world == 2 and op == "sum" else None
     if met is None:
         return reduce_scatter_tensor(x, op, world, group, circle)
-    pg, circle = met
+    return _reduce_by_swap(x, *met)
+
+
+def _reduce_by_swap(x: Tensor, group: ProcessGroup, circle: Circle) -> Flying:
+    """Of two ranks, each sends the other its part."""
     out = x.new_empty((x.shape[0] // 2, *x.shape[1:]))
     parts = x.view(2, *out.shape)
-    own, others = parts[pg.rank()], parts[1 - pg.rank()]
-    return Flying(out, _swap(out, others, pg, circle), circle, own)
+    own, others = parts[group.rank()], parts[1 - group.rank()]
+    return Flying(out, _swap(out, others, group, circle), circle, own)
+
+
+def _reduce_apart(
+    x: Tensor, op: str, world: int, group: str, exchanged: bool, circle: Circle | None = None
+) -> Any:
+    """A bucket's reduction beside gathers: see [Note: two lanes].
+
+    Args:
+        exchanged: send parts, which are still to be summed.
+    """
+
+    def gather(number: int) -> list[int]:
+        mine = torch.tensor([number], device=x.device)
+        return wait(all_gather_into_tensor(mine, world, group, circle)).tolist()
+
+    met = _watched(group, circle)
+    if met is None:
+        lane = beside(group, x.device, gather)
+        if not exchanged:
+            return reduce_scatter_tensor(x, op, world, lane)
+        parts = [x.numel() // world] * world
+        return all_to_all_single(x, parts, parts, lane)
+    if not exchanged and world > 2:  # gloo's own would be an all-reduce: see `buckets`
+        return reduce_scatter_tensor(x, op, world, group, circle)
+    lane = gloo_lane(*met, gather)
+    if exchanged:
+        out = torch.empty_like(x)
+        return Flying(out, exchange_into(out, x, lane, met[1]), met[1])
+    return _reduce_by_swap(x, lane, met[1])
 
 
 LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -156,6 +190,7 @@ LAUNCHES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "_c10d_functional::all_gather_into_tensor": _gather_bucket,
         "fzero::gather_in_place": _gather_in_place,
         "_c10d_functional::reduce_scatter_tensor": _reduce_bucket,
+        "fzero::reduce_apart": _reduce_apart,
     }
 )
 """What launches a bucket, by the name of torch's operator that carries it."""

@@ -124,7 +124,7 @@ def build_parts(
     indices = {leaf.name: index for index, leaf in enumerate(leaves)}
     registered = [indices[name] for name in params]
     journal = Journal(plan.mesh, active=cfg.stage == 3, limit=cfg.timeout)
-    transport = Transport(plan.mesh, axes, journal)
+    transport = Transport(plan.mesh, axes, journal, gathers=plan.cfg.stage == 3)
     # below stage 2 several micro-batches add up unreduced, and the update reduces their sum once
     reduces = axes.world > 1 and (cfg.stage >= 2 or cfg.accum_steps == 1)
     buffers = Buffers(

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fzero
 from fzero.checkpoint import background, latest, load, save, wait
@@ -19,7 +21,7 @@ from fzero.checkpoint.format.folders import steps
 from fzero.checkpoint.format.verify import problems
 from tests.checkpoint.cases import Job, differing, full, make
 from tests.checkpoint.faults import full_disk, watched
-from tests.ranks import run_ranks
+from tests.ranks import run_fresh, run_ranks
 
 
 def _tree(step: int) -> dict[str, Any]:
@@ -222,6 +224,26 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     for there in run_ranks(2, _two_at_once, tmp_path):
         assert "step-00000001" in there
     assert _names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def _save_with_a_group_that_others_lack(run: Path) -> tuple[str, list[str], list[str]]:
+    tree = _tree(1)
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        save(run, tree, step=1, asynchronous=True)
+    there = _names(run)
+    save(run, tree, step=2)
+    return __file__, [w.filename for w in seen if "different numbers" in str(w.message)], there
+
+
+def test_ranks_in_different_numbers_of_groups_save_at_once(tmp_path: Path) -> None:
+    """In a group of its own they would wait for each other until the time limit."""
+    found = run_fresh(2, _save_with_a_group_that_others_lack, tmp_path)
+    for here, told, there in found:
+        assert told == [here]
+        assert there == ["step-00000001"]
 
 
 def _fail_in_the_background(run: Path, how: str) -> str:

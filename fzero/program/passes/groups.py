@@ -1,5 +1,6 @@
 """Which collectives share one, and what each of them carries."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ class Group:
     segment: int
     phase: str
     movable: bool
+    gathers: bool = False  # whether other leaves may be gathered meanwhile
     nodes: list[fx.Node] = field(default_factory=list)
     nbytes: int = 0
 
@@ -62,6 +64,7 @@ def groups_of(graph: fx.Graph, kind: str, size: int) -> list[Group]:
     than what it waits for, so no group waits for itself, nor two for each other.
     """
     of, depth = segments(graph), depths_of(graph)
+    gathering = _gathering(graph, of)
     in_place = any(map(is_mutable, graph.nodes))
     open_groups: dict[tuple[Any, ...], Group] = {}
     done: list[Group] = []
@@ -76,17 +79,32 @@ def groups_of(graph: fx.Graph, kind: str, size: int) -> list[Group]:
         # by segment too: a bucket over its border would keep leaves of forward for backward
         key = (asked.dtype, asked.axis.group, number, depth[node])
         movable = not (in_place and phase == UPDATE)
+        gathers = asked.axis.group in gathering
         if goes_alone(asked.leaf, asked.nbytes, asked.axis):
-            done.append(Group(kind, number, phase, movable, [node], asked.nbytes))
+            done.append(Group(kind, number, phase, movable, gathers, [node], asked.nbytes))
             continue
         group = open_groups.get(key)
         if group is None or group.nbytes + asked.nbytes > size:
             if group is not None:
                 done.append(group)
-            group = open_groups[key] = Group(kind, number, phase, movable)
+            group = open_groups[key] = Group(kind, number, phase, movable, gathers)
         group.nodes.append(node)
         group.nbytes += asked.nbytes
     return done + list(open_groups.values())
+
+
+def _gathering(graph: fx.Graph, of: Mapping[fx.Node, tuple[int, str]]) -> set[str]:
+    """The process groups over which forward or backward gathers; an update's gathers come last."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        if of[node][1] == UPDATE:
+            continue
+        bucket: Bucket | None = node.meta.get("bucket")
+        if bucket is not None and bucket.gathers:
+            found.add(bucket.group)
+        elif is_gather(node):
+            found.add(asked_of(node).axis.group)
+    return found
 
 
 def depths_of(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -107,7 +125,8 @@ def bucket_for(group: Group) -> Bucket:
     if group.kind == EXCHANGE:
         parts = tuple(tuple(sizes) for sizes in group.nodes[0].args[1:3])  # pyright: ignore
     leaves = [one.leaf for one in asked]
-    return bucket_of(group.kind, leaves, leaves[0].dtype, asked[0].axis, parts)
+    dtype, axis = leaves[0].dtype, asked[0].axis
+    return bucket_of(group.kind, leaves, dtype, axis, parts, gathers=group.gathers)
 
 
 def bring_operands(group: Group, order: dict[fx.Node, int]) -> None:
