@@ -194,7 +194,7 @@ def _attempt(keys: Keys, key: str, **fields: Any) -> Precision | None:
 
 
 def _loss_scale(keys: Keys, stage: int | None) -> LossScale | None:
-    """DeepSpeed's rule, which has no hysteresis where nothing is sharded."""
+    """DeepSpeed's rule: where nothing is sharded without hysteresis, and no minimum raises."""
     static = keys.number("fp16.loss_scale")
     power = keys.number("fp16.initial_scale_power")
     window = keys.integer("fp16.loss_scale_window", 1)
@@ -209,6 +209,7 @@ def _loss_scale(keys: Keys, stage: int | None) -> LossScale | None:
             hysteresis=1 if stage == 0 else 2 if hysteresis is None else hysteresis,
             minimum=1.0 if minimum is None else minimum,
             settle=1,
+            stops=stage != 0,
         )
     except (ConfigError, OverflowError) as error:
         keys.problem("fp16", keys.get("fp16"), str(error))

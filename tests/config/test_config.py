@@ -289,13 +289,13 @@ def test_fp16_keys_become_a_loss_scale() -> None:
     for stage in (1, 2, 3):
         read = Config.from_deepspeed({"fp16": fp16, "zero_optimization": {"stage": stage}})
         assert read == Config(stage=stage, precision="fp16", loss_scale=rule)
-    # its scaler of stage 0 backs off at each overflow
-    at_once = dataclasses.replace(rule, hysteresis=1)
+    # its scaler of stage 0 backs off at each overflow, and skips at the minimum, too
+    at_once = dataclasses.replace(rule, hysteresis=1, stops=False)
     unsharded = Config(stage=0, precision="fp16", loss_scale=at_once)
     assert Config.from_deepspeed({"fp16": fp16}) == unsharded
     static = Config.from_deepspeed({"fp16": {"enabled": True, "loss_scale": 128}})
     assert static.scaling == LossScale(init=128, dynamic=False)
-    default = LossScale(hysteresis=1, settle=1)
+    default = LossScale(hysteresis=1, settle=1, stops=False)
     assert Config.from_deepspeed({"fp16": {"enabled": True}}).scaling == default
     assert Config.from_deepspeed({"fp16": {**fp16, "enabled": False}}) == Config(stage=0)
 

@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from fzero.config import Config
 from fzero.config.deepspeed import load
 from fzero.errors import ConfigError, users_line
@@ -80,6 +82,7 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
         auto_cast = True
         rest["fp16"] = {k: v for k, v in fp16.items() if k != "auto_cast"}
     config = Config.from_deepspeed(rest, world_size=world_size)
+    config = config.replace(on_nonfinite="skip" if _skips(raw, config) else "report")
     return Settings(
         config,
         raw,
@@ -136,6 +139,20 @@ def _refuse(raw: Mapping[str, Any]) -> None:
             allowed, advice = _INERT.get(key, ((), "unknown"))
             if advice and value not in allowed:
                 raise ConfigError(f"{key} = {value!r}: {advice}. Change or remove it.")
+
+
+def _skips(raw: Mapping[str, Any], config: Config) -> bool:
+    """Whether DeepSpeed skips a step whose gradients are not finite, also without a loss scale.
+
+    As its release 0.19.8 does, where `bf16.check_grad_overflow` is true unless it is said, and is
+    read at stages 1 and 2 alone; float32 without ZeRO is a plain optimizer's.
+    """
+    low = config.dtypes.param == torch.bfloat16
+    if config.stage == 0:
+        return low
+    section = raw.get("bf16") or raw.get("bfloat16") or {}
+    unchecked = low and section.get("check_grad_overflow", True) is False
+    return config.stage == 3 or not unchecked
 
 
 def _micro_batch(raw: Mapping[str, Any], accum_steps: int, world_size: int) -> int | None:

@@ -1,6 +1,7 @@
 """A DeepSpeed script, with one import changed."""
 
 import argparse
+import contextlib
 import copy
 import importlib.util
 import json
@@ -266,6 +267,51 @@ def test_a_step_that_overflows_is_counted_and_leaves_the_schedule() -> None:
     engine.step()
     assert (engine.global_steps, engine.skipped_steps, engine.was_step_applied()) == (2, 1, True)
     assert engine.lr_scheduler.last_batch_iteration == 0
+
+
+# What DeepSpeed 0.19.8 does with an infinite gradient, which was run at 2 ranks on the CPU, but for
+# float16, which it has on a GPU alone.
+UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+
+
+@pytest.mark.parametrize(
+    ("section", "skipping"),
+    [
+        ({}, (1, 2, 3)),
+        ({"bf16": {"enabled": True}}, (0, 1, 2, 3)),
+        (UNCHECKED, (0, 3)),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, (1, 2, 3)),
+        ({"fp16": {"enabled": True, "initial_scale_power": 4}}, (0, 1, 2, 3)),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_that_are_not_finite_are_skipped_where_deepspeed_skips_them(
+    stage: int, section: dict[str, Any], skipping: tuple[int, ...]
+) -> None:
+    engine, optimizer = engine_of(zero_optimization={"stage": stage}, **section)
+    backward(engine)
+    engine.step()
+    before = engine.inner.full_param("weight").clone()
+    backward(engine, math.inf)
+    engine.step()
+    skips = stage in skipping
+    assert (engine.global_steps, engine.skipped_steps, optimizer.overflow) == (2, skips, skips)
+    after = engine.inner.full_param("weight")
+    assert torch.equal(after, before) if skips else after.isnan().any()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_overflow_at_the_smallest_scale_raises_where_deepspeeds_does(stage: int) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}
+    engine, _ = engine_of(fp16=fp16, zero_optimization={"stage": stage})
+    backward(engine, math.inf)
+    engine.step()
+    backward(engine, math.inf)
+    with contextlib.nullcontext() if stage == 0 else pytest.raises(FzeroError, match="smallest"):
+        engine.step()
+    assert engine.loss_scale() == 1.0
+    if stage == 0:
+        assert (engine.global_steps, engine.skipped_steps) == (2, 2)
 
 
 def test_the_loss_scale_is_shown_as_deepspeed_shows_it() -> None:
