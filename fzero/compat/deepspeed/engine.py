@@ -137,11 +137,13 @@ class DeepSpeedEngine(Answers):
         """The Engine's: with what is in no group frozen, and leaf modules gathered as one."""
         config = self.settings.config
         together = (*config.gather_together, *leaf_names(model))
-        frozen = ()
-        if groups is not None:
-            names = dict(model.named_parameters())
-            frozen = tuple(glob.escape(name) for name in names if name not in groups.owners)
-        return config.replace(gather_together=together, frozen=frozen)
+        own = model.named_parameters() if groups is not None else ()
+        apart = {name: p for name, p in own if groups is not None and name not in groups.owners}
+        # the Engine freezes these, too; the client has not
+        self._ungrouped = {name for name, param in apart.items() if param.requires_grad}
+        return config.replace(
+            gather_together=together, frozen=tuple(glob.escape(name) for name in apart)
+        )
 
     def _scheduler(self, given: Given, groups: Any) -> Any:
         scheduler, section = given.lr_scheduler, self.settings.scheduler
@@ -294,27 +296,34 @@ class DeepSpeedEngine(Answers):
             tag: names this one; None: "global_step" and their number.
             client_state: of this rank: tensors and plain values.
             save_latest: whether `load_checkpoint` without a tag takes this one.
-            exclude_frozen_parameters: refused: a checkpoint is whole.
+            exclude_frozen_parameters: leave out what has no `requires_grad`: such as all but an
+                adapter. `load_checkpoint(load_module_strict=False)` takes the rest, and leaves
+                those as they are.
         """
-        if exclude_frozen_parameters:
-            refuse(
-                "save_checkpoint(exclude_frozen_parameters=True)",
-                "a checkpoint has all parameters; take names out of engine.inner.state_dict()",
-            )
         if not save_dir:
             raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): must name a folder.")
+        frozen = self._frozen()
         kept = {
             "client_state": client_state or {},
             "lr_scheduler": _state_of(self.lr_scheduler),
             "rates": self.get_lr() if self.groups is not None else [],
             "momenta": self.get_mom() if self.groups is not None and self.groups.cycles else [],
             "keys": saving.keys_of(self.module),
+            "frozen": sorted(frozen),
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
             "global_samples": self.global_samples,
         }
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        saving.save(Path(save_dir), tag, self.inner, self.global_steps, kept, latest=save_latest)
+        saving.save(
+            Path(save_dir),
+            tag,
+            self.inner,
+            self.global_steps,
+            kept,
+            latest=save_latest,
+            without=frozen if exclude_frozen_parameters else (),
+        )
         return True
 
     def load_checkpoint(
@@ -344,12 +353,12 @@ class DeepSpeedEngine(Answers):
         kept = saving.kept_of(found)
         trains = self.optimizer is not None
         whole = load_optimizer_states and not load_module_only and trains
-        if whole:
-            with saving.in_its_words():
-                state = checkpoint.load(found, *self.inner.state, strict=load_module_strict)
-            self.inner.state = state
-        else:
-            self.inner.load_state_dict(saving.module_of(found), strict=load_module_strict)
+        with saving.in_its_words():
+            if whole:
+                strict = load_module_strict
+                self.inner.state = checkpoint.load(found, *self.inner.state, strict=strict)
+            else:
+                self.inner.load_state_dict(saving.module_of(found), strict=load_module_strict)
         self.inner.zero_grad()
         self._backwards = 0
         # the micro-batches since the last update went with their gradients
@@ -394,12 +403,16 @@ class DeepSpeedEngine(Answers):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """The module's full state dict in its own dtypes; every rank must call it."""
-        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-        skip = frozen if exclude_frozen_parameters else set()
+        skip = self._frozen() if exclude_frozen_parameters else ()
         own = self.module.state_dict(keep_vars=True)
         dtypes = {name: x.dtype for name, x in own.items() if isinstance(x, Tensor)}
         full = saving.cast(self.inner.state_dict(), dtypes)
         return {prefix + name: x for name, x in full.items() if name not in skip}
+
+    def _frozen(self) -> set[str]:
+        """Parameters that the client has frozen."""
+        named = self.module.named_parameters()
+        return {name for name, param in named if not param.requires_grad} - self._ungrouped
 
     def load_module_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True, **_: Any
