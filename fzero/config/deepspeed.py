@@ -28,6 +28,9 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "torch.float16": torch.float16,
     "torch.bfloat16": torch.bfloat16,
+    "torch.float32": torch.float32,
+    "float": torch.float32,
+    "half": torch.float16,
 }
 
 _MIB = 2**20
@@ -133,9 +136,17 @@ def _numerics(keys: Keys, stage: int | None) -> tuple[Any, LossScale | None, str
     autocast = keys.flag("torch_autocast.enabled")
     skips = keys.flag("bf16.check_grad_overflow") and bf16
     loss_scale = _loss_scale(keys, stage)
-    dtype = _dtype(keys, "torch_autocast.dtype")
+    dtype = dtype_of(keys, "torch_autocast.dtype")
     safe = keys.get("torch_autocast.lower_precision_safe_modules")
-    reduce = _dtype(keys, "communication_data_type")
+    reduce = dtype_of(keys, "communication_data_type")
+    computes = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+    if dtype_of(keys, "data_types.param_dtype") not in (None, computes):
+        keys.problem(
+            "data_types.param_dtype",
+            keys.get("data_types.param_dtype"),
+            f"parameters are {str(computes).removeprefix('torch.')} by bf16.enabled and "
+            "fp16.enabled; remove it",
+        )
     if keys.flag("fp32_allreduce"):
         reduce = torch.float32
 
@@ -216,7 +227,8 @@ def _loss_scale(keys: Keys, stage: int | None) -> LossScale | None:
         return None
 
 
-def _dtype(keys: Keys, key: str) -> torch.dtype | None:
+def dtype_of(keys: Keys, key: str) -> torch.dtype | None:
+    """The dtype that a key names, in DeepSpeed's words or torch's."""
     value = keys.get(key)
     if value is None:
         return None

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fzero import checkpoint
 from fzero.compat.deepspeed import comm, saving
 from fzero.compat.deepspeed.answers import Answers
-from fzero.compat.deepspeed.leaf_modules import leaf_names
+from fzero.compat.deepspeed.casting import cast
+from fzero.compat.deepspeed.leaf_modules import leaf_names, mark_configured
 from fzero.compat.deepspeed.loaders import loader_of
 from fzero.compat.deepspeed.lr_schedules import scheduler_of
 from fzero.compat.deepspeed.optimizers import (
@@ -76,7 +77,8 @@ class DeepSpeedEngine(Answers):
         self._boundary: bool | None = None
         self._applied, self._backwards = False, 0
         self._norm: Tensor | None = None
-        _cast(model.to(self.device), settings.config.dtypes.param)
+        kept = settings.keep_in_fp32
+        cast(model.to(self.device), settings.config.dtypes.param, settings.buffer_dtype, kept)
         params = dict(model.named_parameters())
         groups, opt = self._groups(model, given, params)
         self.inner = Engine(
@@ -135,13 +137,13 @@ class DeepSpeedEngine(Answers):
 
     def _config(self, model: nn.Module, groups: ClientGroups | None) -> Any:
         """The Engine's: with what is in no group frozen, and leaf modules gathered as one."""
-        config = self.settings.config
-        together = (*config.gather_together, *leaf_names(model))
+        mark_configured(model, self.settings.leaf_modules)
+        together = leaf_names(model)
         own = model.named_parameters() if groups is not None else ()
         apart = {name: p for name, p in own if groups is not None and name not in groups.owners}
         # the Engine freezes these, too; the client has not
         self._ungrouped = {name for name, param in apart.items() if param.requires_grad}
-        return config.replace(
+        return self.settings.config.replace(
             gather_together=together, frozen=tuple(glob.escape(name) for name in apart)
         )
 
@@ -432,17 +434,6 @@ class DeepSpeedEngine(Answers):
                     f"DeepSpeedEngine has no {name!r}, and neither has its module."
                 ) from None
             return getattr(module, name)  # as DeepSpeed's does
-
-
-def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Round parameters, as DeepSpeed's masters start from the rounded values; buffers stay."""
-    for module in model.modules() if dtype is not None else ():
-        # torch's norms want weights in the dtype of their statistics, which are buffers
-        if getattr(module, "running_mean", None) is not None:
-            continue
-        for param in module.parameters(recurse=False):
-            if param.is_floating_point():
-                param.data = param.data.to(dtype)
 
 
 def _state_of(scheduler: Any) -> Any:
