@@ -17,7 +17,7 @@ from fzero.compat.deepspeed.answers import Answers
 from fzero.compat.deepspeed.casting import cast
 from fzero.compat.deepspeed.leaf_modules import leaf_names, mark_configured
 from fzero.compat.deepspeed.loaders import loader_of
-from fzero.compat.deepspeed.lr_schedules import scheduler_of
+from fzero.compat.deepspeed.lr_schedules import scheduler_of, write_rates
 from fzero.compat.deepspeed.optimizers import (
     ClientGroups,
     DeepSpeedOptimizer,
@@ -28,7 +28,7 @@ from fzero.compat.deepspeed.owners import Owner, forget, note
 from fzero.compat.deepspeed.refused import ENGINE, refuse
 from fzero.compat.deepspeed.settings import Settings
 from fzero.engine import Engine
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, users_line
 
 
 class Given(NamedTuple):
@@ -191,7 +191,25 @@ class DeepSpeedEngine(Answers):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output; see `fzero.Engine`."""
-        return self.inner(*args, **kwargs)
+        with self._autocast():
+            return self.inner(*args, **kwargs)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, `torch.autocast` around the call is off, where DeepSpeed puts its own first.
+
+        It does so with `torch_autocast` in the configuration, and on a GPU without, too.
+        """
+        kind = self.device.type
+        own = self.settings.config.dtypes.autocast is not None
+        if not torch.is_autocast_enabled(kind) or not (own or kind == "cuda"):
+            return contextlib.nullcontext()
+        if not own:
+            warnings.warn(
+                "torch.autocast around engine(...) is switched off inside, as DeepSpeed does it: "
+                'the configuration decides. Set "torch_autocast": {"enabled": true} in it.',
+                stacklevel=users_line(),
+            )
+        return torch.autocast(kind, enabled=False)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a backward of your own."""
@@ -366,8 +384,7 @@ class DeepSpeedEngine(Answers):
         # the micro-batches since the last update went with their gradients
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         if whole and self.groups is not None:
-            for group, lr in zip(self.optimizer.param_groups, kept["rates"], strict=True):
-                group["lr"] = lr
+            write_rates(self.optimizer.param_groups, kept["rates"])
             # of what is saved before momentum cycled there is none
             for group, betas in zip(
                 self.optimizer.param_groups, kept.get("momenta", ()), strict=False

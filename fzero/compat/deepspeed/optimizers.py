@@ -79,7 +79,7 @@ class FusedLion(_Groups):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
@@ -87,7 +87,17 @@ class FusedLion(_Groups):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """DeepSpeed's Lion."""
+    """DeepSpeed's; where the state lives is the configuration's `offload_optimizer`."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, betas, weight_decay)
 
 
 class FusedLamb(_Groups):

@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import copy
 import importlib.util
+import inspect
 import json
 import math
 import os
+import pydoc
 import random
 import runpy
 import subprocess
@@ -22,7 +24,7 @@ from torch.utils.data import DistributedSampler
 
 import fzero
 import fzero.compat.deepspeed as deepspeed
-from fzero.compat.deepspeed.lr_schedules import scheduler_of
+from fzero.compat.deepspeed.lr_schedules import BY_NAME, scheduler_of
 from fzero.compat.deepspeed.settings import Section
 from fzero.errors import BackwardError, CheckpointError, ConfigError, FzeroError
 from tests.ranks import run_ranks
@@ -141,11 +143,14 @@ def test_a_deepspeed_script_trains_as_plain_torch(tmp_path: Path) -> None:
         assert exported["head.weight"].sum().item() == pytest.approx(seen["weight"], rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install fzero[dev-peers]",
 )
+
+
+@pytest.mark.slow
+@needs_deepspeed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("stage", "more"),
@@ -184,6 +189,31 @@ def test_losses_are_those_of_deepspeed_itself(
             assert ours[key] == (pytest.approx(real[key]) if key == "batch" else _close(real[key]))
         norms = [x for x in real["norm"] if x is not None]
         assert [x for x in ours["norm"] if x is not None] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"runtime.lr_schedules.{name}" for name in BY_NAME),
+        *("ops.adam.FusedAdam", "ops.adam.DeepSpeedCPUAdam", "ops.lamb.FusedLamb"),
+        *("ops.lion.FusedLion", "ops.lion.DeepSpeedCPULion"),
+        *("initialize", "add_config_arguments", "zero.GatheredParameters"),
+        *("utils.set_z3_leaf_modules", "utils.set_z3_leaf_modules_by_name"),
+        *("utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",),
+        *("runtime.engine.DeepSpeedEngine.load_checkpoint", "utils.safe_get_full_optimizer_state"),
+    ],
+)
+def test_arguments_and_their_defaults_are_deepspeeds(path: str) -> None:
+    """A default that differs is another number, and nobody has written it."""
+
+    def arguments(root: str) -> dict[str, Any]:
+        found = pydoc.locate(f"{root}.{path}")
+        assert callable(found), path
+        return {p.name: p.default for p in inspect.signature(found).parameters.values()}
+
+    assert arguments("fzero.compat.deepspeed") == arguments("deepspeed")
 
 
 def _close(values: Any) -> Any:
@@ -495,6 +525,44 @@ def test_inputs_are_cast_where_the_configuration_says_so() -> None:
         engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
         engine(x, mask=x)
         assert seen.pop() == (dtype, dtype)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("around", ["forward", "all"])
+def test_autocast_around_the_call_gives_way_to_the_configurations(stage: int, around: str) -> None:
+    losses = []
+    for outer in (contextlib.nullcontext, lambda: torch.autocast("cpu", torch.float16)):
+        engine, _ = engine_of(
+            zero_optimization={"stage": stage},
+            torch_autocast={"enabled": True, "dtype": "bfloat16"},
+        )
+        for step in range(3):
+            torch.manual_seed(step)
+            with outer():
+                out = engine(torch.randn(2, 3))
+                if around == "all":
+                    loss = out.float().square().mean()
+                    engine.backward(loss)
+                    engine.step()
+            assert out.dtype == torch.bfloat16
+            if around == "forward":
+                loss = out.float().square().mean()
+                engine.backward(loss)
+                engine.step()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+
+
+def test_autocast_around_the_call_is_off_on_a_gpu_where_the_configuration_has_none() -> None:
+    engine, _ = engine_of()
+    engine.device = torch.device("cuda")  # there is none, and it is asked nothing but this
+    with (
+        mock.patch.object(torch, "is_autocast_enabled", lambda kind: kind == "cuda"),
+        mock.patch.object(torch, "autocast") as autocast,
+        pytest.warns(UserWarning, match="torch_autocast"),
+    ):
+        engine._autocast()
+    autocast.assert_called_once_with("cuda", enabled=False)
 
 
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:
