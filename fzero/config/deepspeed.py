@@ -164,6 +164,8 @@ def _numerics(keys: Keys, stage: int | None) -> tuple[Any, LossScale | None, str
     if len(on) > 1:
         keys.problem(on[0], True, f"excludes {' and '.join(on[1:])}: enable one of them")
     elif autocast:
+        # without ZeRO DeepSpeed has no modules whose gradients travel in the dtype of autocast
+        safe = () if stage == 0 else safe
         precision = _attempt(
             keys,
             "torch_autocast",
@@ -176,7 +178,11 @@ def _numerics(keys: Keys, stage: int | None) -> tuple[Any, LossScale | None, str
         precision = _attempt(keys, "communication_data_type", reduce=reduce)
     elif reduce is not None and autocast:
         keys.problem("communication_data_type", str(reduce), "autocast chooses it by module")
-    return precision, loss_scale if fp16 else None, "skip" if skips else None
+    if autocast and dtype == torch.float16:
+        loss_scale = _GRAD_SCALER
+    elif not fp16:
+        loss_scale = None
+    return precision, loss_scale, "skip" if skips else None
 
 
 def _low(
@@ -225,6 +231,10 @@ def _loss_scale(keys: Keys, stage: int | None) -> LossScale | None:
     except (ConfigError, OverflowError) as error:
         keys.problem("fp16", keys.get("fp16"), str(error))
         return None
+
+
+# What DeepSpeed scales with under autocast: torch.amp.GradScaler, whose scale has no least value.
+_GRAD_SCALER = LossScale(window=2000, hysteresis=1, minimum=2.0**-126, stops=False)
 
 
 def dtype_of(keys: Keys, key: str) -> torch.dtype | None:

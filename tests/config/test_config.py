@@ -19,6 +19,7 @@ import fzero
 from fzero.config import Config
 from fzero.errors import ConfigError
 from fzero.functional.remat import save_only
+from fzero.numerics import loss_scale
 from fzero.numerics.loss_scale import LossScale
 from fzero.numerics.precision import Precision
 from tests.ranks import fake_ranks
@@ -300,6 +301,25 @@ def test_fp16_keys_become_a_loss_scale() -> None:
     assert Config.from_deepspeed({"fp16": {**fp16, "enabled": False}}) == Config(stage=0)
 
 
+def test_the_loss_scale_under_autocast_is_torchs() -> None:
+    autocast = {"enabled": True, "dtype": "fp16"}
+    rule = Config.from_deepspeed({"torch_autocast": autocast}).scaling
+    assert rule is not None
+    theirs = torch.amp.GradScaler("cpu", growth_interval=rule.window)
+    x = torch.zeros(1, requires_grad=True)
+    sgd, state = torch.optim.SGD([x], 0.1), loss_scale.init(rule)
+    assert theirs.get_growth_interval() == torch.amp.GradScaler("cpu").get_growth_interval()
+    for step in range(2200):
+        finite = step % 2100 > 30  # enough to fall below 1
+        theirs.scale(x.sum())
+        x.grad = torch.full((1,), 1.0 if finite else float("inf"))
+        theirs.step(sgd)
+        theirs.update()
+        state = loss_scale.update(state, torch.tensor(finite), rule)
+        assert not loss_scale.exhausted(state, torch.tensor(finite), rule)
+        assert state.scale.item() == theirs.get_scale(), step
+
+
 def test_other_numerics() -> None:
     read = Config.from_deepspeed
     bf16 = {"enabled": True, "check_grad_overflow": True}
@@ -312,9 +332,10 @@ def test_other_numerics() -> None:
         "dtype": "bfloat16",
         "lower_precision_safe_modules": ["torch.nn.Linear"],
     }
-    assert read({"torch_autocast": cast}).dtypes == Precision(
-        autocast=torch.bfloat16, lower_precision_safe_modules=("torch.nn.Linear",)
-    )
+    # without ZeRO DeepSpeed reduces all gradients in float32
+    for stage, safe in ((0, ()), (1, ("torch.nn.Linear",)), (3, ("torch.nn.Linear",))):
+        found = read({"torch_autocast": cast, "zero_optimization": {"stage": stage}})
+        assert found.dtypes == Precision(autocast=torch.bfloat16, lower_precision_safe_modules=safe)
 
 
 def test_auto_means_our_default() -> None:
