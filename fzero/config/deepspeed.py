@@ -28,6 +28,9 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "torch.float16": torch.float16,
     "torch.bfloat16": torch.bfloat16,
+    "torch.float32": torch.float32,
+    "float": torch.float32,
+    "half": torch.float16,
 }
 
 _MIB = 2**20
@@ -133,9 +136,17 @@ def _numerics(keys: Keys, stage: int | None) -> tuple[Any, LossScale | None, str
     autocast = keys.flag("torch_autocast.enabled")
     skips = keys.flag("bf16.check_grad_overflow") and bf16
     loss_scale = _loss_scale(keys, stage)
-    dtype = _dtype(keys, "torch_autocast.dtype")
+    dtype = dtype_of(keys, "torch_autocast.dtype")
     safe = keys.get("torch_autocast.lower_precision_safe_modules")
-    reduce = _dtype(keys, "communication_data_type")
+    reduce = dtype_of(keys, "communication_data_type")
+    computes = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+    if dtype_of(keys, "data_types.param_dtype") not in (None, computes):
+        keys.problem(
+            "data_types.param_dtype",
+            keys.get("data_types.param_dtype"),
+            f"parameters are {str(computes).removeprefix('torch.')} by bf16.enabled and "
+            "fp16.enabled; remove it",
+        )
     if keys.flag("fp32_allreduce"):
         reduce = torch.float32
 
@@ -153,6 +164,8 @@ def _numerics(keys: Keys, stage: int | None) -> tuple[Any, LossScale | None, str
     if len(on) > 1:
         keys.problem(on[0], True, f"excludes {' and '.join(on[1:])}: enable one of them")
     elif autocast:
+        # without ZeRO DeepSpeed has no modules whose gradients travel in the dtype of autocast
+        safe = () if stage == 0 else safe
         precision = _attempt(
             keys,
             "torch_autocast",
@@ -165,7 +178,11 @@ def _numerics(keys: Keys, stage: int | None) -> tuple[Any, LossScale | None, str
         precision = _attempt(keys, "communication_data_type", reduce=reduce)
     elif reduce is not None and autocast:
         keys.problem("communication_data_type", str(reduce), "autocast chooses it by module")
-    return precision, loss_scale if fp16 else None, "skip" if skips else None
+    if autocast and dtype == torch.float16:
+        loss_scale = _GRAD_SCALER
+    elif not fp16:
+        loss_scale = None
+    return precision, loss_scale, "skip" if skips else None
 
 
 def _low(
@@ -194,7 +211,7 @@ def _attempt(keys: Keys, key: str, **fields: Any) -> Precision | None:
 
 
 def _loss_scale(keys: Keys, stage: int | None) -> LossScale | None:
-    """DeepSpeed's rule, which has no hysteresis where nothing is sharded."""
+    """DeepSpeed's rule: where nothing is sharded without hysteresis, and no minimum raises."""
     static = keys.number("fp16.loss_scale")
     power = keys.number("fp16.initial_scale_power")
     window = keys.integer("fp16.loss_scale_window", 1)
@@ -209,13 +226,19 @@ def _loss_scale(keys: Keys, stage: int | None) -> LossScale | None:
             hysteresis=1 if stage == 0 else 2 if hysteresis is None else hysteresis,
             minimum=1.0 if minimum is None else minimum,
             settle=1,
+            stops=stage != 0,
         )
     except (ConfigError, OverflowError) as error:
         keys.problem("fp16", keys.get("fp16"), str(error))
         return None
 
 
-def _dtype(keys: Keys, key: str) -> torch.dtype | None:
+# What DeepSpeed scales with under autocast: torch.amp.GradScaler, whose scale has no least value.
+_GRAD_SCALER = LossScale(window=2000, hysteresis=1, minimum=2.0**-126, stops=False)
+
+
+def dtype_of(keys: Keys, key: str) -> torch.dtype | None:
+    """The dtype that a key names, in DeepSpeed's words or torch's."""
     value = keys.get(key)
     if value is None:
         return None

@@ -90,6 +90,11 @@ INERT: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, "fp32", "float32"),
         "gradients are accumulated in float32; remove it",
     ),
+    "data_types.buffer_dtype": ((None,), "buffers keep their dtype: cast them yourself"),
+    "data_types.keep_in_fp32_modules": (
+        (None, []),
+        "buffers keep their dtype: cast them yourself",
+    ),
     "disable_allgather": ((False,), "remove it"),
     "fp16.auto_cast": ((False,), "cast the inputs, or use torch_autocast"),
     "fp16.consecutive_hysteresis": ((False,), "hysteresis is refilled when the scale grows"),

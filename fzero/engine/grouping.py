@@ -87,9 +87,10 @@ def _owners(leaves: Sequence[LeafLayout], together: Sequence[str]) -> dict[int, 
         parts = leaf.name.split(".")
         for depth in range(len(parts)):
             module = ".".join(parts[:depth])
-            glob = next((glob for glob in together if fnmatchcase(module, glob)), None)
-            if glob is not None:
+            globs = [glob for glob in together if fnmatchcase(module, glob)]
+            if globs:
                 owner.setdefault(index, module)
+            for glob in globs:  # of a module inside of another that is named, too
                 unused.pop(glob, None)
     if unused:
         modules = sorted({_module_of(leaf.name) for leaf in leaves} - {""})

@@ -32,6 +32,8 @@ class LossScale:
         minimum: the scale never backs off below this; see `exhausted`.
         settle: steps without overflow, at the start and after an overflow, before those that
             `window` counts; 1 in DeepSpeed.
+        stops: whether an overflow that finds the scale at its `minimum` raises; else its step is
+            skipped as any other.
         external: whoever computes the loss has multiplied it by the scale already. The step only
             divides by it, the reported loss too, and never changes it; `init` is the first one,
             and others go into the state: `state.loss_scale._replace(scale=torch.tensor(512.0))`.
@@ -56,11 +58,12 @@ class LossScale:
     hysteresis: int = 2
     minimum: float = 1.0
     settle: int = 0
+    stops: bool = True
     external: bool = False
 
     def __post_init__(self) -> None:
         _number("init", self.init, self.init > 0 if _real(self.init) else False, "> 0")
-        for field in ("dynamic", "external"):
+        for field in ("dynamic", "stops", "external"):
             if not isinstance(getattr(self, field), bool):
                 raise _refuse(field, getattr(self, field), "True or False")
         _number("growth", self.growth, _real(self.growth) and self.growth > 1, "> 1")
@@ -172,7 +175,7 @@ def update(state: LossScaleState, finite: Tensor, cfg: LossScale) -> LossScaleSt
 
 
 def exhausted(before: LossScaleState, finite: Tensor, cfg: LossScale) -> Tensor:
-    """Whether a step should have backed off, and the scale was at its minimum.
+    """Whether a step should have backed off, and the scale was at its minimum, where that `stops`.
 
     Args:
         before: the state that the step started from.
@@ -187,7 +190,7 @@ def exhausted(before: LossScaleState, finite: Tensor, cfg: LossScale) -> Tensor:
         >>> exhausted(init(cfg), torch.tensor(False), cfg)
         tensor(True)
     """
-    if not cfg.moves:
+    if not cfg.moves or not cfg.stops:
         return torch.zeros_like(finite)
     return ~finite & (before.hysteresis <= 1) & (before.scale <= cfg.minimum)
 

@@ -54,7 +54,11 @@ class AdamState(NamedTuple):
 
 @arguments_by_name
 def scale_by_adam(
-    b1: float | Tensor = 0.9, b2: float = 0.999, eps: float = 1e-8, amsgrad: bool = False
+    b1: float | Tensor = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    amsgrad: bool = False,
+    bias_correction: bool = True,
 ) -> Optimizer:
     """Adam's direction: the running mean over the root of the running mean square.
 
@@ -63,6 +67,7 @@ def scale_by_adam(
         b2: Decay of the mean square, in [0, 1).
         eps: Added to the root.
         amsgrad: Divide by the root of the largest mean square so far.
+        bias_correction: Divide each mean by the share that gradients have in it by now.
 
     Raises:
         ConfigError: A value out of its range.
@@ -103,10 +108,12 @@ def scale_by_adam(
             torch._foreach_addcmul_(nu, grads, grads, 1.0 - b2)
             largest = [list(torch._foreach_maximum(old, nu)) for old in before]
             roots = list(torch._foreach_sqrt(largest[0] if largest else nu))
-            scale_each_(roots, [_share(b2, t).rsqrt() for t in steps])
+            if bias_correction:
+                scale_each_(roots, [_share(b2, t).rsqrt() for t in steps])
             torch._foreach_add_(roots, eps)
             updates = list(torch._foreach_div(mu, roots))
-            scale_each_(updates, [1.0 / _share(b1, t) for t in steps])
+            if bias_correction:
+                scale_each_(updates, [1.0 / _share(b1, t) for t in steps])
             return updates, mu, nu, *largest
 
         moments = _moments(spec, state)

@@ -1,5 +1,6 @@
 """LAMB: Adam's direction, as long as the layer's parameters are."""
 
+import math
 from typing import Any
 
 import torch
@@ -17,11 +18,18 @@ from fzero.optim.shards import like_given, splits, squares, summed
 from fzero.optim.transforms import decay_tree, scale_tree
 
 
-def scale_by_trust_ratio() -> Optimizer:
+def scale_by_trust_ratio(min_ratio: float = 0.0, max_ratio: float = math.inf) -> Optimizer:
     """Give each leaf's update the norm of its parameters: `update * |params| / |update|`.
 
     Norms are those of whole leaves: of sharded ones all are summed over ranks in one message. A
     leaf whose parameters or update are zero keeps its update.
+
+    Args:
+        min_ratio: The least that an update is multiplied by.
+        max_ratio: The most.
+
+    Raises:
+        ConfigError: `min_ratio` is negative, or above `max_ratio`.
 
     Examples:
         >>> opt = scale_by_trust_ratio()
@@ -33,16 +41,28 @@ def scale_by_trust_ratio() -> Optimizer:
         You et al., arXiv:1904.00962, algorithm 2, with the identity for phi.
     """
 
+    if not 0 <= min_ratio <= max_ratio:
+        raise ConfigError(
+            f"scale_by_trust_ratio(min_ratio={min_ratio!r}, max_ratio={max_ratio!r}): must be "
+            "0 <= min_ratio <= max_ratio. Leave both out for no bounds."
+        )
+
     def update(
         grads: PyTree, state: EmptyState, params: Params | None = None, **_: Any
     ) -> tuple[PyTree, EmptyState]:
-        return trust_tree(grads, params, "scale_by_trust_ratio"), state
+        return trust_tree(grads, params, "scale_by_trust_ratio", min_ratio, max_ratio), state
 
     return Optimizer(EmptyState.of, update, in_place(update))
 
 
-def trust_tree(updates: PyTree, params: Params | None, where: str) -> PyTree:
-    """Updates with the norms of their parameters, leaf by leaf."""
+def trust_tree(
+    updates: PyTree,
+    params: Params | None,
+    where: str,
+    min_ratio: float = 0.0,
+    max_ratio: float = math.inf,
+) -> PyTree:
+    """Updates with the norms of their parameters, leaf by leaf, within the bounds of the ratio."""
     if params is None:
         raise ConfigError(
             f"{where}: the norms of the params are needed, but update was called without them. "
@@ -53,7 +73,10 @@ def trust_tree(updates: PyTree, params: Params | None, where: str) -> PyTree:
     own = leaves_like(spec, params, "params")
     found = summed([*squares(own), *squares(leaves)], lie * 2, f"{where}: norms")
     pairs = zip(found[: len(lie)], found[len(lie) :], strict=True)
-    ratios = [torch.where((p > 0) & (u > 0), (p / u).sqrt(), 1.0) for p, u in pairs]
+    ratios = [
+        torch.where((p > 0) & (u > 0), (p / u).sqrt().clamp(min_ratio, max_ratio), 1.0)
+        for p, u in pairs
+    ]
 
     def kernel(group: list[Tensor], factors: list[Tensor]) -> tuple[list[Tensor]]:
         return ([(x * factor).to(x.dtype) for x, factor in zip(group, factors, strict=True)],)

@@ -4,11 +4,13 @@ import functools
 import itertools
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import connection
 from typing import Any
 
 from fzero.config import Config
@@ -241,7 +243,7 @@ def _results(
         return
     # fresh processes: a fork would have the caller's threads' locks, and its process groups
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_end_with_parent) as pool:
         running: dict[Future[Report | FzeroError], Candidate] = {}
         while waiting or running:
             while waiting and len(running) < workers:
@@ -251,6 +253,21 @@ def _results(
                 best = better(future.result())
                 yield running.pop(future), future.result()
             yield from ruled_out()
+
+
+def _end_with_parent() -> None:
+    """Have this process end when the one that started it is gone.
+
+    A pool tells its workers when to end; one that is killed does not, and they would go on.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # a worker has one
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _run(job: Job, candidate: Candidate) -> Report | FzeroError:

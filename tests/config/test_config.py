@@ -19,6 +19,7 @@ import fzero
 from fzero.config import Config
 from fzero.errors import ConfigError
 from fzero.functional.remat import save_only
+from fzero.numerics import loss_scale
 from fzero.numerics.loss_scale import LossScale
 from fzero.numerics.precision import Precision
 from tests.ranks import fake_ranks
@@ -291,15 +292,34 @@ def test_fp16_keys_become_a_loss_scale() -> None:
     for stage in (1, 2, 3):
         read = Config.from_deepspeed({"fp16": fp16, "zero_optimization": {"stage": stage}})
         assert read == Config(stage=stage, precision="fp16", loss_scale=rule)
-    # its scaler of stage 0 backs off at each overflow
-    at_once = dataclasses.replace(rule, hysteresis=1)
+    # its scaler of stage 0 backs off at each overflow, and skips at the minimum, too
+    at_once = dataclasses.replace(rule, hysteresis=1, stops=False)
     unsharded = Config(stage=0, precision="fp16", loss_scale=at_once)
     assert Config.from_deepspeed({"fp16": fp16}) == unsharded
     static = Config.from_deepspeed({"fp16": {"enabled": True, "loss_scale": 128}})
     assert static.scaling == LossScale(init=128, dynamic=False)
-    default = LossScale(hysteresis=1, settle=1)
+    default = LossScale(hysteresis=1, settle=1, stops=False)
     assert Config.from_deepspeed({"fp16": {"enabled": True}}).scaling == default
     assert Config.from_deepspeed({"fp16": {**fp16, "enabled": False}}) == Config(stage=0)
+
+
+def test_the_loss_scale_under_autocast_is_torchs() -> None:
+    autocast = {"enabled": True, "dtype": "fp16"}
+    rule = Config.from_deepspeed({"torch_autocast": autocast}).scaling
+    assert rule is not None
+    theirs = torch.amp.GradScaler("cpu", growth_interval=rule.window)
+    x = torch.zeros(1, requires_grad=True)
+    sgd, state = torch.optim.SGD([x], 0.1), loss_scale.init(rule)
+    assert theirs.get_growth_interval() == torch.amp.GradScaler("cpu").get_growth_interval()
+    for step in range(2200):
+        finite = step % 2100 > 30  # enough to fall below 1
+        theirs.scale(x.sum())
+        x.grad = torch.full((1,), 1.0 if finite else float("inf"))
+        theirs.step(sgd)
+        theirs.update()
+        state = loss_scale.update(state, torch.tensor(finite), rule)
+        assert not loss_scale.exhausted(state, torch.tensor(finite), rule)
+        assert state.scale.item() == theirs.get_scale(), step
 
 
 def test_other_numerics() -> None:
@@ -314,9 +334,10 @@ def test_other_numerics() -> None:
         "dtype": "bfloat16",
         "lower_precision_safe_modules": ["torch.nn.Linear"],
     }
-    assert read({"torch_autocast": cast}).dtypes == Precision(
-        autocast=torch.bfloat16, lower_precision_safe_modules=("torch.nn.Linear",)
-    )
+    # without ZeRO DeepSpeed reduces all gradients in float32
+    for stage, safe in ((0, ()), (1, ("torch.nn.Linear",)), (3, ("torch.nn.Linear",))):
+        found = read({"torch_autocast": cast, "zero_optimization": {"stage": stage}})
+        assert found.dtypes == Precision(autocast=torch.bfloat16, lower_precision_safe_modules=safe)
 
 
 def test_auto_means_our_default() -> None:
@@ -365,6 +386,9 @@ REFUSED = {
     "fp16.hysteresis": 0,
     "bf16": {"enabled": True, "bf16_optimizer_states": True},
     "data_types.grad_accum_dtype": "bf16",
+    "data_types.buffer_dtype": "bf16",
+    "data_types.keep_in_fp32_modules": ["bias"],
+    "data_types.param_dtype": "bf16",
     "gradient_clipping": "one",
     "gradient_accumulation_steps": 1.5,
     "communication_data_type": "int8",

@@ -36,6 +36,20 @@ def block_of(name: str) -> str:
     )
 
 
+@given(NAMES, st.data())
+def test_modules_inside_of_one_that_is_named_may_be_named_too(
+    names: list[str], data: st.DataObject
+) -> None:
+    """In any order: the outermost are the units, and no glob that fits a module is in vain."""
+    parts = [name.split(".")[:-1] for name in names]
+    around = {".".join(part[:n]) for part in parts for n in range(1, len(part) + 1)}
+    together = data.draw(st.lists(st.sampled_from(sorted(around | {"*"})), min_size=1, unique=True))
+    _, special = plan_units(leaves_of(names), range(len(names)), 10**9, together)
+    outer = [x for x in together if not any(x.startswith(f"{y}.") for y in together)]
+    # "*" is the whole model, whose own name is empty
+    assert set(special) == ({""} if "*" in together else set(outer))
+
+
 @given(NAMES, st.integers(1, 200), st.booleans())
 def test_units_hold_every_leaf_once_and_no_more_than_the_largest_block(
     names: list[str], limit: int, apart: bool

@@ -35,7 +35,7 @@ SHAPES = {
     "frozen": (3, 4),
 }
 FEW = ("up.weight", "bias", "frozen")  # of elementwise optimizers, which have laws of their own
-WHOLE = ("adafactor", "lamb", "muon")
+WHOLE = ("adafactor", "lamb", "lamb within bounds", "muon")
 Named = Mapping[str, Tensor]
 
 
@@ -71,6 +71,16 @@ def _lamb(name: str, p: Tensor, g: Tensor, state: list[Tensor], t: int) -> Tenso
     size, length = p.norm(), r.norm()
     trust = size / length if size > 0 and length > 0 else 1.0
     return -LR * trust * r
+
+
+def _bounded(name: str, p: Tensor, g: Tensor, state: list[Tensor], t: int) -> Tensor:
+    """DeepSpeed's, but for the rate that makes up for its moments."""
+    m, v = state
+    m.mul_(0.9).add_(0.1 * g)
+    v.mul_(0.999).add_(0.001 * g * g)
+    r = m / (v.sqrt() + 1e-6) + 0.1 * p
+    size, length = p.norm(), r.norm()
+    return -LR * (min(max(size / length, 0.5), 1.0) if size > 0 and length > 0 else 1.0) * r
 
 
 def _muon(name: str, p: Tensor, g: Tensor, state: list[Tensor], t: int) -> Tensor:
@@ -128,6 +138,15 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[Named], Any]]] = {
         _torch(torch.optim.Adafactor, lr=0.3, weight_decay=0.1),
     ),
     "lamb": (lambda: optim.lamb(LR, weight_decay=0.1), _plain(_lamb)),
+    "lamb within bounds": (
+        lambda: optim.chain(
+            optim.scale_by_adam(eps=1e-6, bias_correction=False),
+            optim.add_decayed_weights(0.1),
+            optim.scale_by_trust_ratio(0.5, 1.0),
+            optim.scale_by_learning_rate(LR),
+        ),
+        _plain(_bounded),
+    ),
     "muon": (lambda: optim.muon(LR), _plain(_muon)),
     "ema": (
         lambda: optim.chain(optim.ema(0.8), optim.scale_by_learning_rate(LR)),

@@ -46,6 +46,7 @@ rules = st.builds(
     hysteresis=st.integers(1, 3),
     minimum=st.sampled_from([0.25, 1.0]),
     settle=st.integers(0, 2),
+    stops=st.sampled_from([True, True, False]),
 )
 
 
@@ -66,7 +67,7 @@ def test_is_exhausted_by_an_overflow_that_cannot_back_off(cfg, pattern) -> None:
     for finite in pattern:
         stuck = not finite and cfg.dynamic and model.left == 1 and model.scale <= cfg.minimum
         found = loss_scale.exhausted(state, torch.tensor(finite), cfg)
-        assert found.item() == stuck
+        assert found.item() == (stuck and cfg.stops)
         state = loss_scale.update(state, torch.tensor(finite), cfg)
         model.step(finite)
 

@@ -46,6 +46,8 @@ def test_decays_of_means(name, field, beta):
         (lambda: optim.clip_by_global_norm(0), "clip_by_global_norm: max_norm=0, .* > 0"),
         (lambda: optim.add_decayed_weights(-0.1), "add_decayed_weights: weight_decay=-0.1"),
         (lambda: optim.scale(NAN), "scale: factor=nan"),
+        (lambda: optim.scale_by_trust_ratio(2.0, 1.0), "min_ratio=2.0, max_ratio=1.0"),
+        (lambda: optim.scale_by_trust_ratio(NAN), "min_ratio=nan"),
         (lambda: optim.chain(), "chain: no transforms"),
     ],
 )

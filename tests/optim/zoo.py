@@ -28,6 +28,9 @@ ELEMENTWISE: dict[str, Callable[[], optim.Optimizer]] = {
     "adam schedule": lambda: optim.adam(SCHEDULE, b1=0.8, b2=0.95, eps=1e-6),
     "adamw": lambda: optim.adamw(0.1, weight_decay=0.1),
     "adamw schedule": lambda: optim.adamw(SCHEDULE, weight_decay=0.1),
+    "adam as it is": lambda: optim.chain(
+        optim.scale_by_adam(bias_correction=False), optim.scale(-0.1)
+    ),
     "adam l2": lambda: optim.adam(0.1, weight_decay=0.1),
     "amsgrad": lambda: optim.adamw(0.1, b2=0.5, weight_decay=0.1, amsgrad=True),
     "ema": lambda: optim.chain(optim.ema(0.8), optim.scale(-0.1)),

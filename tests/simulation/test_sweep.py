@@ -1,6 +1,12 @@
 """A sweep finds the fastest candidate that fits."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +83,44 @@ def test_the_bounds_are_below_every_report() -> None:
         assert JOB.least_bytes(one) <= report.peak_bytes
         assert JOB.least_seconds(one) <= report.seconds
         assert (report.host_bytes > 0) == (one.offload or one.activations)
+
+
+def workers_of(parent: int) -> list[int]:
+    """The processes that a pool of this process has started."""
+    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(child) for child in found if b"spawn_main" in _command(int(child))]
+
+
+def _command(process: int) -> bytes:
+    """Of a process that runs; a dead one has none, also while nobody has waited for it."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system shows no processes")
+@pytest.mark.parametrize(
+    ("when", "ending"),
+    [("workers start", signal.SIGTERM), ("workers simulate", signal.SIGKILL)],
+)
+def test_workers_end_with_the_process_that_sweeps(when: str, ending: signal.Signals) -> None:
+    options = "--model gpt2 --layers 1 --sequence 16 --world 4 --sweep --workers 2"
+    command = [sys.executable, "-m", "fzero.simulate", *options.split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as sweeping:
+        if when == "workers simulate":
+            assert sweeping.stdout is not None
+            while not (line := sweeping.stdout.readline()).startswith(b"[1/"):
+                assert line, "it ended"
+        while len(workers := workers_of(sweeping.pid)) < 2:
+            assert sweeping.poll() is None, "it ended"
+            time.sleep(0.01)
+        sweeping.send_signal(ending)
+        sweeping.wait()
+    # a worker that starts looks for its parent once it has imported what it is to run
+    until = time.monotonic() + 60
+    while (left := [one for one in workers if _command(one)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    for one in left:
+        os.kill(one, signal.SIGKILL)
+    assert not left

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from fzero import checkpoint
 from fzero.compat.deepspeed import comm, saving
 from fzero.compat.deepspeed.answers import Answers
-from fzero.compat.deepspeed.leaf_modules import leaf_names
+from fzero.compat.deepspeed.casting import cast
+from fzero.compat.deepspeed.leaf_modules import leaf_names, mark_configured
 from fzero.compat.deepspeed.loaders import loader_of
-from fzero.compat.deepspeed.lr_schedules import scheduler_of
+from fzero.compat.deepspeed.lr_schedules import scheduler_of, write_rates
 from fzero.compat.deepspeed.optimizers import (
     ClientGroups,
     DeepSpeedOptimizer,
@@ -27,7 +28,7 @@ from fzero.compat.deepspeed.owners import Owner, forget, note
 from fzero.compat.deepspeed.refused import ENGINE, refuse
 from fzero.compat.deepspeed.settings import Settings
 from fzero.engine import Engine
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, users_line
 
 
 class Given(NamedTuple):
@@ -76,7 +77,8 @@ class DeepSpeedEngine(Answers):
         self._boundary: bool | None = None
         self._applied, self._backwards = False, 0
         self._norm: Tensor | None = None
-        _cast(model.to(self.device), settings.config.dtypes.param)
+        kept = settings.keep_in_fp32
+        cast(model.to(self.device), settings.config.dtypes.param, settings.buffer_dtype, kept)
         params = dict(model.named_parameters())
         groups, opt = self._groups(model, given, params)
         self.inner = Engine(
@@ -135,13 +137,15 @@ class DeepSpeedEngine(Answers):
 
     def _config(self, model: nn.Module, groups: ClientGroups | None) -> Any:
         """The Engine's: with what is in no group frozen, and leaf modules gathered as one."""
-        config = self.settings.config
-        together = (*config.gather_together, *leaf_names(model))
-        frozen = ()
-        if groups is not None:
-            names = dict(model.named_parameters())
-            frozen = tuple(glob.escape(name) for name in names if name not in groups.owners)
-        return config.replace(gather_together=together, frozen=frozen)
+        mark_configured(model, self.settings.leaf_modules)
+        together = leaf_names(model)
+        own = model.named_parameters() if groups is not None else ()
+        apart = {name: p for name, p in own if groups is not None and name not in groups.owners}
+        # the Engine freezes these, too; the client has not
+        self._ungrouped = {name for name, param in apart.items() if param.requires_grad}
+        return self.settings.config.replace(
+            gather_together=together, frozen=tuple(glob.escape(name) for name in apart)
+        )
 
     def _scheduler(self, given: Given, groups: Any) -> Any:
         scheduler, section = given.lr_scheduler, self.settings.scheduler
@@ -187,7 +191,25 @@ class DeepSpeedEngine(Answers):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output; see `fzero.Engine`."""
-        return self.inner(*args, **kwargs)
+        with self._autocast():
+            return self.inner(*args, **kwargs)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, `torch.autocast` around the call is off, where DeepSpeed puts its own first.
+
+        It does so with `torch_autocast` in the configuration, and on a GPU without, too.
+        """
+        kind = self.device.type
+        own = self.settings.config.dtypes.autocast is not None
+        if not torch.is_autocast_enabled(kind) or not (own or kind == "cuda"):
+            return contextlib.nullcontext()
+        if not own:
+            warnings.warn(
+                "torch.autocast around engine(...) is switched off inside, as DeepSpeed does it: "
+                'the configuration decides. Set "torch_autocast": {"enabled": true} in it.',
+                stacklevel=users_line(),
+            )
+        return torch.autocast(kind, enabled=False)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a backward of your own."""
@@ -294,27 +316,34 @@ class DeepSpeedEngine(Answers):
             tag: names this one; None: "global_step" and their number.
             client_state: of this rank: tensors and plain values.
             save_latest: whether `load_checkpoint` without a tag takes this one.
-            exclude_frozen_parameters: refused: a checkpoint is whole.
+            exclude_frozen_parameters: leave out what has no `requires_grad`: such as all but an
+                adapter. `load_checkpoint(load_module_strict=False)` takes the rest, and leaves
+                those as they are.
         """
-        if exclude_frozen_parameters:
-            refuse(
-                "save_checkpoint(exclude_frozen_parameters=True)",
-                "a checkpoint has all parameters; take names out of engine.inner.state_dict()",
-            )
         if not save_dir:
             raise ConfigError(f"save_checkpoint(save_dir={save_dir!r}): must name a folder.")
+        frozen = self._frozen()
         kept = {
             "client_state": client_state or {},
             "lr_scheduler": _state_of(self.lr_scheduler),
             "rates": self.get_lr() if self.groups is not None else [],
             "momenta": self.get_mom() if self.groups is not None and self.groups.cycles else [],
             "keys": saving.keys_of(self.module),
+            "frozen": sorted(frozen),
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
             "global_samples": self.global_samples,
         }
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        saving.save(Path(save_dir), tag, self.inner, self.global_steps, kept, latest=save_latest)
+        saving.save(
+            Path(save_dir),
+            tag,
+            self.inner,
+            self.global_steps,
+            kept,
+            latest=save_latest,
+            without=frozen if exclude_frozen_parameters else (),
+        )
         return True
 
     def load_checkpoint(
@@ -344,19 +373,18 @@ class DeepSpeedEngine(Answers):
         kept = saving.kept_of(found)
         trains = self.optimizer is not None
         whole = load_optimizer_states and not load_module_only and trains
-        if whole:
-            with saving.in_its_words():
-                state = checkpoint.load(found, *self.inner.state, strict=load_module_strict)
-            self.inner.state = state
-        else:
-            self.inner.load_state_dict(saving.module_of(found), strict=load_module_strict)
+        with saving.in_its_words():
+            if whole:
+                strict = load_module_strict
+                self.inner.state = checkpoint.load(found, *self.inner.state, strict=strict)
+            else:
+                self.inner.load_state_dict(saving.module_of(found), strict=load_module_strict)
         self.inner.zero_grad()
         self._backwards = 0
         # the micro-batches since the last update went with their gradients
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         if whole and self.groups is not None:
-            for group, lr in zip(self.optimizer.param_groups, kept["rates"], strict=True):
-                group["lr"] = lr
+            write_rates(self.optimizer.param_groups, kept["rates"])
             # of what is saved before momentum cycled there is none
             for group, betas in zip(
                 self.optimizer.param_groups, kept.get("momenta", ()), strict=False
@@ -394,12 +422,16 @@ class DeepSpeedEngine(Answers):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """The module's full state dict in its own dtypes; every rank must call it."""
-        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-        skip = frozen if exclude_frozen_parameters else set()
+        skip = self._frozen() if exclude_frozen_parameters else ()
         own = self.module.state_dict(keep_vars=True)
         dtypes = {name: x.dtype for name, x in own.items() if isinstance(x, Tensor)}
         full = saving.cast(self.inner.state_dict(), dtypes)
         return {prefix + name: x for name, x in full.items() if name not in skip}
+
+    def _frozen(self) -> set[str]:
+        """Parameters that the client has frozen."""
+        named = self.module.named_parameters()
+        return {name for name, param in named if not param.requires_grad} - self._ungrouped
 
     def load_module_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True, **_: Any
@@ -419,17 +451,6 @@ class DeepSpeedEngine(Answers):
                     f"DeepSpeedEngine has no {name!r}, and neither has its module."
                 ) from None
             return getattr(module, name)  # as DeepSpeed's does
-
-
-def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Round parameters, as DeepSpeed's masters start from the rounded values; buffers stay."""
-    for module in model.modules() if dtype is not None else ():
-        # torch's norms want weights in the dtype of their statistics, which are buffers
-        if getattr(module, "running_mean", None) is not None:
-            continue
-        for param in module.parameters(recurse=False):
-            if param.is_floating_point():
-                param.data = param.data.to(dtype)
 
 
 def _state_of(scheduler: Any) -> Any:

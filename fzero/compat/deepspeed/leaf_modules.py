@@ -4,12 +4,13 @@ They are marked before `initialize`, which names them to `Config(gather_together
 """
 
 import glob
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
 
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, users_line
 
 _MARK = "fzero_gathered_as_one"
 
@@ -98,10 +99,48 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def leaf_names(model: nn.Module) -> list[str]:
-    """Globs of all that are marked: their names, and "*" for the model itself."""
+    """Globs of all that are marked and have parameters: names, and "*" for the model itself."""
     return [
-        glob.escape(name) or "*" for name, module in model.named_modules() if z3_leaf_module(module)
+        glob.escape(name) or "*"
+        for name, module in model.named_modules()
+        if z3_leaf_module(module) and any(True for _ in module.parameters())
     ]
+
+
+def mark_configured(model: nn.Module, asked: Mapping[str, Sequence[str]]) -> None:
+    """Mark what `zero_optimization.leaf_module` names, and DeepSpeed's own classes without it.
+
+    Args:
+        model: in which they are.
+        asked: `classes`, `names`, `name_suffixes`, those that there are; the rest is warned of.
+    """
+    for name in asked.get("classes", ()):
+        if not set_z3_leaf_modules(model, [name], raise_if_not_found=False):
+            _warn("classes", [name])
+    if "classes" not in asked:
+        set_z3_leaf_modules(model, _CLASSES, raise_if_not_found=False)
+    for key, by in (
+        ("names", set_z3_leaf_modules_by_name),
+        ("name_suffixes", set_z3_leaf_modules_by_suffix),
+    ):
+        if missing := by(model, asked.get(key, ()), raise_if_not_found=False)[1]:
+            _warn(key, missing)
+
+
+# What DeepSpeed marks where nothing is said: experts that only some ranks run.
+_CLASSES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
+def _warn(key: str, missing: Sequence[str]) -> None:
+    warnings.warn(
+        f"zero_optimization.leaf_module.{key}: the model has no {', '.join(missing)}. Nothing is "
+        "gathered as one for it; see model.named_modules().",
+        stacklevel=users_line(),
+    )
 
 
 def _by(

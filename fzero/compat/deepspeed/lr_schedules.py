@@ -60,18 +60,17 @@ class Scheduler:
 
     def _write(self) -> None:
         self._last_lr = self.get_lr()
-        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = lr
+        write_rates(self.optimizer.param_groups, self._last_lr)
 
 
 class WarmupLR(Scheduler):
-    """DeepSpeed's; see `fzero.optim.warmup_lr`."""
+    """DeepSpeed's; see `fzero.optim.warmup_lr`; without `warmup_max_lr` to each group's own."""
 
     def __init__(
         self,
         optimizer: Any,
         warmup_min_lr: Rates = 0.0,
-        warmup_max_lr: Rates = 0.001,
+        warmup_max_lr: Rates = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
@@ -117,14 +116,14 @@ class WarmupCosineLR(Scheduler):
     ) -> None:
         schedules = [
             optim.warmup_cosine_lr(
-                group["lr"],
+                lr,
                 total_num_steps,
                 warmup_min_ratio,
                 warmup_num_steps,
                 cos_min_ratio,
                 warmup_type,
             )
-            for group in optimizer.param_groups
+            for lr in _each(optimizer, None)
         ]
         super().__init__(optimizer, schedules, last_batch_iteration)
 
@@ -283,6 +282,15 @@ def scheduler_of(section: Section, optimizer: Any) -> Any:
         return kind(optimizer, **section.params)
     except TypeError as error:
         raise ConfigError(f"scheduler.params of {section.type}: {error}.") from error
+
+
+def write_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    """Write the rate of each group; a tensor, which its client may hold, stays the same one."""
+    for group, lr in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 def _each(optimizer: Any, given: Rates) -> list[float]:

@@ -47,13 +47,9 @@ class FusedAdam(_Groups):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if not bias_correction:
-            raise ConfigError(
-                f"{type(self).__name__}(bias_correction=False): moments are corrected. Pass an "
-                "optimizer of your own: chain(fzero.optim...)."
-            )
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**numbers, "amsgrad": amsgrad, "adam_w_mode": adam_w_mode})
+        ways = {"amsgrad": amsgrad, "adam_w_mode": adam_w_mode, "bias_correction": bias_correction}
+        super().__init__(params, {**numbers, **ways})
 
 
 class DeepSpeedCPUAdam(FusedAdam):
@@ -83,7 +79,7 @@ class FusedLion(_Groups):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         set_grad_none: bool = True,
     ) -> None:
@@ -91,11 +87,25 @@ class FusedLion(_Groups):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """DeepSpeed's Lion."""
+    """DeepSpeed's; where the state lives is the configuration's `offload_optimizer`."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, betas, weight_decay)
 
 
 class FusedLamb(_Groups):
-    """DeepSpeed's LAMB, whose trust ratios lie in [min_coeff, max_coeff]; ours are not bounded."""
+    """DeepSpeed's LAMB, as it is without ZeRO: a trust ratio, which has bounds, of each parameter.
+
+    Raises:
+        ConfigError: `eps_inside_sqrt`, `amsgrad` or `max_grad_norm`, which have no counterpart.
+    """
 
     def __init__(
         self,
@@ -111,14 +121,16 @@ class FusedLamb(_Groups):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> None:
-        if max_coeff != math.inf or min_coeff or eps_inside_sqrt or not bias_correction:
-            raise ConfigError(
-                f"FusedLamb(max_coeff={max_coeff}, min_coeff={min_coeff}): fzero.optim.lamb has "
-                "the paper's trust ratio, without bounds. Say max_coeff=float('inf'), "
-                "min_coeff=0.0 if that is what you want, or pass AdamW."
-            )
+        no = {"eps_inside_sqrt": eps_inside_sqrt, "amsgrad": amsgrad}
+        for name, value in {**no, "max_grad_norm": max_grad_norm}.items():
+            if value:
+                raise ConfigError(
+                    f"FusedLamb({name}={value!r}) has no counterpart. Leave it out; gradients are "
+                    "clipped by 'gradient_clipping' of the configuration."
+                )
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, numbers)
+        bounds = {"max_coeff": max_coeff, "min_coeff": min_coeff}
+        super().__init__(params, {**numbers, **bounds, "bias_correction": bias_correction})
 
 
 class Rule(NamedTuple):
@@ -134,6 +146,8 @@ class Rule(NamedTuple):
 
 
 def _adam(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    if not group.get("bias_correction", True):  # which Adam's kernels have
+        return _chained(lr, float(group["betas"][0]), group)
     return (_adamw if _decouples(group) else _l2)(lr, group)
 
 
@@ -154,10 +168,11 @@ def _l2(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
     return optim.adam(lr, b1, b2, group["eps"], weight_decay=decay, amsgrad=amsgrad)
 
 
-def _cycled(lr: Any, b1: Any, group: Mapping[str, Any]) -> optim.Optimizer:
-    """Adam or AdamW whose first beta may change from step to step."""
+def _chained(lr: Any, b1: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    """Adam or AdamW whose first beta may change from step to step, corrected or not."""
     b2, decay = float(group["betas"][1]), group["weight_decay"]
-    adam = optim.scale_by_adam(b1, b2, group["eps"], group["amsgrad"])
+    correction = group.get("bias_correction", True)
+    adam = optim.scale_by_adam(b1, b2, group["eps"], group["amsgrad"], correction)
     parts = [adam, optim.add_decayed_weights(decay)]
     parts = parts if _decouples(group) else parts[::-1]
     return optim.chain(*parts, optim.scale_by_learning_rate(lr))
@@ -175,8 +190,27 @@ def _lion(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
 
 
 def _lamb(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
-    b1, b2 = group["betas"]
-    return optim.lamb(lr, b1, b2, group["eps"], group["weight_decay"])
+    """DeepSpeed's kernel: what its moments lack at the first steps is made up for by the rate.
+
+    The paper's, and `optim.lamb`, correct the moments, before their norm is taken.
+    """
+    b1, b2 = map(float, group["betas"])
+
+    def correction(step: Tensor) -> Tensor:
+        done = step.double() + 1
+        return (1 - b2**done).sqrt() / (1 - b1**done)
+
+    steps = [optim.scale_by_learning_rate(lr)]
+    if group["bias_correction"]:
+        # one more step downhill would be one uphill; and it is no rate that anybody has set
+        factor = optim.scale_by_learning_rate(correction)._replace(rates=lambda state: ())
+        steps += [factor, optim.scale(-1.0)]
+    return optim.chain(
+        optim.scale_by_adam(b1, b2, group["eps"], bias_correction=False),
+        optim.add_decayed_weights(group["weight_decay"]),
+        optim.scale_by_trust_ratio(group["min_coeff"], group["max_coeff"]),
+        *steps,
+    )
 
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad")
@@ -184,11 +218,13 @@ _RULES: dict[type, Rule] = {
     torch.optim.AdamW: Rule(_ADAM, _adamw),
     torch.optim.Adam: Rule((*_ADAM, "decoupled_weight_decay"), _adam),
     torch.optim.SGD: Rule(("momentum", "nesterov", "weight_decay", "dampening"), _sgd),
-    FusedAdam: Rule((*_ADAM, "adam_w_mode"), _adam),
-    DeepSpeedCPUAdam: Rule((*_ADAM, "adam_w_mode"), _adam),
+    FusedAdam: Rule((*_ADAM, "adam_w_mode", "bias_correction"), _adam),
+    DeepSpeedCPUAdam: Rule((*_ADAM, "adam_w_mode", "bias_correction"), _adam),
     FusedLion: Rule(("betas", "weight_decay"), _lion),
     DeepSpeedCPULion: Rule(("betas", "weight_decay"), _lion),
-    FusedLamb: Rule(("betas", "eps", "weight_decay"), _lamb),
+    FusedLamb: Rule(
+        ("betas", "eps", "weight_decay", "max_coeff", "min_coeff", "bias_correction"), _lamb
+    ),
 }
 
 
@@ -302,7 +338,7 @@ class ClientGroups:
             }  # of now: later changes are told by `rates`
             make = self.rule.make
             if self.cycles:
-                cycled = optim.inject_hyperparams(lambda lr, b1: _cycled(lr, b1, numbers))
+                cycled = optim.inject_hyperparams(lambda lr, b1: _chained(lr, b1, numbers))
                 return cycled(lr=float(group["lr"]), b1=float(group["betas"][0]))
             # the rate alone: a decay that is a tensor costs Adam its fused kernel
             return optim.inject_hyperparams(lambda lr: make(lr, numbers))(lr=float(group["lr"]))

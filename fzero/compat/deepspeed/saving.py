@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,20 @@ from torch import Tensor, nn
 from fzero import checkpoint
 from fzero.compat.deepspeed import comm
 from fzero.engine import Engine
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, ShardError
 
 LATEST = "latest"
 
 
 def save(
-    folder: Path, tag: str, engine: Engine, step: int, kept: dict[str, Any], *, latest: bool
+    folder: Path,
+    tag: str,
+    engine: Engine,
+    step: int,
+    kept: dict[str, Any],
+    *,
+    latest: bool,
+    without: Collection[str] = (),
 ) -> None:
     """Write a checkpoint; every rank calls it.
 
@@ -40,6 +47,7 @@ def save(
         step: of the run.
         kept: by this rank, beside the state: tensors and plain values.
         latest: whether this is the one to go on from.
+        without: names of parameters that are left out.
 
     Raises:
         CheckpointError: something is kept that could only be read back by running code; or see
@@ -51,7 +59,12 @@ def save(
     where.mkdir(parents=True, exist_ok=True)
     _write(_file(where, comm.get_rank(), step), data)
     comm.barrier()
-    checkpoint.save(where, *engine.state, step=step, keep=1, overwrite=True)
+    params, state = engine.state
+    params = {name: x for name, x in params.items() if name not in without}
+    if state.master is not None:
+        master = {name: x for name, x in state.master.items() if name not in without}
+        state = state._replace(master=master)
+    checkpoint.save(where, params, state, step=step, keep=1, overwrite=True)
     if comm.get_rank() == 0:
         for old in where.glob("rank-*-step-*.pt"):
             if not old.name.endswith(f"step-{step:08d}.pt"):
@@ -118,14 +131,18 @@ def keys_of(module: nn.Module) -> dict[str, str]:
     return {key: names.get(id(x), key) for key, x in own.items() if isinstance(x, Tensor)}
 
 
-def module_of(found: Path) -> dict[str, Tensor]:
+def module_of(found: Path, *, frozen: bool = True) -> dict[str, Tensor]:
     """What the module's `state_dict` had, in full, on the host, in the highest precision.
 
     Args:
         found: the checkpoint; no process group is needed.
+        frozen: False: without parameters that were frozen.
 
     Returns:
         One tensor for all names of a tied one.
+
+    Raises:
+        CheckpointError: an earlier version saved it, and has not said which were frozen.
     """
     reader = checkpoint.Reader(found)
     wanted: dict[str, Any] = {}
@@ -137,9 +154,16 @@ def module_of(found: Path) -> dict[str, Tensor]:
     there = {
         next(key[len(p) :] for p in _PREFIXES if key.startswith(p)): wanted[key] for key in wanted
     }
+    kept = kept_of(found)
+    if not frozen and "frozen" not in kept:
+        raise CheckpointError(
+            f"{found} does not say which parameters were frozen: an earlier version saved it. Take "
+            "their names out of what is returned without exclude_frozen_parameters."
+        )
+    wanted_names = there.keys() - (set() if frozen else kept["frozen"])
     # of what an earlier version saved there is no list
-    keys = kept_of(found).get("keys", {name: name for name in there})
-    return {key: there[name] for key, name in keys.items() if name in there}
+    keys = kept.get("keys", {name: name for name in there})
+    return {key: there[name] for key, name in keys.items() if name in wanted_names}
 
 
 def cast(tensors: dict[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
@@ -157,7 +181,7 @@ def in_its_words() -> Iterator[None]:
     """Inside, what does not fit is told with the arguments that DeepSpeed's load has for it."""
     try:
         yield
-    except CheckpointError as error:
+    except (CheckpointError, ShardError) as error:
         if "strict=False" not in str(error):
             raise
         raise CheckpointError(

@@ -2,11 +2,14 @@
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from fzero.config import Config
-from fzero.config.deepspeed import load
+from fzero.config.deepspeed import dtype_of, load
+from fzero.config.keys import Keys
 from fzero.errors import ConfigError, users_line
 
 # DeepSpeed clips since 0.19 where nothing is said; before, it did not.
@@ -40,6 +43,9 @@ class Settings(NamedTuple):
         reduction: what gradients are over ranks: "mean" or "sum".
         predivide: what they are divided by before they are added up, of the whole division; None:
             as `fzero.Engine` does.
+        buffer_dtype: what floating buffers are cast to; None: they stay.
+        keep_in_fp32: parts of names of buffers that are float32; None: the model's own.
+        leaf_modules: of modules that are gathered as one: `classes`, `names`, `name_suffixes`.
     """
 
     config: Config
@@ -52,6 +58,9 @@ class Settings(NamedTuple):
     auto_cast: bool = False
     reduction: Literal["mean", "sum"] = "mean"
     predivide: float | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_in_fp32: tuple[str, ...] | None = None
+    leaf_modules: Mapping[str, Sequence[str]] = {}
 
 
 def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int) -> Settings:
@@ -72,6 +81,8 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
     raw = dict(source) if isinstance(source, Mapping) else load(source)
     _refuse(raw)
     rest = {k: v for k, v in raw.items() if k not in _OURS}
+    rest = _without(rest, "data_types", ("buffer_dtype", "keep_in_fp32_modules"))
+    rest = _without(rest, "zero_optimization", ("leaf_module",))
     if rest.get("gradient_clipping", "auto") == "auto":
         rest["gradient_clipping"] = CLIPPING
     fp16 = raw.get("fp16")
@@ -80,6 +91,7 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
         auto_cast = True
         rest["fp16"] = {k: v for k, v in fp16.items() if k != "auto_cast"}
     config = Config.from_deepspeed(rest, world_size=world_size)
+    config = config.replace(on_nonfinite="skip" if _skips(raw, config) else "report")
     return Settings(
         config,
         raw,
@@ -90,6 +102,8 @@ def settings(source: Mapping[str, Any] | str | os.PathLike[str], world_size: int
         _managed(raw),
         auto_cast,
         *_reduction(raw, world_size),
+        *_buffers(raw),
+        _leaf_modules(raw),
     )
 
 
@@ -138,6 +152,20 @@ def _refuse(raw: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{key} = {value!r}: {advice}. Change or remove it.")
 
 
+def _skips(raw: Mapping[str, Any], config: Config) -> bool:
+    """Whether DeepSpeed skips a step whose gradients are not finite, also without a loss scale.
+
+    As its release 0.19.8 does, where `bf16.check_grad_overflow` is true unless it is said, and is
+    read at stages 1 and 2 alone; float32 without ZeRO is a plain optimizer's.
+    """
+    low = config.dtypes.param == torch.bfloat16
+    if config.stage == 0:
+        return low
+    section = raw.get("bf16") or raw.get("bfloat16") or {}
+    unchecked = low and section.get("check_grad_overflow", True) is False
+    return config.stage == 3 or not unchecked
+
+
 def _micro_batch(raw: Mapping[str, Any], accum_steps: int, world_size: int) -> int | None:
     micro, total = raw.get("train_micro_batch_size_per_gpu"), raw.get("train_batch_size")
     if isinstance(micro, int):
@@ -162,6 +190,48 @@ def _reduction(
     if raw.get("prescale_gradients"):
         factor = world_size if op == "mean" else 1.0
     return op, None if factor is None else float(factor)
+
+
+def _without(raw: dict[str, Any], section: str, keys: Sequence[str]) -> dict[str, Any]:
+    """The configuration, where some keys of a section are read here."""
+    there = raw.get(section)
+    if not isinstance(there, Mapping):
+        return raw
+    return {**raw, section: {k: v for k, v in there.items() if k not in keys}}
+
+
+def _buffers(raw: dict[str, Any]) -> tuple[torch.dtype | None, tuple[str, ...] | None]:
+    """What buffers are cast to, and which stay in float32."""
+    keys = Keys(raw)
+    dtype = dtype_of(keys, "data_types.buffer_dtype")
+    keep = keys.get("data_types.keep_in_fp32_modules")
+    if keep is not None and not _are_texts(keep):
+        keys.problem("data_types.keep_in_fp32_modules", keep, "must be 'auto' or a list of names")
+    if keys.problems:
+        raise ConfigError(". ".join(keys.problems) + ". Change or remove it.")
+    return dtype, None if keep is None else tuple(keep)
+
+
+def _leaf_modules(raw: dict[str, Any]) -> Mapping[str, Sequence[str]]:
+    """The lists of `zero_optimization.leaf_module`; DeepSpeed takes one name for a list, too."""
+    keys = Keys(raw)
+    section = keys.get("zero_optimization.leaf_module") or {}
+    known = ("classes", "names", "name_suffixes")
+    if not isinstance(section, Mapping) or section.keys() - set(known):
+        raise ConfigError(
+            f"zero_optimization.leaf_module = {section!r}: must be lists under {', '.join(known)}."
+        )
+    lists = {k: [v] if isinstance(v, str) else v for k, v in section.items() if v is not None}
+    for key, value in lists.items():
+        if not _are_texts(value):
+            raise ConfigError(
+                f"zero_optimization.leaf_module.{key} = {value!r}: must be a list of names."
+            )
+    return lists
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(x, str) and x for x in values)
 
 
 def _managed(raw: Mapping[str, Any]) -> bool:

@@ -1,11 +1,14 @@
 """A DeepSpeed script, with one import changed."""
 
 import argparse
+import contextlib
 import copy
 import importlib.util
+import inspect
 import json
 import math
 import os
+import pydoc
 import random
 import runpy
 import subprocess
@@ -21,7 +24,7 @@ from torch.utils.data import DistributedSampler
 
 import fzero
 import fzero.compat.deepspeed as deepspeed
-from fzero.compat.deepspeed.lr_schedules import scheduler_of
+from fzero.compat.deepspeed.lr_schedules import BY_NAME, scheduler_of
 from fzero.compat.deepspeed.settings import Section
 from fzero.errors import BackwardError, CheckpointError, ConfigError, FzeroError
 from tests.ranks import run_ranks
@@ -140,11 +143,14 @@ def test_a_deepspeed_script_trains_as_plain_torch(tmp_path: Path) -> None:
         assert exported["head.weight"].sum().item() == pytest.approx(seen["weight"], rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
     reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install fzero[dev-peers]",
 )
+
+
+@pytest.mark.slow
+@needs_deepspeed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("stage", "more"),
@@ -183,6 +189,31 @@ def test_losses_are_those_of_deepspeed_itself(
             assert ours[key] == (pytest.approx(real[key]) if key == "batch" else _close(real[key]))
         norms = [x for x in real["norm"] if x is not None]
         assert [x for x in ours["norm"] if x is not None] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(f"runtime.lr_schedules.{name}" for name in BY_NAME),
+        *("ops.adam.FusedAdam", "ops.adam.DeepSpeedCPUAdam", "ops.lamb.FusedLamb"),
+        *("ops.lion.FusedLion", "ops.lion.DeepSpeedCPULion"),
+        *("initialize", "add_config_arguments", "zero.GatheredParameters"),
+        *("utils.set_z3_leaf_modules", "utils.set_z3_leaf_modules_by_name"),
+        *("utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",),
+        *("runtime.engine.DeepSpeedEngine.load_checkpoint", "utils.safe_get_full_optimizer_state"),
+    ],
+)
+def test_arguments_and_their_defaults_are_deepspeeds(path: str) -> None:
+    """A default that differs is another number, and nobody has written it."""
+
+    def arguments(root: str) -> dict[str, Any]:
+        found = pydoc.locate(f"{root}.{path}")
+        assert callable(found), path
+        return {p.name: p.default for p in inspect.signature(found).parameters.values()}
+
+    assert arguments("fzero.compat.deepspeed") == arguments("deepspeed")
 
 
 def _close(values: Any) -> Any:
@@ -266,6 +297,51 @@ def test_a_step_that_overflows_is_counted_and_leaves_the_schedule() -> None:
     engine.step()
     assert (engine.global_steps, engine.skipped_steps, engine.was_step_applied()) == (2, 1, True)
     assert engine.lr_scheduler.last_batch_iteration == 0
+
+
+# What DeepSpeed 0.19.8 does with an infinite gradient, which was run at 2 ranks on the CPU, but for
+# float16, which it has on a GPU alone.
+UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+
+
+@pytest.mark.parametrize(
+    ("section", "skipping"),
+    [
+        ({}, (1, 2, 3)),
+        ({"bf16": {"enabled": True}}, (0, 1, 2, 3)),
+        (UNCHECKED, (0, 3)),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, (1, 2, 3)),
+        ({"fp16": {"enabled": True, "initial_scale_power": 4}}, (0, 1, 2, 3)),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_that_are_not_finite_are_skipped_where_deepspeed_skips_them(
+    stage: int, section: dict[str, Any], skipping: tuple[int, ...]
+) -> None:
+    engine, optimizer = engine_of(zero_optimization={"stage": stage}, **section)
+    backward(engine)
+    engine.step()
+    before = engine.inner.full_param("weight").clone()
+    backward(engine, math.inf)
+    engine.step()
+    skips = stage in skipping
+    assert (engine.global_steps, engine.skipped_steps, optimizer.overflow) == (2, skips, skips)
+    after = engine.inner.full_param("weight")
+    assert torch.equal(after, before) if skips else after.isnan().any()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_overflow_at_the_smallest_scale_raises_where_deepspeeds_does(stage: int) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}
+    engine, _ = engine_of(fp16=fp16, zero_optimization={"stage": stage})
+    backward(engine, math.inf)
+    engine.step()
+    backward(engine, math.inf)
+    with contextlib.nullcontext() if stage == 0 else pytest.raises(FzeroError, match="smallest"):
+        engine.step()
+    assert engine.loss_scale() == 1.0
+    if stage == 0:
+        assert (engine.global_steps, engine.skipped_steps) == (2, 2)
 
 
 def test_the_loss_scale_is_shown_as_deepspeed_shows_it() -> None:
@@ -449,6 +525,44 @@ def test_inputs_are_cast_where_the_configuration_says_so() -> None:
         engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
         engine(x, mask=x)
         assert seen.pop() == (dtype, dtype)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("around", ["forward", "all"])
+def test_autocast_around_the_call_gives_way_to_the_configurations(stage: int, around: str) -> None:
+    losses = []
+    for outer in (contextlib.nullcontext, lambda: torch.autocast("cpu", torch.float16)):
+        engine, _ = engine_of(
+            zero_optimization={"stage": stage},
+            torch_autocast={"enabled": True, "dtype": "bfloat16"},
+        )
+        for step in range(3):
+            torch.manual_seed(step)
+            with outer():
+                out = engine(torch.randn(2, 3))
+                if around == "all":
+                    loss = out.float().square().mean()
+                    engine.backward(loss)
+                    engine.step()
+            assert out.dtype == torch.bfloat16
+            if around == "forward":
+                loss = out.float().square().mean()
+                engine.backward(loss)
+                engine.step()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+
+
+def test_autocast_around_the_call_is_off_on_a_gpu_where_the_configuration_has_none() -> None:
+    engine, _ = engine_of()
+    engine.device = torch.device("cuda")  # there is none, and it is asked nothing but this
+    with (
+        mock.patch.object(torch, "is_autocast_enabled", lambda kind: kind == "cuda"),
+        mock.patch.object(torch, "autocast") as autocast,
+        pytest.warns(UserWarning, match="torch_autocast"),
+    ):
+        engine._autocast()
+    autocast.assert_called_once_with("cuda", enabled=False)
 
 
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:

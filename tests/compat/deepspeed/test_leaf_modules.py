@@ -1,10 +1,14 @@
 """Modules that are gathered as one."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import fzero.compat.deepspeed as deepspeed
+from fzero.compat.deepspeed.leaf_modules import mark_configured
+from fzero.compat.deepspeed.settings import settings
 from fzero.errors import ConfigError
 
 u = deepspeed.utils
@@ -58,3 +62,54 @@ def test_the_model_itself_may_be_marked(stage: int) -> None:
     engine.backward(engine(torch.ones(2, 2)).sum())
     engine.step()
     assert not torch.equal(engine.inner.full_param("0.weight"), before)
+
+
+@pytest.mark.parametrize(
+    ("asked", "marked"),
+    [
+        ({"classes": ["Sequential"]}, {"*", "1"}),
+        ({"classes": "torch.nn.modules.linear.Linear"}, {"0", "1.0"}),
+        ({"names": ["1"], "name_suffixes": ["1.0"]}, {"1", "1.0"}),
+        ({"classes": ["ReLU"]}, set()),  # without parameters
+        ({"classes": None}, set()),
+        ({}, set()),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_configuration_marks_modules(asked: dict[str, Any], marked: set[str], stage: int) -> None:
+    zero = {"stage": stage, "leaf_module": asked}
+    engine = deepspeed.initialize(
+        model=model_of(), config={"zero_optimization": zero}, dist_init_required=False
+    )[0]
+    assert set(engine.inner.cfg.gather_together) == marked
+    engine(torch.ones(1, 2)).sum().backward()
+
+
+def test_what_a_configuration_marks_in_vain_is_told() -> None:
+    zero = {"stage": 3, "leaf_module": {"classes": ["Linear", "Experts"], "names": ["0", "9"]}}
+    with pytest.warns(UserWarning, match="leaf_module") as told:
+        deepspeed.initialize(
+            model=model_of(), config={"zero_optimization": zero}, dist_init_required=False
+        )
+    said = " ".join(str(one.message) for one in told)
+    assert "leaf_module.classes: the model has no Experts" in said
+    assert "leaf_module.names: the model has no 9" in said
+
+
+@pytest.mark.parametrize("wrong", [{"clases": ["Linear"]}, {"classes": [nn.Linear]}, ["Linear"]])
+def test_another_section_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"zero_optimization\.leaf_module"):
+        settings({"zero_optimization": {"leaf_module": wrong}}, 1)
+
+
+def test_experts_of_transformers_are_marked_as_deepspeed_marks_them() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_local_experts": 2}
+    block = MixtralSparseMoeBlock(transformers.MixtralConfig(**shape))
+    for asked, marked in (({}, [block]), ({"classes": []}, [])):
+        model = nn.Sequential(nn.Linear(8, 8), block)
+        u.set_z3_leaf_module(block, False)
+        mark_configured(model, asked)
+        assert u.get_z3_leaf_modules(model) == marked

@@ -183,3 +183,34 @@ def test_momentum_of_each_group() -> None:
         lr_schedules.OneCycle(opt, 0.0, 1.0, cycle_min_mom=[0.1] * 3)
     with pytest.raises(ConfigError, match="lr_range_test_step_size=0"):
         lr_schedules.LRRangeTest(opt, lr_range_test_step_size=0)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("WarmupLR", {"warmup_num_steps": 10}),
+        ("WarmupDecayLR", {"warmup_num_steps": 10, "total_num_steps": 20}),
+        ("WarmupCosineLR", {"warmup_num_steps": 10, "total_num_steps": 20}),
+        ("LRRangeTest", {}),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}),
+    ],
+)
+def test_a_rate_that_is_a_tensor_stays_the_one_that_its_client_holds(
+    name: str, params: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    held = torch.full(shape, 0.5, dtype=torch.float64)
+    opt, plain = (torch.optim.SGD([torch.zeros(1)], lr) for lr in (held, 0.5))
+    schedules = [scheduler_of(Section(name, params), one) for one in (opt, plain)]
+    for _ in range(3):
+        for schedule in schedules:
+            schedule.step()
+        assert opt.param_groups[0]["lr"] is held
+        assert held.item() == plain.param_groups[0]["lr"]
+
+
+def test_a_warmup_goes_to_the_rate_that_each_group_has() -> None:
+    opt = optimizer(0.5)
+    schedule = scheduler_of(Section("WarmupLR", {"warmup_num_steps": 10}), opt)
+    schedule.step(10)
+    assert [group["lr"] for group in opt.param_groups] == [0.5, 1.0]

@@ -186,6 +186,92 @@ def test_a_checkpoint_has_the_keys_of_the_modules_state_dict(
     run_ranks(2, _gives_back_its_keys, tmp_path, stage, bf16, timeout=120)
 
 
+class Adapted(nn.Module):
+    """A frozen layer with an adapter, and a weight that is in no group."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base = nn.Linear(3, 5).requires_grad_(False)
+        self.norm, self.adapter = nn.BatchNorm1d(5), nn.Linear(5, 1)
+        self.scale = nn.Parameter(torch.rand(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.base(x.to(self.base.weight.dtype)).to(self.norm.weight.dtype)
+        return self.adapter(self.norm(x).to(self.adapter.weight.dtype)) * self.scale
+
+
+def _leaves_frozen_ones_out(folder: Path, stage: int, bf16: bool) -> None:
+    def engine_of(seed: int) -> Any:
+        model = Adapted(seed)
+        # a client may give frozen parameters, too
+        groups = [p for name, p in model.named_parameters() if name != "scale"]
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "bf16": {"enabled": bf16},
+        }
+        return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+
+    frozen = {"base.weight", "base.bias"}
+    first = engine_of(0)
+    steps(first, 0, 2)
+    first.save_checkpoint(folder, exclude_frozen_parameters=True)
+    saved = first.module_state_dict()
+    assert saved.keys() - first.module_state_dict(exclude_frozen_parameters=True).keys() == frozen
+    losses = steps(first, 2, 2)
+    first.save_checkpoint(folder, "whole", save_latest=False)
+    first.destroy()
+    kept = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert saved.keys() - kept.keys() == frozen
+    whole = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, "whole")
+    some = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, "whole", True)
+    assert whole.keys() - some.keys() == frozen
+    assert some.keys() == kept.keys()
+
+    second = engine_of(1)
+    before = second.module_state_dict()
+    for how in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
+        with pytest.raises(CheckpointError, match=r"base\.weight(?s:.)*load_module_strict=False"):
+            second.load_checkpoint(folder, **how)
+        second.load_checkpoint(folder, load_module_strict=False, **how)
+        for name, x in second.module_state_dict().items():
+            assert torch.equal(x, (before if name in frozen else saved)[name]), (how, name)
+    third = engine_of(0)  # whose base is the same
+    third.load_checkpoint(folder, load_module_strict=False)
+    assert steps(third, 2, 2) == losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_checkpoint_may_leave_frozen_parameters_out(
+    tmp_path: Path, stage: int, bf16: bool
+) -> None:
+    run_ranks(2, _leaves_frozen_ones_out, tmp_path, stage, bf16, timeout=120)
+
+
+def test_counters_are_those_that_deepspeed_keeps(tmp_path: Path) -> None:
+    def counters(engine: Any) -> tuple[int, ...]:
+        now = engine.global_steps, engine.global_samples, engine.skipped_steps
+        return (*now, engine.micro_steps)
+
+    accumulates = {"train_batch_size": 8, "gradient_accumulation_steps": 2}
+    first = engine_of(**accumulates)
+    steps(first, 0, 6)
+    first.skipped_steps = 1
+    first.save_checkpoint(tmp_path)
+    assert counters(first) == (3, 24, 1, 6)
+    for how, there in (
+        ({}, (3, 24, 1)),
+        ({"load_optimizer_states": False}, (3, 24, 1)),
+        ({"load_module_only": True}, (0, 0, 0)),
+    ):
+        engine = engine_of(**accumulates)
+        engine.load_checkpoint(tmp_path, **how)
+        assert counters(engine) == (*there, 0), how
+
+
 def test_the_latest_tag_is_the_last_that_asked_to_be(tmp_path: Path) -> None:
     engine = engine_of(stage=0)
     with pytest.warns(UserWarning, match="latest"):

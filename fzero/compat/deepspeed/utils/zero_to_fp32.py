@@ -23,22 +23,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Args:
         checkpoint_dir: what was given to `save_checkpoint`.
         tag: of the checkpoint; None: the latest.
-        exclude_frozen_parameters: refused: a checkpoint does not say which are frozen.
+        exclude_frozen_parameters: leave out what had no `requires_grad` when it was saved.
         lazy_mode: of no effect.
 
     Raises:
         CheckpointError: there is none.
     """
-    if exclude_frozen_parameters:
-        raise CheckpointError(
-            "exclude_frozen_parameters=True: a checkpoint does not say which parameters are "
-            "frozen. Take their names out of what is returned."
-        )
     folder = Path(checkpoint_dir)
     tag = tag or saving.latest_tag(folder)
     if tag is None:
         raise CheckpointError(f"{folder} has no file 'latest'. Pass a tag.")
-    found = saving.module_of(saving.find(folder, tag))
+    found = saving.module_of(saving.find(folder, tag), frozen=not exclude_frozen_parameters)
     return saving.cast(found, dict.fromkeys(found, torch.float32))
 
 
