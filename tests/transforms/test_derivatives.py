@@ -107,7 +107,13 @@ def _cases(
         inner = grads(q)
         return mean({k: v - 0.1 * inner[k] for k, v in q.items()})
 
-    found["maml"] = fzero.value_and_grad(nested, cfg)(p, x), (maml(params), func.grad(maml)(params))
+    meta = func.grad(maml)(params)
+    found["maml"] = fzero.value_and_grad(nested, cfg)(p, x), (maml(params), meta)
+    curved = func.jvp(func.grad(maml), (params,), (along,))[1]
+    found["hvp of maml"] = fzero.hvp(nested, cfg)(p, t, x), (meta, curved)
+    # reverse over reverse: what was computed alike on every rank is differentiated twice
+    _, pull = fzero.vjp(fzero.grad(nested, cfg), cfg)(p, x)
+    found["vjp of maml's gradient"] = pull(t), curved
 
     # transforms of transforms, on shards
     third = fzero.jvp(fzero.hvp(_loss, cfg), cfg)(p, u, t, x)
