@@ -30,7 +30,7 @@ from fzero.distributed.collectives import (
     replicate,
 )
 from fzero.distributed.mesh import Axes
-from fzero.functional.differentiate import differentiated
+from fzero.functional.differentiate import differentiated, differentiating
 from fzero.layout import Layout
 
 Leaves = tuple[Tensor, ...]
@@ -83,9 +83,10 @@ def autograd(loss_fn: LossFn, *, must_depend: bool = False) -> GradFn:
 
     def fn(trained: Leaves, *args: Any) -> tuple[Leaves, tuple[Tensor, Any]]:
         inputs = tuple(x.detach().requires_grad_() for x in trained)
-        with torch.enable_grad():
-            loss, aux = loss_fn(inputs, *args)
-        found = differentiated(loss, inputs, must_depend=must_depend)
+        with differentiating():  # in backward, too, which may compute a part again
+            with torch.enable_grad():
+                loss, aux = loss_fn(inputs, *args)
+            found = differentiated(loss, inputs, must_depend=must_depend)
         pairs = zip(found, inputs, strict=True)
         grads = tuple(torch.zeros_like(x) if g is None else dense(g) for g, x in pairs)
         return grads, (loss.detach(), pytree.tree_map(torch.Tensor.detach, aux))

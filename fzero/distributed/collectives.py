@@ -182,7 +182,8 @@ _AllReduce = _linear(_summed, lambda grad, *rest: _AllReduce.apply(grad, *rest))
 # not _AllReduce: the sum is a whole value, whose transpose must not sum once more
 _Replicate = _linear(_same, lambda grad, *rest: _SumOfUses.apply(grad, *rest))
 _SumOfUses = _linear(_summed, lambda grad, *rest: _Replicate.apply(grad, *rest))
-_AsWhole = _linear(_same, lambda grad, axis: grad / axis.size)
+# not the division alone: every rank uses the cotangent, which is one whole value itself
+_AsWhole = _linear(_same, lambda grad, axis: _Replicate.apply(grad, axis, "") / axis.size)
 
 
 # ---------------------------------------------------------------------------------- operators

@@ -1,6 +1,8 @@
 """Gradients as `loss.backward()` accumulates them, from `torch.autograd.grad`."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
@@ -10,6 +12,34 @@ from torch.autograd.function import BackwardCFunction
 
 from fzero.errors import FzeroError
 from fzero.functional.patch import Patch
+from fzero.functional.transforms import in_transform
+
+_DIFFERENTIATING: ContextVar[bool] = ContextVar("fzero_differentiating", default=False)
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[None]:
+    """What runs inside is differentiated by `torch.autograd`, which leaves no mark of that."""
+    token = _DIFFERENTIATING.set(True)
+    try:
+        yield
+    finally:
+        _DIFFERENTIATING.reset(token)
+
+
+def is_differentiated() -> bool:
+    """Whether a function around this one is differentiated, by whatever it reads.
+
+    Not asked of arguments: what is differentiated may be another one, or come by a closure.
+
+    Examples:
+        >>> is_differentiated(), torch.func.grad(lambda x: x * is_differentiated())(torch.ones(()))
+        (False, tensor(1.))
+        >>> with differentiating():
+        ...     is_differentiated()
+        True
+    """
+    return in_transform() or _DIFFERENTIATING.get()
 
 
 def differentiated(

@@ -38,7 +38,8 @@ def sum_of_squares(leaves: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for x in leaves:
-        x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+        x = x.detach()
+        x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
         groups.setdefault((x.device, x.dtype), []).append(x)
     device = leaves[0].device
     parts = [torch.ops.fzero.sum_of_squares(group).to(device) for group in groups.values()]
@@ -57,7 +58,8 @@ def _sum_of_squares(xs: list[Tensor]) -> Tensor:
 def _by_rows(xs: list[Tensor]) -> Tensor:
     sums, rest = [], []
     for x in xs:
-        flat = x.contiguous().view(-1)
+        # what flattens without a copy need not be dense: a column, an expanded scalar
+        flat = x.reshape(-1).contiguous()
         rows, more = divmod(flat.numel(), _ROW)
         if rows < _FEW:
             rest.append(flat)

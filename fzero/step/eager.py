@@ -23,7 +23,7 @@ from fzero.distributed.transport import Transport
 from fzero.eager.arrivals import Arrivals
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place, outside_inference, with_versions
-from fzero.functional.differentiate import accumulated, added, differentiated
+from fzero.functional.differentiate import accumulated, added, differentiated, differentiating
 from fzero.functional.draws import Watch
 from fzero.functional.functionalize import calls_noted
 from fzero.functional.tasks import check_tasks
@@ -157,7 +157,8 @@ class Eager:
                 return loss_fn(tuple(given))
 
         differentiate = self._sharded if cfg.stage == 3 else self._whole
-        with torch.enable_grad():  # a caller's no_grad is not to reach it, nor does it a recording
+        # a caller's no_grad is not to reach it, nor does it a recording
+        with torch.enable_grad(), differentiating():
             grads, loss, aux = differentiate(leaves, run)
         # aux may be a parameter, whose memory the update writes over, or of the batch, whose memory
         # is the caller's to fill again

@@ -14,8 +14,8 @@ from fzero.distributed.collectives import all_reduce
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Axes
 from fzero.errors import ShardError
+from fzero.functional.differentiate import is_differentiated
 from fzero.functional.functionalize import refuse_past
-from fzero.functional.transforms import in_transform
 from fzero.layout import Layout
 from fzero.numerics.casts import cast, in_force
 from fzero.state.sharding import refuse_complex
@@ -73,7 +73,7 @@ class Call:
         self.layout: Layout = joined([found.layout for found in self.trees])
         self.values = tuple(x for found in self.trees for x in found.values)
         # whether an outer function differentiates this call; asked before this one's transforms
-        self.inside = in_transform() or any(x.requires_grad for x in self.values)
+        self.inside = is_differentiated() or any(x.requires_grad for x in self.values)
 
     @property
     def axes(self) -> Axes:

@@ -20,9 +20,9 @@ from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Mesh
 from fzero.eager.lazy import outside_inference, with_versions
 from fzero.errors import ConfigError, ShardError, TraceError
+from fzero.functional.differentiate import is_differentiated
 from fzero.functional.functionalize import calls_noted
 from fzero.functional.memory import storage_of
-from fzero.functional.transforms import in_transform
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.program import Program
 from fzero.program.strides import layout_of
@@ -288,7 +288,7 @@ def no_program() -> TraceError:
 
 def _inside(args: Any, kwargs: Any) -> bool:
     """Whether an outer function is being staged out or differentiated, or runs eagerly."""
-    recorded = in_transform() or get_proxy_mode() is not None
+    recorded = is_differentiated() or get_proxy_mode() is not None
     return recorded or _EAGERLY.get() or has_parts((args, kwargs))
 
 

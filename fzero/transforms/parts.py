@@ -30,7 +30,7 @@ from fzero.distributed.collectives import as_whole, replicate
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.errors import ShardError
-from fzero.functional.transforms import in_transform
+from fzero.functional.differentiate import is_differentiated
 from fzero.layout import Layout, LeafLayout
 from fzero.state.sharding import read_sharding
 from fzero.tree import PyTree
@@ -125,7 +125,7 @@ def opened(values: PyTree, cfg: Config, what: str) -> Opened:
     mesh = mesh_of(leaves, cfg)
     sharding = read_sharding(values, cfg, mesh, what)
     plain = [x for x in leaves if not isinstance(x, DTensor)]
-    own = in_transform() or any(x.requires_grad for x in plain)
+    own = is_differentiated() or any(x.requires_grad for x in plain)
     found = tuple(_value(x, mesh, own) for x in leaves)
     return Opened(spec, paths, sharding.layout, mesh, sharding.dtensors, found, False, own)
 

@@ -19,9 +19,10 @@ def plainly(leaves: list[Tensor]) -> float:
 
 
 def layouts(x: Tensor) -> list[Tensor]:
-    """The same numbers in other places in memory."""
-    doubled = torch.stack([x, x], dim=-1)
-    return [x, x.t().contiguous().t() if x.dim() == 2 else x, doubled[..., 0]]
+    """The same numbers in other places in memory, between others."""
+    apart = torch.stack([x, 1 - x], dim=-1)
+    turned = x.t().contiguous().t() if x.dim() == 2 else x
+    return [x, turned, apart[..., 0], x.flip(0).flip(0), x.conj().resolve_conj().conj()]
 
 
 @st.composite
@@ -39,7 +40,17 @@ def leaf(draw: st.DrawFn) -> Tensor:
     return draw(st.sampled_from(kept))
 
 
-@settings(max_examples=500, deadline=None)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5000,), (1, 5000), (5000, 1), (50, 100), (3, 2000)])
+def test_it_does_not_matter_how_a_leaf_lies_in_memory(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    x = torch.randn(shape, dtype=torch.float64).to(dtype)
+    for y in [*layouts(x), x[:, :1] if x.dim() == 2 else x[::3], x.flatten()[:1].expand(5000)]:
+        assert math.isclose(float(sum_of_squares([y])), plainly([y]), rel_tol=1e-6)
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.lists(leaf(), min_size=1, max_size=5))
 def test_the_sum_is_that_of_float64(leaves: list[Tensor]) -> None:
     expected = plainly(leaves)

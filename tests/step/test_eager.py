@@ -532,6 +532,44 @@ def test_aux_and_state_are_no_views_of_parameters(stage: int) -> None:
     assert torch.equal(opt_state.model_state["last"], start)
 
 
+def _updated_by_a_model_that_takes_gradients(stage: int, executor: Any) -> float:
+    """On a rank: how far from plain torch. The inner gradients are the mean over the ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    cfg = fzero.Config(stage=stage, executor=executor)
+    data = torch.randn(world, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    outside = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    params = {"w": outside.cos(), "rate": torch.tensor([0.1, 0.2], dtype=torch.float64)}
+
+    def inner(u: Tensor, p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (u**4 * x).sum() + p["rate"].sum() * u.square().sum()
+
+    def model_fn(p: dict[str, Tensor], x: Tensor, grad: Any = None) -> Tensor:
+        take = grad or (lambda f: fzero.grad(f, cfg))
+        # of what is trained, and of what is not, with what is trained beside it or in a closure
+        one = take(lambda p, x: inner(p["w"], p, x))(p, x)["w"]
+        two = take(lambda u, p, x: inner(u["u"], p, x))({"u": outside}, p, x)["u"]
+        three = take(lambda u, x: inner(u["u"], p, x))({"u": outside}, x)["u"]
+        return sum((y**3 * x).sum() for y in (p["w"] - 0.1 * one, two, three))  # pyright: ignore
+
+    def of_all(f: Any) -> Any:
+        return torch.func.grad(lambda *args: torch.stack([f(*args[:-1], x) for x in data]).mean())
+
+    def by_all(p: dict[str, Tensor]) -> Tensor:
+        return torch.stack([model_fn(p, x, of_all) for x in data]).mean()
+
+    step_fn = fzero.make_train_step(model_fn, sgd(0.01), cfg)
+    state = step_fn(*step_fn.init({k: v.clone() for k, v in params.items()}), data[rank])
+    found, grads = fzero.unshard(state[0]), torch.func.grad(by_all)(params)
+    return max(float((found[k] - params[k] + 0.01 * grads[k]).abs().max()) for k in params)
+
+
+@pytest.mark.parametrize("executor", ["eager", "traced"])
+def test_a_model_may_take_gradients_inside(executor: Any) -> None:
+    for stage in (0, 3):
+        for found in run_ranks(2, _updated_by_a_model_that_takes_gradients, stage, executor):
+            assert found <= 1e-12
+
+
 def test_lower_says_that_there_is_no_program() -> None:
     step_fn, params, opt_state = _trained(_linear, {"w": _values(5, 5)}, _eager(), _values(4, 5))
     with pytest.raises(TraceError, match="executor='traced'"):

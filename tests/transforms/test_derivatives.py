@@ -107,7 +107,37 @@ def _cases(
         inner = grads(q)
         return mean({k: v - 0.1 * inner[k] for k, v in q.items()})
 
-    found["maml"] = fzero.value_and_grad(nested, cfg)(p, x), (maml(params), func.grad(maml)(params))
+    meta = func.grad(maml)(params)
+    found["maml"] = fzero.value_and_grad(nested, cfg)(p, x), (maml(params), meta)
+    curved = func.jvp(func.grad(maml), (params,), (along,))[1]
+    found["hvp of maml"] = fzero.hvp(nested, cfg)(p, t, x), (meta, curved)
+    # reverse over reverse: what was computed alike on every rank is differentiated twice
+    _, pull = fzero.vjp(fzero.grad(nested, cfg), cfg)(p, x)
+    found["vjp of maml's gradient"] = pull(t), curved
+
+    # what is differentiated outside is beside the inner parameters, or reaches a second network
+    def ridge(q: Params, scale: Params, x: Tensor) -> Tensor:
+        return _loss(q, x) + scale["gain"] * q["up"].square().sum()
+
+    def tuned(scale: Params, q: Params, x: Tensor) -> Tensor:
+        inner = fzero.grad(ridge, cfg)(q, scale, x)
+        return _loss({k: v - 0.1 * inner[k] for k, v in q.items()}, x) + scale["gain"]
+
+    def tuned_by_all(scale: Params) -> Tensor:
+        ridges = func.grad(lambda q: torch.stack([ridge(q, scale, one) for one in data]).mean())
+        inner = ridges(params)
+        return mean({k: v - 0.1 * inner[k] for k, v in params.items()}) + scale["gain"]
+
+    hyper = tuned_by_all(along), func.grad(tuned_by_all)(along)
+    found["hypergradient"] = fzero.value_and_grad(tuned, cfg)(t, p, x), hyper
+
+    def taught(q: Params, x: Tensor) -> Tensor:
+        return fzero.sharded(_predict, cfg)(u, x * q["gain"]).square().mean()
+
+    def taught_by_all(q: Params) -> Tensor:
+        return torch.stack([_predict(other, x * q["gain"]).square().mean() for x in data]).mean()
+
+    found["through a teacher"] = fzero.grad(taught, cfg)(p, x), func.grad(taught_by_all)(params)
 
     # transforms of transforms, on shards
     third = fzero.jvp(fzero.hvp(_loss, cfg), cfg)(p, u, t, x)
