@@ -172,10 +172,11 @@ def test_collectives_are_captured_with_the_rest(stage: int) -> None:
 
 
 def test_one_rank_of_many() -> None:
+    """A made-up group moves nothing, so there are no numbers to compare."""
     with fake_ranks(8):
-        found = trained(cuda_graph=True)
-        same(found, trained())
+        _, _, log = trained(cuda_graph=True)
     assert Fixed.captures == 2
+    assert not any("CUDA graph: none" in line for line in log)
 
 
 def copied(params: Any) -> Any:
