@@ -18,7 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroup,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from fzero.distributed.mesh import default_store, group_of
 from fzero.distributed.whereabouts import Circle
@@ -28,8 +32,8 @@ Gather = Callable[[int], list[int]]
 """Every rank's number, in the order of the group; a collective."""
 
 
-def gloo_lane(group: ProcessGroup, circle: Circle, gather: Gather) -> Any:
-    """What carries reductions beside a group of gloo's, with its methods; the same from then on.
+def gloo_lane(group: ProcessGroup, circle: Circle, gather: Gather) -> ProcessGroup:
+    """What carries reductions beside a group of gloo's; the same from then on.
 
     Args:
         group: what carries gathers.
@@ -41,10 +45,7 @@ def gloo_lane(group: ProcessGroup, circle: Circle, gather: Gather) -> Any:
         # a place in the store that no earlier one has used: gloo would connect to its addresses
         number = gather(secrets.randbits(62))[0]
         store = PrefixStore(f"fzero/lane {number}", default_store())
-        timeout = _timeout_of(group, torch.device("cpu"))
-        options = {} if timeout is None else {"timeout": timeout}
-        lane = dist.ProcessGroupGloo(store, group.rank(), group.size(), **options)  # pyright: ignore
-        circle.lanes[group] = lane
+        lane = circle.lanes[group] = _gloo_group(store, group)
     return lane
 
 
@@ -125,6 +126,23 @@ def _name_of_next(ranks: list[int]) -> str:
     public way to give a group a name, nor to ask for it before it is there.
     """
     return dist.distributed_c10d._hash_ranks_to_str(ranks)
+
+
+def _gloo_group(store: Store, like: ProcessGroup) -> ProcessGroup:
+    """A group of gloo's over a store, with the ranks of another.
+
+    The public `dist.new_group` takes no store, and meets where a group of that name met before. It
+    does no more than this, and enters the group into a table, which nobody needs who has it.
+    """
+    timeout = _timeout_of(like, torch.device("cpu"))
+    options = {} if timeout is None else {"timeout": timeout}
+    backend = dist.ProcessGroupGloo(store, like.rank(), like.size(), **options)  # pyright: ignore
+    made = ProcessGroup(store, like.rank(), like.size())  # pyright: ignore
+    kind = ProcessGroup.BackendType.GLOO
+    made._set_default_backend(kind)
+    for device in like._device_types:
+        made._register_backend(device, kind, backend)
+    return made
 
 
 def _timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:

@@ -128,7 +128,7 @@ def _started_by_hand() -> tuple[Any, int]:
     trained(SMALL)
     (circle,) = whereabouts._CIRCLES[dist.group.WORLD].values()  # pyright: ignore
     (lane,) = circle.lanes.values()
-    return lane.options._timeout, lane.size()
+    return lane._get_backend(torch.device("cpu")).options._timeout, lane.size()
 
 
 def test_it_has_the_time_limit_of_its_group() -> None:

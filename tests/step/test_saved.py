@@ -93,8 +93,8 @@ def nothing_is_staged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     init = recorded.Recorded.__init__
 
-    def noted(self: Any, *args: Any) -> None:
-        init(self, *args)
+    def noted(self: Any, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
         found.append(self.program.name)
 
     monkeypatch.setattr(recorded.Recorded, "__init__", noted)
