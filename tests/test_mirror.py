@@ -68,7 +68,6 @@ LAWS = {
     "program/dynamic": "laws/test_dynamic.py: every_batch_has_the_bits_of_a_recording_of_its_own",
     "program/symbols": "laws/test_dynamic.py: "
     "two_recordings_serve_all_lengths_where_nothing_else_changes",
-    "program/ladder": "program/test_fitting.py: less_memory_never_takes_fewer_flops_again",
     "program/frontier": "program/test_fitting.py: less_memory_never_takes_fewer_flops_again",
     "program/codec": "step/test_saved.py: what_is_loaded_computes_what_was_recorded",
     "program/collector": "program/test_file.py: no_cycles_are_looked_for_meanwhile",

@@ -5,7 +5,10 @@ saves all, and from sets that save only where forward is narrow (Chen's segments
 up one by one: next the one whose bytes, over the steps at which too much is alive, are cheapest to
 make again. `Liveness` judges each. A plan for a peak is then polished: what it can take back under
 that peak it takes back, the dearest first; and products of matrices are exchanged for smaller ones.
-All of it follows from the graph alone, and no rank asks another.
+Beside these greedy plans stands one in which a knapsack chose how many products of each size are
+made again: many small ones may free what is missing more closely than a few large ones, and no
+single exchange leads from the one to the other. All of it follows from the graph alone, and no rank
+asks another.
 
 Where the host's memory is another than the device's, a saved value may wait there. That costs what
 the copies move, and the FLOPs that could be done while a step stands still for them: so it takes
@@ -20,6 +23,7 @@ arXiv:1910.02653 (the optimum that these come near).
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -114,9 +118,14 @@ class Ladder:
         fits = sorted(
             (s for s in self.found if s.alive.peak <= target), key=lambda s: (*s.key, len(s.saved))
         )
-        polished = [self._polished(state, target) for state in fits[:_POLISHED]]
-        best = self._exchanged(min(polished, key=_work), target)
-        return self._as_plan(best)
+        best = min((self._polished(state, target) for state in fits[:_POLISHED]), key=_work)
+        starts = [best]
+        if (mixed := self._mixed(target)) is not None:
+            mixed = self._polished(mixed, target)
+            if _work(mixed) < _work(best):
+                starts.append(mixed)
+        # both: of two plans the one that has more to exchange may end with less work
+        return self._as_plan(min((self._exchanged(x, target) for x in starts), key=_work))
 
     # --------------------------------------------------------------------------- searching
     def _state(self, saved: Iterable[int], away: Iterable[int] = ()) -> _State:
@@ -257,6 +266,43 @@ class Ladder:
                 if less.alive.peak <= target:
                     yield less
 
+    def _mixed(self, target: int) -> _State | None:
+        """A plan under a peak whose products are chosen together; None: it needs none, or fails.
+
+        All that takes no product to make is given up first. What is missing then is a knapsack:
+        products of one size are alike, each frees what the first of them frees by itself.
+        """
+        base = self._lowered(self.start, target, products=False) or self.start
+        missing = base.alive.peak - target
+        sizes: dict[tuple[int, int], list[int]] = {}
+        for value in self._ranked(base, target):
+            again = self.model.closure(value, base.saved, base.alive.copied)
+            if flops := sum(self.model.flops.get(x, 0) for x in again):
+                size = (flops, self.model.values[value].nbytes)
+                sizes.setdefault(size, []).append(value)
+        if missing <= 0 or not sizes:
+            return None
+        alike: list[list[int]] = []
+        offers: list[tuple[int, int, int]] = []
+        for values in sizes.values():
+            one = self._without(base, values[0])
+            # what is made on the way is there too, as attention's statistics: nobody has to keep it
+            one = self._lowered(one, target, products=False) or one
+            freed, flops = base.alive.peak - one.alive.peak, one.alive.flops - base.alive.flops
+            if freed > 0:
+                alike.append(values)
+                offers.append((freed, flops, len(values)))
+        counts = knapsack(offers, missing)
+        if counts is None:
+            return None
+        state = base
+        for values, count in zip(alike, counts, strict=True):
+            for value in values[:count]:
+                state = self._without(state, value)
+        # estimates: where giving up several frees less than each does alone, some more has to go
+        state = self._lowered(state, target) or state
+        return state if state.alive.peak <= target else None
+
     def _product(self, value: int) -> int:
         """FLOPs of the products that make a value."""
         return sum(self.model.flops.get(x, 0) for x in self.model.values[value].nodes)
@@ -340,6 +386,43 @@ def _work(state: _State) -> tuple[float, float, int]:
     return (state.alive.flops + state.alive.stalled, *state.key)
 
 
+def knapsack(offers: Sequence[tuple[int, int, int]], missing: int) -> list[int] | None:
+    """How many of each offer to take, to free `missing` bytes for the least FLOPs.
+
+    Args:
+        offers: bytes that one frees, its FLOPs, and how many of it there are.
+        missing: > 0.
+
+    Returns:
+        None if all of them together free less.
+
+    >>> knapsack([(10, 30, 9), (4, 11, 9)], 12)  # three small ones instead of two large ones
+    [0, 3]
+    """
+    if sum(freed * count for freed, _, count in offers) < missing:
+        return None
+    # bytes in whole grains: of an offer rounded down, so that what is taken frees enough
+    grain = max(missing // _GRAINS, 1)
+    wanted = -(-missing // grain)
+    least = np.full(wanted + 1, np.inf)  # FLOPs that free so many grains, or more
+    least[0] = 0
+    taken: list[tuple[int, int, Any]] = []
+    for offer, (freed, flops, count) in enumerate(offers):
+        grains = min(freed // grain, wanted)
+        for _ in range(min(count, wanted // max(grains, 1) + 1)):
+            before = np.concatenate([np.full(grains, least[0]), least[: wanted + 1 - grains]])
+            taken.append((offer, grains, better := before + flops < least))
+            least = np.where(better, before + flops, least)
+    if least[wanted] == np.inf:
+        return None
+    counts, left = [0] * len(offers), wanted
+    for offer, grains, better in reversed(taken):
+        if better[left]:
+            counts[offer] += 1
+            left = max(left - grains, 0)
+    return counts
+
+
 def _over(alive: Alive, target: int) -> int:
     """Bytes above a peak, summed over the steps."""
     return int(np.maximum(alive.bytes - target, 0).sum())
@@ -348,4 +431,5 @@ def _over(alive: Alive, target: int) -> int:
 _STEPS = 40  # a descent lowers the peak by this share at a time
 _TRIED = 8  # values that are tried before a descent gives up
 _POLISHED = 3
+_GRAINS = 2048  # what is missing is counted in so many parts
 _SEGMENTS: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)

@@ -1,5 +1,6 @@
 """Backward computes again what it is told to, from what is still there."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ def net(params: Any, x: Tensor) -> Tensor:
 PARAMS = {"a": torch.ones(4, 8), "b": torch.ones(8, 8), "c": torch.ones(8, 5)}
 
 
-def before_the_pass(**options: Any) -> Program:
+def before_the_pass(
+    model_fn: Callable[[Any, Tensor], Tensor] = net, params: Any = PARAMS, **options: Any
+) -> Program:
     """A step's gradients as `recompute` gets them."""
     found = []
     original = pipeline.rematerialise
@@ -36,8 +39,8 @@ def before_the_pass(**options: Any) -> Program:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "rematerialise", noted)
-        step_fn = fzero.make_train_step(net, fzero.optim.sgd(0.1), fzero.Config(**options))
-        step_fn.lower(*step_fn.init(PARAMS), torch.ones(6, 4))
+        step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), fzero.Config(**options))
+        step_fn.lower(*step_fn.init(params), torch.ones(6, 4))
     return found[0]
 
 
