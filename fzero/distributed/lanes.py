@@ -10,9 +10,11 @@ order in which they launch everything else.
 """
 
 import secrets
+import threading
 import weakref
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.distributed import (
     Store,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from fzero.distributed import whereabouts
 from fzero.distributed.mesh import default_store, group_of
 from fzero.distributed.whereabouts import Circle
 from fzero.errors import ShardError
@@ -44,9 +47,34 @@ def gloo_lane(group: ProcessGroup, circle: Circle, gather: Gather) -> ProcessGro
     if lane is None:
         # a place in the store that no earlier one has used: gloo would connect to its addresses
         number = gather(secrets.randbits(62))[0]
-        store = PrefixStore(f"fzero/lane {number}", default_store())
-        lane = circle.lanes[group] = _gloo_group(store, group)
+        # a connection of its own: who waits in one keeps all others from asking
+        own = default_store().clone()  # pyright: ignore[reportAttributeAccessIssue]
+        store = PrefixStore(f"fzero/lane {number}", own)
+        lane = circle.lanes[group] = _looking(lambda: _gloo_group(store, group), circle)
     return lane
+
+
+def _looking(made: Callable[[], ProcessGroup], circle: Circle) -> ProcessGroup:
+    """What `made` gives, unless a rank dies or goes another way before it has come.
+
+    Ranks connect inside, and gloo waits for each as long as for a collective, without looking up.
+    """
+    found: Future[ProcessGroup] = Future()
+
+    def make() -> None:
+        try:
+            found.set_result(made())
+        except BaseException as error:
+            found.set_exception(error)
+
+    # a daemon: nobody waits for a connection to a rank that is gone
+    threading.Thread(target=make, name="fzero lane", daemon=True).start()
+    with circle.explained(certain=True):
+        seconds = whereabouts.PATIENCE
+        while not wait([found], seconds).done:
+            circle.look()
+            seconds = circle.pause()
+        return found.result()
 
 
 _BESIDE: "weakref.WeakKeyDictionary[ProcessGroup, str]" = (

@@ -1,7 +1,10 @@
 """Reductions travel in a group of their own beside gathers; where there can be none, as before."""
 
+import os
+import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fzero
+from fzero.distributed import lanes as lanes_module
 from fzero.distributed import whereabouts
 from fzero.distributed.buckets import REDUCE_SCATTER
 from fzero.distributed.mesh import resolve_mesh
-from tests.ranks import fake_ranks, run_fresh, run_ranks
+from tests.ranks import Ranks, RanksFailed, fake_ranks, run_fresh, run_ranks
 
 SMALL = fzero.Config(stage=3, bucket_mb=0.0001)
 
@@ -175,3 +179,40 @@ def test_the_operator_itself_stays_in_the_group() -> None:
         x = torch.arange(6.0)
         assert torch.ops.fzero.reduce_apart(x, "sum", 2, group.group_name, False).shape == (3,)
         assert torch.ops.fzero.reduce_apart(x, "sum", 2, group.group_name, True).shape == (6,)
+
+
+def _lost_on_the_way(victim: int, how: str, out: str) -> None:
+    rank = int(os.environ["RANK"])
+    made = lanes_module._gloo_group  # pyright: ignore
+
+    def lost(*args: Any) -> Any:
+        if rank == victim:
+            if how == "dies":
+                os._exit(9)
+            raise ValueError("before the others could connect")
+        return made(*args)
+
+    lanes_module._gloo_group = lost  # pyright: ignore
+    started = time.monotonic()
+    try:
+        trained(SMALL, steps=1)
+    except (fzero.RankMismatchError, ValueError) as error:
+        took = time.monotonic() - started
+        Path(out, str(rank)).write_text(f"{took < 20} {error}")
+        if how == "raises":
+            time.sleep(10)  # its process lives: what tells the others is what it said
+        raise
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+def test_a_rank_that_is_lost_while_it_is_made_is_named(how: str, tmp_path: Path) -> None:
+    ranks = Ranks.start(3, {}, joined=False)
+    try:
+        with pytest.raises(RanksFailed):
+            ranks.call(_lost_on_the_way, (1, how, str(tmp_path)), 60, grace=30)
+    finally:
+        ranks.kill()
+    for rank in (0, 2):
+        told = (tmp_path / str(rank)).read_text()
+        assert told.startswith("True ")
+        assert ("rank 1 ended" if how == "dies" else "rank 1 to 'step function") in told
