@@ -110,7 +110,7 @@ class Driver:
         # a checkpoint computes again: backwards inside this forward are nested in that task
         if (task := current_task()) != -1:
             self.on(events.TaskMet(task))
-        self.on(events.ForwardStarted(forward.number, torch.is_grad_enabled()))
+        self.on(events.ForwardStarted(forward.number, self._trains()))
         calling, self._calling = self._calling, True  # the door is to keep quiet meanwhile
         try:
             yield forward
@@ -127,11 +127,17 @@ class Driver:
 
     def returned(self, forward: Forward, out: Any) -> None:
         """A forward has ended: backward is to tell when it reaches what it gave."""
-        self.on(events.ForwardEnded(forward.number, torch.is_grad_enabled()))
+        trains = self._trains()
+        self.on(events.ForwardEnded(forward.number, trains))
         if torch.is_grad_enabled():
-            forward.hook(out)
+            forward.hook(out, trains=trains)
+        if trains:
             self._open.add(forward.number)
         self._end()
+
+    def _trains(self) -> bool:
+        """Whether a forward of now is a micro-batch, and no evaluation or another's forward."""
+        return torch.is_grad_enabled() and self._wishes.any()
 
     def _begin(self) -> None:
         """A pass through the module begins, on all ranks unless they are in a local block."""
@@ -252,7 +258,7 @@ class Driver:
         self.writes.unwritten_since(self._versions)
         self.recover()
         forward = Forward(self, next(self._forwards))
-        self.on(events.ForwardStarted(forward.number, torch.is_grad_enabled()))
+        self.on(events.ForwardStarted(forward.number, self._trains()))
         self.returned(forward, out)
 
     def left_directly(self) -> None:
@@ -260,11 +266,14 @@ class Driver:
         if not self._calling:
             self._end()
 
-    def output_reached(self, forward: int, loss: Tensor | None) -> None:
+    def output_reached(self, forward: int, loss: Tensor | None, *, trains: bool) -> None:
         """A gradient has come to an output of a forward, which may have had a loss."""
+        self._came = True
+        if not trains:  # on its way to another's parameters; what it gathers is freed at its end
+            self.on(events.TaskMet(current_task()))
+            return
         self.on(events.OutputReached(forward, current_task()))
         self._open.discard(forward)
-        self._came = True
         if self._node is None:
             self._node = current_node()
         if loss is not None:

@@ -37,7 +37,10 @@ class OutputReached(NamedTuple):
 
 
 class TaskMet(NamedTuple):
-    """A forward begins inside a graph task: it is the outermost one there is."""
+    """A forward begins inside a graph task, or one comes to an output of a forward of another's.
+
+    It is the outermost task there is.
+    """
 
     task: int
 

@@ -17,7 +17,7 @@ class Listener(Protocol):
 
     module: nn.Module
 
-    def output_reached(self, forward: int, loss: Tensor | None, /) -> None:
+    def output_reached(self, forward: int, loss: Tensor | None, /, *, trains: bool) -> None:
         """A gradient has come to an output."""
         ...
 
@@ -46,9 +46,16 @@ class Forward:
     def __init__(self, listener: Listener, number: int) -> None:
         self.listener, self.number = weakref.ref(listener), number
         self.loss: Tensor | None = None
+        self.trains = True
 
-    def hook(self, out: Any) -> None:
-        """Be told of gradients that come to `out`, what the call has given."""
+    def hook(self, out: Any, *, trains: bool) -> None:
+        """Be told of gradients that come to `out`, what the call has given.
+
+        Args:
+            out: in any containers.
+            trains: whether a parameter of the engine's may get one from there.
+        """
+        self.trains = trains
         self.loss = loss_in(out)
         for x in tensors_in(out):
             # a view that is written to gets another node, and backward may come by its base alone
@@ -60,7 +67,7 @@ class Forward:
         """A gradient has come to an output."""
         listener = self.listener() if self.listener is not None else None
         if listener is not None:
-            listener.output_reached(self.number, self.loss)
+            listener.output_reached(self.number, self.loss, trains=self.trains)
 
     def __del__(self) -> None:  # the hooks on its outputs held it, so the graph is gone
         listener = self.listener() if self.listener is not None else None

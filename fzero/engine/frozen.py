@@ -64,6 +64,10 @@ class Wishes:
         self.asked = now
         return True
 
+    def any(self) -> bool:
+        """Whether something is trained; if not, a forward is another's, as a GAN's critic's."""
+        return any(param.requires_grad for param in self._params)
+
     def now(self) -> tuple[LeafLayout, ...]:
         """The leaves, trainable as they are now."""
         off = {i for i, asked in zip(self.indices, self.asked, strict=True) if not asked}

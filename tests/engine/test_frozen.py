@@ -1,5 +1,6 @@
 """What is frozen and unfrozen between steps: trained as plain torch trains it, its state kept."""
 
+import copy
 import random
 from typing import Any
 
@@ -282,6 +283,58 @@ def test_a_forward_of_another_leaves_the_set_alone() -> None:
         engine(data(1)).square().mean().backward()
         engine.step()
         assert all(not torch.equal(x, before[name]) for name, x in engine.full_params().items())
+
+
+def _judged(stage: int) -> float:
+    """A generator is trained through its critic, then the critic; the farthest from plain torch."""
+    rank, world, accum_steps = dist.get_rank(), dist.get_world_size(), 2
+    torch.manual_seed(0)
+    plain: Any = nn.ModuleList([nn.Linear(6, 6).double(), _module()])
+    opts = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in plain]
+    cfg, sgd = fzero.Config(stage, accum_steps=accum_steps), fzero.optim.sgd(0.1, momentum=0.9)
+    engines: Any = [fzero.Engine(net, sgd, cfg) for net in copy.deepcopy(plain)]
+
+    def losses(nets: Any, module: nn.Module, r: int, number: int) -> list[Tensor]:
+        generator, critic = nets
+        fake = generator(data(r, number))
+        module.requires_grad_(False)
+        judged = critic(fake).square().mean()
+        module.requires_grad_(True)
+        both = critic(torch.cat([fake.detach(), data(r, number + 50)]))
+        return [judged, (both[:3] - both[3:] - 1).square().mean()]
+
+    for step in range(3):
+        for i in range(accum_steps):
+            for r in range(world):
+                for loss in losses(plain, plain[1], r, 2 * step + i):
+                    (loss / accum_steps / world).backward()
+            for loss in losses(engines, engines[1].module, rank, 2 * step + i):
+                loss.backward()
+            for engine in engines:
+                engine.step()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    assert [engine.global_steps for engine in engines] == [3, 3]
+    return max(
+        float((value - net.state_dict()[name]).abs().max())
+        for net, engine in zip(plain, engines, strict=True)
+        for name, value in engine.full_params().items()
+    )
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_forward_of_another_is_no_micro_batch(stage: int) -> None:
+    assert max(run_ranks(2, _judged, stage)) < 1e-12
+
+
+def test_step_after_forwards_of_another_alone_changes_nothing() -> None:
+    engine = fzero.Engine(_module(), fzero.optim.sgd(0.1, weight_decay=0.1))
+    engine.module.requires_grad_(False)
+    engine(data(0).requires_grad_()).sum().backward()
+    with pytest.raises(fzero.BackwardError, match="no backward has brought a gradient"):
+        engine.step()
+    assert engine.global_steps == 0
 
 
 def test_an_optimizer_of_others_is_frozen_too() -> None:
