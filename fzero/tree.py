@@ -43,6 +43,33 @@ def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     return optree.tree_map(fn, tree, *rest)
 
 
+def nodes(kind: type, tree: PyTree) -> list[Any]:
+    """The outermost nodes of a class.
+
+    >>> nodes(tuple, {"a": (1, (2,)), "b": [(3,)], "c": 4})
+    [(1, (2,)), (3,)]
+    """
+    found = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in found if isinstance(x, kind)]
+
+
+def map_nodes(
+    kind: type, fn: Callable[..., Any], tree: PyTree, *rest: PyTree, alone: bool = False
+) -> PyTree:
+    """`fn` on the outermost nodes of a class, and on what `rest` has there.
+
+    Leaves stay; with `alone` they are None.
+
+    >>> map_nodes(tuple, len, {"a": (5, 6), "b": 7}), map_nodes(tuple, len, {"b": 7}, alone=True)
+    ({'a': 2, 'b': 7}, {'b': None})
+    """
+
+    def of(x: Any, *more: Any) -> Any:
+        return fn(x, *more) if isinstance(x, kind) else None if alone else x
+
+    return optree.tree_map(of, tree, *rest, is_leaf=lambda x: isinstance(x, kind))
+
+
 def either(tree: PyTree, other: PyTree) -> PyTree:
     """The leaves of `tree`, and those of `other` where it has None.
 

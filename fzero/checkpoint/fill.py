@@ -135,7 +135,7 @@ def fill(
     # what is let pass stays as it was in the trees that were given
     trees = opened.read({*report.missing, *report.misshapen, *unsaved, *uncounted})
     if uncounted:
-        count_as_all(trees[1])
+        count_as_all(trees[1], uncounted)
     # only what was read whole is gone back to
     _remember(Path(source.where), state=opt_state_like is not None)
     return trees

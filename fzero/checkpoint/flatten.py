@@ -4,7 +4,8 @@
 that there is: at stages 1 and 2 with a low `Precision.param` that is the master, and the parameters
 that the model computes with are its rounded copy, or what somebody wrote there since, which counts
 (see [Note: masters follow]). So a checkpoint looks the same whichever stage wrote it, and every
-stage reads it back without loss.
+stage reads it back without loss. So it is with each state in a tree of several, those of a GAN's
+two engines: its masters are of the parameters at its own place.
 """
 
 import collections
@@ -33,12 +34,14 @@ class Flat:
         tensors: canonical values, `DTensor`s or plain tensors, by key.
         rounded: by the same keys, the low-precision copies of some of them.
         scalars: leaves that are plain Python values.
+        buffers: keys of model state.
         rebuild: from scalars by key to `(params, opt_state)` with these very tensors.
     """
 
     tensors: dict[str, Tensor]
     rounded: dict[str, Tensor]
     scalars: dict[str, Scalar]
+    buffers: frozenset[str]
     rebuild: Callable[[Mapping[str, Scalar]], tuple[PyTree, PyTree]]
 
 
@@ -47,23 +50,21 @@ def flatten(params: PyTree, opt_state: PyTree) -> Flat:
 
     Args:
         params: pytree of tensors, or None.
-        opt_state: an `OptState`, any other pytree, or None.
+        opt_state: an `OptState`, any other pytree, which may have some in it, or None.
 
     Raises:
         CheckpointError: leaves that are neither tensors nor plain Python values; all are named.
+            Or the keys of two leaves are the same.
 
     >>> list(flatten({"w": torch.ones(2)}, {"mu": [torch.zeros(2)], "lr": 0.1}).tensors)
     ['params.w', 'opt_state.mu.0']
     """
     leaves: dict[str, Any] = {}
-    masters: dict[str, tuple[str, Tensor]] = {}
-    rest = opt_state
-    if isinstance(opt_state, OptState):
-        high = opt_state.master
-        pairs = zip(keys("params", high), tree.leaves(high), strict=True)
-        masters = dict(zip(tree.paths(high), pairs, strict=True))
-        # a master goes by its parameter's key: a checkpoint has one value for both
-        rest = opt_state._replace(master=None, metrics={})
+    # a master goes by its parameter's key: a checkpoint has one value for both
+    high = tree.map_nodes(OptState, lambda state: state.master, opt_state, alone=True)
+    pairs = zip(keys("params", high), tree.leaves(high), strict=True)
+    masters = dict(zip(tree.paths(high), pairs, strict=True))
+    rest = without_masters(opt_state)
     param_keys, state_keys = keys("params", params), keys("opt_state", rest)
     param_leaves, param_spec = tree.flatten(params)
     state_leaves, state_spec = tree.flatten(rest)
@@ -74,6 +75,8 @@ def flatten(params: PyTree, opt_state: PyTree) -> Flat:
         leaves[key] = leaf if master is None else master
         if master is not None:
             rounded[key] = leaf
+    if twice := [key for key, _ in masters.values() if key in leaves]:
+        raise CheckpointError(_TWICE.format("params and their masters", twice[0]))
     leaves |= dict(masters.values())  # where there are no params the masters stand for them
     leaves |= dict(zip(state_keys, state_leaves, strict=True))
     tensors = {key: x for key, x in leaves.items() if isinstance(x, Tensor)}
@@ -85,12 +88,27 @@ def flatten(params: PyTree, opt_state: PyTree) -> Flat:
             return tree.unflatten(spec, [new.get(key, x) for key, x in zip(keys, old, strict=True)])
 
         state = of(state_keys, state_leaves, state_spec)
-        if isinstance(opt_state, OptState):
-            # they were filled in place, under the keys of the parameters
-            state = state._replace(master=opt_state.master, metrics={})
+        # masters were filled in place, under the keys of the parameters
+        state = tree.map_nodes(OptState, _with_masters, state, opt_state)
         return of(param_keys, param_leaves, param_spec), state
 
-    return Flat(tensors, rounded, scalars, rebuild)
+    return Flat(tensors, rounded, scalars, _buffers(rest), rebuild)
+
+
+def without_masters(opt_state: PyTree) -> PyTree:
+    """What of a state has keys of its own: no masters, and no metrics."""
+    return tree.map_nodes(OptState, lambda x: x._replace(master=None, metrics={}), opt_state)
+
+
+def _with_masters(state: OptState, old: OptState) -> OptState:
+    return state._replace(master=old.master)
+
+
+def _buffers(opt_state: PyTree) -> frozenset[str]:
+    def alone(state: OptState) -> PyTree:
+        return state._replace(step=None, inner=None, loss_scale=None)  # pyright: ignore
+
+    return frozenset(keys("opt_state", tree.map_nodes(OptState, alone, opt_state, alone=True)))
 
 
 def keys(prefix: str, of: PyTree) -> list[str]:
@@ -108,11 +126,14 @@ def keys(prefix: str, of: PyTree) -> list[str]:
     ]
     if len(set(found)) < len(found):
         twice = [key for key, count in collections.Counter(found).items() if count > 1]
-        raise CheckpointError(
-            f"several leaves of {prefix} have the key {twice[0]!r}; a checkpoint needs one key per "
-            "leaf. Rename one of the dict keys or fields that lead there."
-        )
+        raise CheckpointError(_TWICE.format(prefix, twice[0]))
     return found
+
+
+_TWICE = (
+    "several leaves of {} have the key {!r}; a checkpoint needs one key per leaf. Rename one of "
+    "the dict keys or fields that lead there."
+)
 
 
 def placement_of(tensor: Tensor) -> str:

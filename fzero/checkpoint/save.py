@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from fzero import tree
 from fzero.checkpoint import background
 from fzero.checkpoint.client import compared, encode
 from fzero.checkpoint.flatten import Flat, Scalar, flatten, placement_of
@@ -94,7 +95,9 @@ def save(
     Args:
         path: folder of the run's checkpoints, the same for all ranks; made if it isn't there.
         params: pytree of tensors, DTensors or not, as `TrainStep` gives it.
-        opt_state: an `OptState`, any other pytree of tensors and plain Python values, or None.
+        opt_state: an `OptState`, any other pytree of tensors and plain Python values, or None. Of
+            several engines that are trained together save one tree: `{"g": g.state[0], ...}` and
+            `{"g": g.state[1], ...}`, with `step`.
         step: names the checkpoint; taken from `opt_state.step` if not given, else 0.
         keep: remove all but so many checkpoints once this one is there; at least 1. What stays is
             this one, those that it came from, then others, newest first; and in any case the one
@@ -155,8 +158,8 @@ class _Options(NamedTuple):
 
 def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> Path:
     step, keep, overwrite, asynchronous, timeout, client = options
-    if isinstance(opt_state, OptState):
-        refuse_spent(opt_state)
+    for state in tree.nodes(OptState, opt_state):
+        refuse_spent(state)
     if isinstance(params, tuple) and any(isinstance(x, OptState) for x in params):
         raise CheckpointError(
             "params is a tuple with an OptState in it: engine.state, or what a step returned. Pass "
@@ -352,7 +355,7 @@ def _agree(flat: Flat, ranks: Ranks, asked: dict[str, str]) -> None:
         if not isinstance(x, DTensor)
         and key.startswith("opt_state")
         # buffers, which ranks do change each in its own way, whatever they take
-        and (x.nbytes <= COMPARED_BYTES or key.startswith("opt_state.model_state"))
+        and (x.nbytes <= COMPARED_BYTES or key in flat.buffers)
         and ranks.group is not None
     }
     ranks.same("the values of leaves that are no DTensors and are stored once", small)
