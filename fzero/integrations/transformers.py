@@ -21,6 +21,7 @@ from fzero import checkpoint as checkpoints
 from fzero import optim
 from fzero.config import Config
 from fzero.engine import Engine
+from fzero.engine.face import EngineOptimizer
 from fzero.errors import ConfigError
 
 try:
@@ -84,6 +85,7 @@ class _OnEngine:
     accelerator: Any
     lr_scheduler: Any
     optimizer: Any
+    optimizer_cls_and_kwargs: Any
     state: Any
 
     def __init__(
@@ -91,13 +93,8 @@ class _OnEngine:
     ) -> None:
         self.engine: Engine | None = None
         self._cfg, self._opt = cfg or Config(stage=3), opt
-        if (kwargs.get("optimizers") or (None, None))[0] is not None:
-            raise ConfigError(
-                "Trainer(optimizers=(optimizer, ...)): an optimizer of torch updates whole "
-                "parameters, which no rank has. Pass one of fzero.optim as opt=, or name it in "
-                "TrainingArguments(optim=...)."
-            )
         super().__init__(*args, **kwargs)
+        self._refuse_other_optimizers("Trainer(optimizers=(optimizer, ...))")
         self._cfg = _config(self._cfg, self.args)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -109,6 +106,7 @@ class _OnEngine:
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Shard the model, unless it is; the engine's face as an optimizer of torch."""
+        self._refuse_other_optimizers("trainer.optimizer = ...")
         if self.engine is None or self.engine.module is not self.model:
             decayed = self.get_decay_parameter_names(self.model)  # pyright: ignore
             opt = self._opt if self._opt is not None else optimizer_of(self.args, decayed)
@@ -116,10 +114,35 @@ class _OnEngine:
         self.optimizer = self.engine.optimizer
         return self.optimizer
 
-    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _refuse_other_optimizers(self, where: str) -> None:
+        """Raise a ConfigError if one was asked for in a way that the engine does not hear of.
+
+        Args:
+            where: the one that is there may have come from.
+        """
+        asked: dict[str, Any] = {
+            "Trainer(optimizer_cls_and_kwargs=...)": self.optimizer_cls_and_kwargs,
+            "get_optimizer_cls_and_kwargs() of this class": self._opt is None
+            and type(self).get_optimizer_cls_and_kwargs  # pyright: ignore
+            is not transformers.Trainer.get_optimizer_cls_and_kwargs,
+            # accelerate wraps it
+            where: not isinstance(
+                getattr(self.optimizer, "optimizer", self.optimizer), EngineOptimizer | None
+            ),
+        }
+        for name, there in asked.items():
+            if there:
+                raise ConfigError(
+                    f"{name}: an optimizer of torch updates whole parameters, which no rank has. "
+                    "Pass one of fzero.optim as opt=, or name it in TrainingArguments(optim=...)."
+                )
+
+    def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if training:  # whoever overrides what makes the optimizer makes no engine either
+            self._refuse_other_optimizers("create_optimizer() of this class")
         if self.engine is not None and model in (self.engine, self.engine.module):
             return self.engine
-        return super()._wrap_model(model, *args, **kwargs)  # pyright: ignore
+        return super()._wrap_model(model, training, *args, **kwargs)  # pyright: ignore
 
     # the step clips, as it knows the norm of whole gradients; it is told once it is there
     def _clip_grad_norm(self, model: Any) -> None:
@@ -269,7 +292,7 @@ class Trainer(_OnEngine, transformers.Trainer):
         args, kwargs: as of `transformers.Trainer`.
         cfg: see `Config`; stage 3 if not given. `clip_norm` is `max_grad_norm` unless it is set,
             `precision` what `bf16` or `fp16` ask for.
-        opt: one of `fzero.optim`; else `args.optim` names it: AdamW, Adafactor, SGD, Lion. For a
+        opt: one of `fzero.optim`; else `args.optim` names it: AdamW, SGD, Lion. For a
             schedule of transformers its rate must be in its state
             (`fzero.optim.inject_hyperparams`).
 

@@ -328,7 +328,8 @@ def test_one_process_trains_alone_and_twice(tmp_path: Path) -> None:
         ({"optim": "adagrad"}, {}, "optim='adagrad'"),
         ({"torch_compile": True}, {}, "torch_compile"),
         ({}, {"cfg": fzero.Config(accum_steps=2)}, "gradient_accumulation_steps"),
-        ({}, {"optimizers": (torch.optim.SGD([torch.ones(1)], 0.1), None)}, "opt="),
+        ({}, {"optimizers": (torch.optim.SGD([torch.ones(1)], 0.1), None)}, "optimizers=.*opt="),
+        ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}, "cls_and_kwargs=.*opt="),
     ],
 )
 def test_what_would_be_passed_over_is_refused(
@@ -336,6 +337,47 @@ def test_what_would_be_passed_over_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         Trainer(_gpt(), _arguments(str(tmp_path), **arguments), **_data(), **options).train()
+
+
+class _MakesIt(Trainer):
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)  # pyright: ignore
+        return self.optimizer
+
+
+class _NamesIt(Trainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
+        return torch.optim.SGD, {"lr": 0.1}
+
+
+class _WrapsIt(Trainer):
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        super().create_optimizer(model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)  # pyright: ignore
+        return self.optimizer
+
+
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        (_MakesIt, r"create_optimizer\(\) of this class.*opt="),
+        (_WrapsIt, r"create_optimizer\(\) of this class.*opt="),
+        (_NamesIt, r"get_optimizer_cls_and_kwargs\(\) of this class.*opt="),
+    ],
+)
+def test_an_optimizer_that_a_class_of_ones_own_makes_is_refused(
+    tmp_path: Path, trainer: type[Trainer], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        trainer(_gpt(), _arguments(str(tmp_path)), **_data()).train()
+
+
+def test_an_optimizer_that_is_assigned_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(_gpt(), _arguments(str(tmp_path)), **_data())
+    trainer.optimizer = torch.optim.SGD([torch.ones(1)], 0.1)
+    with pytest.raises(ConfigError, match=r"trainer.optimizer = .*opt="):
+        trainer.train()
 
 
 def test_an_optimizer_of_fzeros_is_taken(tmp_path: Path) -> None:
