@@ -445,7 +445,7 @@ class Engine:
             >>> nn.Linear(3, 1).load_state_dict(engine.state_dict())
             <All keys matched successfully>
         """
-        return module_state.state_dict(self._driver, self._parts)
+        return module_state.state_dict(self._driver, self._parts, self._slots)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadedKeys:
         """Copy values into parameters, masters and buffers. The optimizer's state stays.
@@ -469,7 +469,7 @@ class Engine:
             >>> engine.load_state_dict(nn.Linear(3, 1).state_dict())
             LoadedKeys(missing_keys=[], unexpected_keys=[])
         """
-        return module_state.load(self._driver, state_dict, strict=strict)
+        return module_state.load(self._driver, self._parts, self._slots, state_dict, strict=strict)
 
     def release(self) -> nn.Module:
         """Give the module back as plain PyTorch; the engine is over.

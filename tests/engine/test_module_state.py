@@ -157,3 +157,87 @@ def test_looks_at_the_step() -> None:
     for opt, words in ((SGD(), "no learning rate"), (two, r"2 learning rates: \[0.25, 0.5\]")):
         with pytest.raises(fzero.FzeroError, match=words):
             print(fzero.Engine(nn.Linear(2, 1), opt).lr)
+
+
+class Fused(nn.Module):
+    """One projection, which is stored as the three that an older release had; and a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 9), nn.Linear(3, 3)
+        self.also = self.out  # tied, as a whole
+        self.register_buffer("turns", torch.zeros(2))
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._join)
+        self.register_load_state_dict_post_hook(self._loaded)
+        self.loaded: list[str] = []
+
+    @staticmethod
+    def _split(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        for kind in ("weight", "bias"):
+            parts = state.pop(f"{prefix}qkv.{kind}").chunk(3)
+            for name, part in zip("qkv", parts, strict=True):
+                state[f"{prefix}{name}.{kind}"] = part
+
+    @staticmethod
+    def _join(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        for kind in ("weight", "bias"):
+            parts = [state.pop(f"{prefix}{name}.{kind}", None) for name in "qkv"]
+            if parts[0] is not None:
+                state[f"{prefix}qkv.{kind}"] = torch.cat(parts)
+
+    @staticmethod
+    def _loaded(module: Any, keys: Any) -> None:
+        module.loaded += keys.missing_keys
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.also(torch.sigmoid(q * k) * v)
+
+
+def _fused(seed: int) -> Any:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), Fused())
+    net[1].turns += seed  # pyright: ignore
+    return net
+
+
+def _stored_otherwise(stage: int, precision: Any) -> None:
+    rank, _ = here()
+    cfg = fzero.Config(stage, precision=precision)
+    engine = fzero.Engine(_fused(1), fzero.optim.sgd(2.0**-9), cfg)
+    engine(data(rank).float()).float().square().mean().backward()
+    engine.step()
+    state, values, plain = engine.state_dict(), engine.full_params(), _fused(2)
+    assert list(state) == list(plain.state_dict())
+    plain.load_state_dict(state)
+    assert state["1.also.weight"] is state["1.out.weight"]
+    for name, x in plain.named_parameters():
+        assert torch.equal(x, values[name]), name  # all digits, though they were cut to pieces
+
+    other = fzero.Engine(_fused(3), fzero.optim.sgd(2.0**-9), cfg)
+    before = other.full_params()
+    with pytest.raises(fzero.ShardError, match=r"size mismatch.*Nothing was loaded"):
+        other.load_state_dict(state | {"1.q.bias": torch.ones(7), "1.turns": torch.ones(2)})
+    with pytest.raises(fzero.ShardError, match=r"'1.qkv.bias' is missing"):
+        other.load_state_dict({k: x for k, x in state.items() if not k.endswith("q.bias")})
+    assert all(torch.equal(x, before[name]) for name, x in other.full_params().items())
+    assert other.module[1].turns.tolist() == [3, 3]  # pyright: ignore
+
+    old = {k: x for k, x in state.items() if "also" not in k}  # one name of two is enough
+    for part, name in (("original0", "weight_g"), ("original1", "weight_v")):  # an older torch's
+        old[f"0.{name}"] = old.pop(f"0.parametrizations.weight.{part}")
+    assert other.load_state_dict(old) == ([], [])
+    assert all(torch.equal(x, values[name]) for name, x in other.full_params().items())
+    assert other.module[1].turns.tolist() == [1, 1]  # pyright: ignore
+    for net in (engine, other):
+        net(data(rank, 1).float()).float().square().mean().backward()
+        net.step()
+    after = engine.full_params()
+    assert all(torch.equal(x, after[name]) for name, x in other.full_params().items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_module_that_is_stored_otherwise_is_loaded_so(stage: int, precision: str | None) -> None:
+    run_ranks(2, _stored_otherwise, stage, precision)
