@@ -118,7 +118,9 @@ def kept_of(found: Path) -> dict[str, Any]:
 def keys_of(module: nn.Module) -> dict[str, str]:
     """The keys of a module's `state_dict`, each with the name that a checkpoint has for it.
 
-    A checkpoint has tied tensors under one name, and buffers that are not persistent, too.
+    A checkpoint has tied tensors under one name, and buffers that are not persistent, too. Of a
+    module that makes other tensors of its parameters when it is saved, these parameters' own names
+    are the keys: those tensors are in no checkpoint.
 
     >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     >>> model[1].weight = model[0].weight
@@ -128,7 +130,10 @@ def keys_of(module: nn.Module) -> dict[str, str]:
     named = [*module.named_parameters(), *module.named_buffers()]
     names = {id(x): name for name, x in named}
     own = module.state_dict(keep_vars=True)
-    return {key: names.get(id(x), key) for key, x in own.items() if isinstance(x, Tensor)}
+    keys = {key: names.get(id(x), key) for key, x in own.items() if isinstance(x, Tensor)}
+    # a name of each, as `named_parameters` has tied ones once
+    missing = {name for name, _ in module.named_parameters()} - {*keys.values()}
+    return keys | {name: name for name in sorted(missing)}
 
 
 def module_of(found: Path, *, frozen: bool = True) -> dict[str, Tensor]:

@@ -186,6 +186,56 @@ def test_a_checkpoint_has_the_keys_of_the_modules_state_dict(
     run_ranks(2, _gives_back_its_keys, tmp_path, stage, bf16, timeout=120)
 
 
+class Split(nn.Module):
+    """One projection that is stored as two; what has the parameter's own name is taken, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(3, 4)
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._join)
+
+    @staticmethod
+    def _split(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        state["one"], state["two"] = state.pop(f"{prefix}both.weight").chunk(2)
+
+    @staticmethod
+    def _join(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        if "one" in state:
+            state[f"{prefix}both.weight"] = torch.cat([state.pop("one"), state.pop("two")])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.both(x)
+
+
+def _splits(folder: Path, stage: int) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine = deepspeed.initialize(model=Split(), config=config)[0]
+    engine.backward(engine(torch.ones(2, 3)).square().mean())
+    engine.step()
+    engine.save_checkpoint(folder)
+    want = engine.inner.full_params()
+    read = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert read.keys() == {"both.weight", "both.bias"}
+    other, plain = deepspeed.initialize(model=Split(), config=config)[0], Split()
+    plain.load_state_dict(read)
+    other.load_checkpoint(folder, load_module_only=True)
+    for name, x in other.inner.full_params().items():
+        assert torch.equal(x, want[name])
+        assert torch.equal(x, plain.get_parameter(name))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_that_are_stored_otherwise_are_in_a_checkpoint(
+    tmp_path: Path, stage: int
+) -> None:
+    run_ranks(2, _splits, tmp_path, stage, timeout=120)
+
+
 class Adapted(nn.Module):
     """A frozen layer with an adapter, and a weight that is in no group."""
 
