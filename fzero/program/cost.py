@@ -26,7 +26,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from fzero.distributed.buckets import Bucket
-from fzero.program.graph import Part, is_again, phases, tensors_of, written_operands
+from fzero.program.graph import Part, dense_of, is_again, phases, tensors_of, written_operands
 from fzero.program.hardware import Hardware
 from fzero.program.memory import is_wait, storages
 from fzero.program.origin import origin_of
@@ -90,12 +90,12 @@ def _bytes_moved(node: fx.Node) -> int:
     if node.op != "call_function" or node.target is operator.getitem or is_wait(node):
         return 0
     read = storages(node.all_input_nodes)
-    made = [x for x in tensors_of(node) if x.untyped_storage()._cdata not in read]
-    written = [x for operand in written_operands(node) for x in tensors_of(operand)]
+    made = [x for x in dense_of(node) if x.untyped_storage()._cdata not in read]
+    written = [x for operand in written_operands(node) for x in dense_of(operand)]
     if not made and not written and node.meta.get("val") is not None:  # a view
         return 0
     output = sum(x.nbytes for x in [*made, *written])
-    operands = [x for operand in node.all_input_nodes for x in tensors_of(operand)]
+    operands = [x for operand in node.all_input_nodes for x in dense_of(operand)]
     if getattr(node.target, "overloadpacket", None) in _LOOKUPS:  # reads the rows that it returns
         operands = operands[1:]
         return 2 * output + sum(x.nbytes for x in operands)

@@ -41,6 +41,16 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
     return [x for x in tree_iter(value) if isinstance(x, Tensor)]
 
 
+def dense_of(node: fx.Node) -> list[Tensor]:
+    """Those of a node's tensors that have a storage: a sparse one is made of others."""
+    return [x for x in tensors_of(node) if x.layout is torch.strided]
+
+
+def memory_of(node: fx.Node) -> list[int]:
+    """The storages that the values of a node are on."""
+    return [x.untyped_storage()._cdata for x in dense_of(node)]
+
+
 def order_of(graph: fx.Graph) -> dict[fx.Node, int]:
     """Each node's number in the graph's order."""
     return {node: i for i, node in enumerate(graph.nodes)}
@@ -149,12 +159,8 @@ def inputs_written_in_place(graph: fx.Graph) -> set[fx.Node]:
     """The placeholders that a graph may write into, directly or through views."""
     operands = {x for node in graph.nodes if is_mutable(node) for x in node.all_input_nodes}
     # by storage, for a view of an input is written as often as the input
-    storages = {x.untyped_storage()._cdata for node in operands for x in tensors_of(node)}
-    return {
-        node
-        for node in placeholders(graph)
-        if any(x.untyped_storage()._cdata in storages for x in tensors_of(node))
-    }
+    storages = {storage for node in operands for storage in memory_of(node)}
+    return {node for node in placeholders(graph) if not storages.isdisjoint(memory_of(node))}
 
 
 class Held(NamedTuple):

@@ -18,7 +18,14 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from fzero.distributed.buckets import KINDS, Bucket, asked_for
-from fzero.program.graph import is_op, operands, placeholders, tensors_of, written_operands
+from fzero.program.graph import (
+    is_op,
+    memory_of,
+    operands,
+    placeholders,
+    tensors_of,
+    written_operands,
+)
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
 from fzero.program.transfers import is_transfer
 
@@ -160,9 +167,9 @@ def counted(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
         if not times:  # nearly always
             yield node, (0,) * len(values_read(node))
         else:
-            yield node, tuple(sum(times.get(k, 0) for k in _memory(x)) for x in values_read(node))
+            yield node, tuple(sum(times.get(k, 0) for k in memory_of(x)) for x in values_read(node))
         for operand in written_operands(node):
-            for key in _memory(operand):
+            for key in memory_of(operand):
                 times[key] = times.get(key, 0) + 1
 
 
@@ -171,13 +178,9 @@ def written(graph: fx.Graph) -> dict[fx.Node, int]:
     times: dict[Any, int] = {}
     for node in graph.nodes:
         for operand in written_operands(node):
-            for key in _memory(operand):
+            for key in memory_of(operand):
                 times[key] = times.get(key, 0) + 1
-    return {x: sum(times.get(key, 0) for key in _memory(x)) for x in placeholders(graph)}
-
-
-def _memory(node: fx.Node) -> list[Any]:
-    return [x.untyped_storage()._cdata for x in tensors_of(node)]
+    return {x: sum(times.get(key, 0) for key in memory_of(x)) for x in placeholders(graph)}
 
 
 def source_of(node: fx.Node) -> Source:

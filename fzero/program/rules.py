@@ -18,6 +18,7 @@ from fzero.program.graph import (
     FORWARD,
     Part,
     is_op,
+    memory_of,
     output_node,
     phases,
     placeholders,
@@ -77,15 +78,11 @@ def _untouched(launch: fx.Node, wait: fx.Node, bucket: Bucket) -> Iterator[str]:
 
 def _unwritten(launch: fx.Node, wait: fx.Node) -> Iterator[str]:
     """What is on its way stays as it is until it has come."""
-    flying = {
-        x.untyped_storage()._cdata
-        for node in (launch, *launch.all_input_nodes)
-        for x in tensors_of(node)
-    }
+    flying = {storage for node in (launch, *launch.all_input_nodes) for storage in memory_of(node)}
     node = launch.next
     while node is not wait:
         for operand in written_operands(node):
-            if any(x.untyped_storage()._cdata in flying for x in tensors_of(operand)):
+            if not flying.isdisjoint(memory_of(operand)):
                 yield f"{node.name} writes {operand.name}, which {launch.name} is carrying"
         node = node.next
 

@@ -28,6 +28,7 @@ from fzero.program import Program
 from fzero.program.strides import layout_of
 from fzero.transforms.agreement import Agreement, Mine
 from fzero.transforms.frames import Frame, first_places, take_apart
+from fzero.transforms.micro import refuse_sparse
 from fzero.transforms.notes import warn_of_recordings
 from fzero.transforms.parts import has_parts, mesh_of
 from fzero.transforms.randomness import seeded
@@ -158,6 +159,9 @@ class Function:
             changed = known[0].notes.differences() if known else ["the shapes of its arguments"]
             warn_of_recordings(self.name, self._count, changed)
         leaves, frame = take_apart((args, kwargs), "arguments")
+        frame = _named(frame, self._arguments)
+        for x, name in zip(leaves, frame.names, strict=True):
+            refuse_sparse(x, f"the argument {name} of {self.name}")
         frame = frame.of_inputs(leaves)
         dynamic = self._recordings.dynamic(key, self.cfg)
         traced = TracedFunction(
@@ -166,7 +170,7 @@ class Function:
             {self.name: self.__wrapped__},
             self.cfg,
             leaves,
-            _named(frame, self._arguments),
+            frame,
             self._donated(args, len(leaves)),
             mesh,
             self._agreement.choice,

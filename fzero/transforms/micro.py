@@ -42,8 +42,17 @@ def _check_leaf(x: Tensor, path: str) -> None:
             f"batch{path} is a DTensor, a parameter that is sharded over ranks; a batch is made of "
             "plain tensors. Pass fzero.unshard(...) of it, which every rank must call."
         )
-    if x.layout != torch.strided:
+    refuse_sparse(x, f"batch{path}")
+
+
+def refuse_sparse(x: Tensor, what: str) -> None:
+    """Raise if a tensor that a function is to be staged out for has no storage.
+
+    Raises:
+        ShardError: it is sparse.
+    """
+    if x.layout is not torch.strided:
         raise ShardError(
-            f"batch{path} is a sparse tensor ({x.layout}), which can't be staged out. Pass its "
-            "indices() and values(), and make the sparse tensor in the model function."
+            f"{what} is a sparse tensor ({x.layout}), which can't be staged out. Pass its "
+            "indices() and values(), and make the sparse tensor in the function."
         )

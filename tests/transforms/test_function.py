@@ -377,3 +377,39 @@ def test_a_callers_no_grad_does_not_reach_a_function(executor: Any) -> None:
     expected = _full(run(params, x))
     with torch.no_grad():
         torch.testing.assert_close(_full(run(params, x)), expected)
+
+
+_INDICES = torch.tensor([[0, 1, 1], [0, 2, 4]])
+
+
+def _graph_loss(p: Params, values: Tensor) -> Tensor:
+    """A sparse matrix in forward, and a sparse gradient in backward."""
+    adjacency = torch.sparse_coo_tensor(_INDICES, values, (2, 7))
+    rows = torch.nn.functional.embedding(torch.tensor([0, 3, 3]), p["w"], sparse=True)
+    return torch.sparse.mm(adjacency, p["w"]).square().mean() + rows.sin().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_values_between_may_be_sparse(stage: int) -> None:
+    cfg, full, values = fzero.Config(stage=stage), {"w": _params()["w"]}, torch.tensor([1.0, 2, 3])
+    function = fzero.value_and_grad(_graph_loss, cfg)
+    params = fzero.shard({"w": full["w"].clone()}, cfg)
+    loss, grads = function(params, values.double())
+    w = full["w"].requires_grad_()
+    expected = _graph_loss({"w": w}, values.double())
+    expected.backward()
+    assert w.grad is not None
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(fzero.unshard(grads)["w"], w.grad.to_dense())
+    program = function.lower(params, values.double())
+    program.verify()
+    assert program.peak_bytes() > 0
+    assert program.cost().bytes_moved > 0
+
+
+def test_an_argument_that_is_sparse_is_refused_by_name() -> None:
+    params = fzero.shard({"w": _params()["w"]}, fzero.Config())
+    adjacency = torch.sparse_coo_tensor(_INDICES, torch.ones(3, dtype=F64), (2, 7))
+    product = fzero.sharded(lambda params, graph: torch.sparse.mm(graph, params["w"]))
+    with pytest.raises(ShardError, match=r"argument graph of .* is a sparse tensor .*indices\(\)"):
+        product(params, adjacency)

@@ -8,6 +8,7 @@ from torch import fx
 from fzero.functional.memory import extent
 from fzero.program.graph import (
     copy_graph,
+    memory_of,
     order_of,
     output_node,
     placeholders,
@@ -35,7 +36,7 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
     inputs = placeholders(graph)
     output = output_node(graph)
     results: list[fx.Node] = list(output.args[0])  # pyright: ignore
-    memory = {_storage(node): node for node in inputs if tensors_of(node)}
+    memory = {_storage(node): node for node in inputs if memory_of(node)}
     free = [node for node, given in zip(inputs, donated, strict=False) if given]
     taken: dict[int, fx.Node] = {}
     for i, result in enumerate(results):
@@ -92,8 +93,8 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
 
 
 def _storage(node: fx.Node) -> int:
-    found = tensors_of(node)
-    return found[0].untyped_storage()._cdata if found else -1
+    found = memory_of(node)
+    return found[0] if found else -1
 
 
 def _overlap(a: fx.Node, b: fx.Node) -> bool:
@@ -118,8 +119,8 @@ def _reads(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     found: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         for operand in node.all_input_nodes if node.op != "output" else ():
-            for x in tensors_of(operand):
-                found.setdefault(x.untyped_storage()._cdata, []).append(node)
+            for storage in memory_of(operand):
+                found.setdefault(storage, []).append(node)
     return found
 
 
@@ -128,6 +129,6 @@ def _writes(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     found: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         for operand in written_operands(node):
-            for x in tensors_of(operand):
-                found.setdefault(x.untyped_storage()._cdata, []).append(node)
+            for storage in memory_of(operand):
+                found.setdefault(storage, []).append(node)
     return found
