@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import linecache
 import operator
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor, fx
 
 from fzero.distributed import works
-from fzero.errors import TraceError
+from fzero.errors import FzeroError, TraceError
 from fzero.numerics.rng import generator_of
 from fzero.program.dynamic import Dynamic, mark_of, substituted
 from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
 from fzero.program.heap import keep_freed
 from fzero.program.memory import reads
+from fzero.program.origin import origin_of
 from fzero.program.program import Program
 from fzero.program.sites import SITE
 from fzero.program.strides import agree, restored
@@ -77,8 +79,12 @@ def compile_program(program: Program) -> Executable:
             # a fake kernel may be right about strides for the recorded sizes alone
             look = _Look(set(), dynamic, sizes)
             runs = _function(program, partial(_looked_at, look))
-        with torch.no_grad(), _kept_generators(devices):
-            results = runs(*inputs)
+        try:
+            with torch.no_grad(), _kept_generators(devices):
+                results = runs(*inputs)
+        except Exception as error:
+            _say_where(error, runs, program)
+            raise
         if dynamic is not None and look is not None:
             dynamic.open = dynamic.open and not look.found
             linecache.cache.pop(runs.__code__.co_filename, None)  # it never runs again
@@ -92,6 +98,20 @@ def compile_program(program: Program) -> Executable:
         return results
 
     return run
+
+
+def _say_where(error: Exception, runs: Executable, program: Program) -> None:
+    """Note on what an operator raised which one it was, and the user's line that it comes from."""
+    code = getattr(runs, "__code__", None)
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    if code is None or not lines or isinstance(error, FzeroError):
+        return
+    name = linecache.getline(code.co_filename, lines[0]).partition(" = ")[0].strip()
+    for node in program.graph.nodes:
+        if node.name == name and (where := origin_of(node).where):
+            given = [x for operand in node.all_input_nodes for x in tensors_of(operand)]
+            of = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in given)
+            error.add_note(f"raised by {node.target} of {of}, which was recorded at {where}")
 
 
 _NUMBERS = itertools.count()

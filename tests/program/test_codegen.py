@@ -130,3 +130,24 @@ def test_a_norm_of_a_transpose_is_what_it_is_in_plain_torch(name: str, accum: in
         assert torch.allclose(state[0][key].full_tensor(), value, rtol=0, atol=1e-12), key
     for key, value in net.named_buffers():
         assert torch.allclose(state[1].model_state[key], value, rtol=0, atol=1e-12), key
+
+
+_RAISED = {
+    "a number out of range": lambda w, x: nn.functional.embedding(x, w).sum(),
+    "two dtypes": lambda w, x: nn.functional.layer_norm(x.double() * 0.5, (4,), w[0]).sum(),
+}
+
+
+@pytest.mark.parametrize("case", _RAISED)
+def test_what_an_operator_raises_is_noted_with_the_line(case: str) -> None:
+    def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return _RAISED[case](params["w"], x)
+
+    value = fzero.value_and_grad(model_fn)
+    params = fzero.shard({"w": torch.ones(4, 4)})
+    with pytest.raises((RuntimeError, IndexError)) as caught:
+        value(params, torch.full((4, 4), 9))
+    (said,) = caught.value.__notes__
+    assert said.startswith(("raised by aten.embedding.default", "raised by aten.native_layer_norm"))
+    assert "test_codegen.py:" in said
+    assert "(4, 4)" in said
