@@ -13,7 +13,7 @@ from fzero.config import Config, as_config
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import resolve_mesh
 from fzero.distributed.whereabouts import circle_of
-from fzero.errors import ConfigError, ShardError, arguments_by_name
+from fzero.errors import ConfigError, FzeroError, ShardError, arguments_by_name
 from fzero.functional.memory import Apart
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
@@ -102,6 +102,19 @@ class TrainStep:
         name = getattr(self.model_fn, "__name__", type(self.model_fn).__name__)
         ranks = "" if self._plan is None else f", world {self._plan.mesh.world_size}"
         return f"TrainStep({name}, {self.cfg!r}{ranks})"
+
+    def __copy__(self) -> "TrainStep":
+        """Another step function, which is staged out for itself: ranks all copy it, or none."""
+        return TrainStep(self.model_fn, self.opt, self.cfg)
+
+    def __deepcopy__(self, memo: Any) -> "TrainStep":
+        return self.__copy__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FzeroError(
+            "a step function is code and Programs, and can't be pickled. Make it anew from its "
+            "model function, optimizer and Config; save_programs(path) keeps what was staged out."
+        )
 
     def init(
         self, params: PyTree | Callable[[], PyTree], model_state: PyTree = None

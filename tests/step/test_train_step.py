@@ -1,5 +1,7 @@
 """The step function from outside: what it takes, what it gives, what it keeps."""
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -560,3 +562,14 @@ def test_factors_of_two_dtypes_are_told_with_the_line(product: str, precision: A
         fzero.TraceError, match=r"test_train_step\.py:\d+.* has factors of .*float64"
     ):
         step_fn(params, opt_state, x)
+
+
+def test_a_copy_of_a_step_function_is_another_that_gives_the_same() -> None:
+    step_fn = fzero.make_train_step(_loss, SGD, Config(donate=False))
+    start = step_fn.init(_params())
+    once = step_fn(*start, X)
+    for copied in (copy.copy(step_fn), copy.deepcopy({"step": step_fn})["step"]):
+        assert copied is not step_fn
+        assert _equal(copied(*start, X)[0], once[0])
+    with pytest.raises(fzero.FzeroError, match=r"can't be pickled.*save_programs"):
+        pickle.dumps(step_fn)
