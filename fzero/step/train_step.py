@@ -122,10 +122,12 @@ class TrainStep:
         """Sharded parameters and the state of the first step.
 
         Args:
-            params: pytree of full tensors, the same on every rank; they are copied. Or a function
-                without arguments that builds it: its operators are recorded and run again leaf by
-                leaf, so that no rank ever holds the whole model. Values, and the state of torch's
-                random generator afterwards, are those of calling it.
+            params: pytree of full tensors, the same on every rank; they are copied, and one that
+                is at two places becomes two parameters, which start alike (`functionalize` gives
+                tied ones once). Or a function without arguments that builds it: its operators are
+                recorded and run again leaf by leaf, so that no rank ever holds the whole model.
+                Values, and the state of torch's random generator afterwards, are those of calling
+                it.
             model_state: what the model function carries from call to call (BatchNorm's running
                 statistics), or None.
 
