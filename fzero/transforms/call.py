@@ -127,10 +127,12 @@ class Call:
 def like(values: PyTree, params: Opened, cfg: Config, what: str) -> tuple[Tensor, ...]:
     """The local tensors of a tree that has to live as `params` does: tangents, vectors.
 
+    A frozen leaf for which it has None, as gradients have, does not move.
+
     Raises:
         ShardError: it has another structure, or a leaf another shape, dtype or placement.
     """
-    found = opened(values, cfg, what)
+    found = opened(_with_still_leaves(values, params), cfg, what)
     if found.spec != params.spec:
         raise ShardError(
             f"{what} has the leaves {list(found.paths)[:5]} and the parameters "
@@ -146,6 +148,18 @@ def like(values: PyTree, params: Opened, cfg: Config, what: str) -> tuple[Tensor
                 "fzero.tree_random_like makes one."
             )
     return found.values
+
+
+def _with_still_leaves(values: PyTree, params: Opened) -> PyTree:
+    """A tree with zeros where it has None and the parameter is frozen."""
+    if all(leaf.trainable for leaf in params.layout):
+        return values
+    pairs = zip(params.values, params.layout, strict=True)
+    still = params.closed([None if leaf.trainable else torch.zeros_like(x) for x, leaf in pairs])
+    try:
+        return tree.either(values, still)
+    except ValueError:  # of another structure, which is told by its leaves
+        return values
 
 
 class Results(NamedTuple):

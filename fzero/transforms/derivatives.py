@@ -166,8 +166,9 @@ def jvp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Function:
         cfg: see `Config`; frozen leaves have tangents like all others, unless they are complex.
 
     Returns:
-        `(params, tangents, *args) -> (value, tangent)`; tangents live as the parameters do. What is
-        no floating tensor has a tangent of zeros.
+        `(params, tangents, *args) -> (value, tangent)`; tangents live as the parameters do, or have
+        None where a leaf is frozen: it does not move. What is no floating tensor has a tangent of
+        zeros.
 
     Examples:
         >>> import fzero
@@ -261,7 +262,8 @@ def hvp(fn: Callable[..., Tensor], cfg: Config | None = None) -> Function:
         cfg: see `Config`; frozen leaves get None. `accum_steps` counts as in `value_and_grad`.
 
     Returns:
-        `(params, vectors, *args) -> (grads, products)`; all live as the parameters do.
+        `(params, vectors, *args) -> (grads, products)`; all live as the parameters do. What
+        `vectors` has for a frozen leaf, None or values, does not count.
 
     References:
         Pearlmutter, Fast Exact Multiplication by the Hessian, Neural Computation 6, 1994: forward

@@ -236,6 +236,32 @@ def test_micro_batches_are_averaged_and_frozen_leaves_have_no_gradient() -> None
     assert (_full(grads)["up"] - expected["up"]).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_gradients_are_a_direction_although_frozen_leaves_have_none(executor: Any) -> None:
+    cfg = fzero.Config(frozen=["wide", "gain"], executor=executor)
+    full, x = _tree(1), torch.randn(4, 7, dtype=F64)
+    params = fzero.shard(full, cfg)
+    _, grads = fzero.value_and_grad(_loss, cfg)(params, x)
+    still = tree.either(_full(grads), tree.map(torch.zeros_like, full))
+    _, slope = fzero.jvp(_loss, cfg)(params, grads, x)
+    torch.testing.assert_close(slope, _dot(still, still), rtol=1e-12, atol=0)
+    _, products = fzero.hvp(_loss, cfg)(params, grads, x)
+    _, expected = torch.func.jvp(torch.func.grad(lambda p: _loss(p, x)), (full,), (still,))
+    for name, found in _full(products).items():
+        if found is None:
+            assert name in ("wide", "gain")
+        else:
+            torch.testing.assert_close(found, expected[name], rtol=1e-10, atol=1e-12)
+    # inside of another derivative
+    nested = fzero.jvp(lambda p, t, x: fzero.tree_vdot(fzero.hvp(_loss, cfg)(p, t, x)[1], t), cfg)
+    value, _ = nested(params, grads, grads, x)
+    torch.testing.assert_close(value, _dot(expected, still), rtol=1e-10, atol=1e-12)
+    with pytest.raises(ShardError, match="must have their structure"):
+        fzero.hvp(_loss, cfg)(params, grads | {"up": None}, x)
+    with pytest.raises(ShardError, match="must have their structure"):
+        fzero.jvp(_loss, cfg)(params, list(grads.values()), x)
+
+
 def test_two_arguments_are_differentiated_together() -> None:
     both = fzero.grad(lambda p, q, x: (p["w"] * q["w"] * x).sum(), argnums=(1, 0))
     of_q, of_p = both(fzero.shard({"w": torch.ones(2)}), {"w": torch.full((2,), 3.0)}, 2.0)
