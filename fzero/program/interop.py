@@ -4,8 +4,10 @@ Other libraries are never imported: who has not imported one does not use it.
 """
 
 import contextlib
+import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +51,25 @@ def transformers_is_tracing() -> Iterator[None]:
 
 def _yes(tensor: Any = None) -> bool:
     return True
+
+
+@contextlib.contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """Torch does not log what fails on fake tensors, in this thread.
+
+    It does so with a traceback of its own for every try, before it raises what the user is told.
+    """
+    here = threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(of_others)
 
 
 # ------------------------------------------------------------------ checks that read values

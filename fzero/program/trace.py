@@ -31,8 +31,8 @@ from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.program.devices import devices_kept
 from fzero.program.dynamic import Dynamic, InputDim, marked
 from fzero.program.graph import is_op, output_node, placeholders, tensors_of
-from fzero.program.interop import transformers_is_tracing, unchecked
-from fzero.program.origin import MODULE_CALL, OURS, origin_of, origins_noted
+from fzero.program.interop import failures_unlogged, transformers_is_tracing, unchecked
+from fzero.program.origin import MODULE_CALL, OURS, is_ours, origin_of, origins_noted
 from fzero.program.program import Program
 from fzero.program.promises import note
 from fzero.program.symbols import ByParts, fake_inputs, new_env, quiet
@@ -68,8 +68,12 @@ def trace_program(
         ConfigError: a glob of `remat` matches no module.
         TraceError: no front end can record the function, or recording it would be wrong.
     """
-    with remat_modules(remat):
-        return _with_islands(name, front_ends, inputs, names, guard, opaque, symbolic)
+    try:
+        with remat_modules(remat), failures_unlogged():
+            return _with_islands(name, front_ends, inputs, names, guard, opaque, symbolic)
+    except TraceError as error:
+        _begin_with_users_code(error.__cause__)
+        raise
 
 
 def _with_islands(
@@ -362,6 +366,15 @@ def _user_frame(error: BaseException) -> str:
         return ""
     frame = mine[-1]
     return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
+
+
+def _begin_with_users_code(error: BaseException | None) -> None:
+    """Let a traceback begin with the user's function: what records it is nothing to mend."""
+    tb = error.__traceback__ if error is not None else None
+    while tb is not None and is_ours(tb.tb_frame.f_code):
+        tb = tb.tb_next
+    if error is not None and tb is not None:
+        error.__traceback__ = tb
 
 
 def _module_of(error: BaseException) -> str | None:

@@ -1,5 +1,9 @@
 """transformers' models, and torch, see that they are staged out, and only then."""
 
+import logging
+import threading
+import traceback
+
 import pytest
 import torch
 
@@ -30,6 +34,32 @@ def test_it_is_answered_while_staging_wherever_it_is_bound() -> None:
     assert answers == [True, True]
     assert not utils.is_tracing()
     assert not masking.is_tracing(torch.ones(2))
+
+
+def test_what_fails_is_told_once_and_from_the_users_line_on() -> None:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    said: list[logging.LogRecord] = []
+    handler, filters = logging.Handler(), [*logger.filters]
+    handler.emit = said.append
+    logger.addHandler(handler)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        other.start()
+        other.join()
+        return x @ torch.ones(3, 3)
+
+    other = threading.Thread(target=logger.error, args=("of another thread",))
+    try:
+        with pytest.raises(TraceError) as error:
+            trace_program("failure", [("make_fx", fail)], [torch.ones(2, 2)], ["x"])
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in said] == ["of another thread"]
+    assert logger.filters == filters
+    cause = error.value.__cause__
+    assert cause is not None
+    first = traceback.extract_tb(cause.__traceback__)[0]
+    assert (first.filename, first.name) == (__file__, "fail")
 
 
 def test_an_error_restores_it() -> None:
