@@ -39,8 +39,13 @@ def test_it_is_answered_while_staging_wherever_it_is_bound() -> None:
 def test_what_fails_is_told_once_and_from_the_users_line_on() -> None:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     said: list[logging.LogRecord] = []
-    handler, filters = logging.Handler(), [*logger.filters]
-    handler.emit = said.append
+    filters = [*logger.filters]
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record)
+
+    handler = Kept()
     logger.addHandler(handler)
 
     def fail(x: torch.Tensor) -> torch.Tensor:
