@@ -30,7 +30,7 @@ from fzero.functional.remat_modules import Rules, remat_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.program.devices import devices_kept
 from fzero.program.dynamic import Dynamic, InputDim, marked
-from fzero.program.graph import is_op, output_node, placeholders, tensors_of
+from fzero.program.graph import is_op, output_node, placeholders
 from fzero.program.interop import failures_unlogged, transformers_is_tracing, unchecked
 from fzero.program.origin import MODULE_CALL, OURS, is_ours, origin_of, origins_noted
 from fzero.program.program import Program
@@ -127,7 +127,6 @@ def _by_front_ends(
             with guard():
                 graph_module = _recorded(fn, inputs)
                 _refuse_host_collectives(graph_module.graph)
-                _refuse_mixed_products(graph_module.graph)
         except Exception as error:
             # what torch.func can't give back in backward, plain autograd may
             if isinstance(error, FzeroError) and not isinstance(error, TransformOverError):
@@ -155,28 +154,6 @@ def _refuse_host_collectives(graph: fx.Graph) -> None:
                 "all_gather_tensor_autograd(x, 0, group), all_reduce(x, 'sum', group). Or use "
                 "Config(executor='eager') or an Engine, where every collective runs as it is."
             )
-
-
-def _refuse_mixed_products(graph: fx.Graph) -> None:
-    """Fake kernels of products take factors of two dtypes, real ones don't."""
-    for node in graph.nodes:
-        if not is_op(node, *_PRODUCTS):
-            continue
-        found = [x for operand in node.all_input_nodes for x in tensors_of(operand)]
-        dtypes = list(dict.fromkeys(x.dtype for x in found))
-        if len(dtypes) > 1:
-            said = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in found)
-            raise TraceError(
-                f"{node.target} at {origin_of(node).where or 'an unknown line'} has factors of "
-                f"different dtypes, {said}, which torch doesn't multiply. Cast one to the other's: "
-                "x.to(weight.dtype). With Config(precision=...) a model function gets parameters "
-                "in the dtype that computes and its batch as it is; only modules of "
-                "fzero.functionalize cast what they are given."
-            )
-
-
-# The others' fake kernels look at dtypes.
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::mv", "aten::convolution")
 
 
 def _recorded(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:

@@ -215,4 +215,4 @@ def test_a_rank_that_is_lost_while_it_is_made_is_named(how: str, tmp_path: Path)
     for rank in (0, 2):
         told = (tmp_path / str(rank)).read_text()
         assert told.startswith("True ")
-        assert ("rank 1 ended" if how == "dies" else "rank 1 to 'step function") in told
+        assert ("rank 1 ended" if how == "dies" else "call 1 (raised)'") in told
