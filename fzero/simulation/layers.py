@@ -3,8 +3,8 @@
 What a step of equal layers costs grows by the same with each: FLOPs, bytes sent, seconds, and the
 bytes that are alive at a moment which is as far from the start of a phase, or from its end. Between
 start and end they change by the same from layer to layer, so the most is at one of them. Three
-recordings say whether it is so: their second differences must vanish. If not, deeper ones are made,
-and in the end all layers are recorded.
+recordings say whether it is so: their second differences must vanish. If not, deeper ones are made
+of a model of many layers, and in the end all are recorded.
 
 A peak is the largest of many moments' bytes, each of which grows in its own way. So moments are
 carried on, and not peaks: what is largest at four layers need not be at eighty.
@@ -33,6 +33,7 @@ from fzero.tree import PyTree
 
 Made = tuple[ModelFn, PyTree, PyTree]
 FIRST, LAST = 2, 6  # depths that are tried before all layers are recorded
+_WORTH = 15  # deeper ones than the first three, where they cost so little of recording all
 _EVEN = 1e-3  # share of a step's time by which its growth may differ
 
 
@@ -70,7 +71,7 @@ def simulate_layers(
     few = [sample(FIRST, like), sample(FIRST + 1, like), third]
     while (found := _grown(few[-3:], layers)) is None:
         depth = few[-1].depth + 1
-        if depth > min(LAST, layers - 1):
+        if depth > min(LAST, layers // _WORTH):
             return sample(layers).report
         few.append(sample(depth, like))
     return found

@@ -126,22 +126,33 @@ class Job:
         whole = params * (4 if candidate.stage == 3 or not low else 2) // part[0]
         masters = 4 * params // part[1] if low and candidate.stage < 3 else 0
         state = 0 if candidate.offload else masters + 8 * params // part[1]
-        return whole + state + self._kept_bytes(candidate)
+        if candidate.activations:  # what forward keeps is on the host
+            return whole + state
+        logits = 4 * self._tokens(candidate) * self.shape.vocab  # normalised, in float32
+        return whole + state + self._kept_bytes(candidate) + logits
 
     def _kept_bytes(self, candidate: Candidate) -> int:
-        """Of each layer its input; if not all is recomputed, what its products make too."""
-        if candidate.activations:
-            return 0
+        """What forward keeps for backward: of each layer its input, if not all is recomputed what
+        its products make too, and if nothing is what stands between them."""
         shape, dim = self.shape, self._head_dim
         row = shape.width
         if candidate.remat != "full" and not shape.experts:
             row += (shape.heads + 2 * shape.kv_heads) * dim
             row += shape.hidden * (1 if shape.gpt2 else 2)
-        tokens = self.rows // candidate.accum * self.sequence
+        if candidate.remat == "none" and not shape.experts:
+            # both norms' results, the sum between the halves, attention's result
+            row += 3 * shape.width + shape.heads * dim
+            row += shape.hidden * (1 if shape.gpt2 else 2)
+        tokens = self._tokens(candidate)
         return shape.layers * tokens * row * (4 if self.precision is None else 2)
 
+    def _tokens(self, candidate: Candidate) -> int:
+        """Of a rank's micro-batch."""
+        return self.rows // candidate.accum * self.sequence
+
     def least_seconds(self, candidate: Candidate) -> float:
-        """Seconds that a step's matrix products take at the rate that products reach.
+        """Seconds that a step's matrix products take at the rate that products reach, or that the
+        way to the host takes, if it is longer.
 
         A bound from below: all else, and waiting, comes on top.
         """
@@ -153,7 +164,11 @@ class Job:
         if candidate.remat == "full":  # of a layer's last product nothing is read in backward
             products += shape.layers * (layer - down)
         rate = (hardware.low_flops if self.precision is not None else None) or hardware.flops
-        return 2 * self.rows * self.sequence * products / rate
+        computing = 2 * self.rows * self.sequence * products / rate
+        if not candidate.activations:
+            return computing
+        crossing = candidate.accum * self._kept_bytes(candidate) / hardware.host_bandwidth
+        return max(computing, crossing)
 
     @property
     def _head_dim(self) -> int:
@@ -186,7 +201,7 @@ def candidates(job: Job, limit: int = 30) -> list[Candidate]:
     found = [
         Candidate(stage, replicate, accum, remat, offload, away)
         for offload, stage, replicate, accum, (remat, away) in ways
-        if stage or replicate == 1
+        if (stage or replicate == 1) and not (stage == 1 and accum == 1)  # that is stage 2
     ]
     fitting = [one for one in found if job.least_bytes(one) <= ROOM * has]
     return fitting[:limit]
@@ -201,8 +216,8 @@ def sweep(
 ) -> list[tuple[Candidate, Report | FzeroError]]:
     """What each candidate costs: what fits comes first, the fastest before others.
 
-    Those whose products alone take longer than a step that fits are left out, and said to be:
-    a `LeftOut` stands for their report.
+    Those whose products alone, or whose way to the host, take longer than a step that fits are left
+    out, and said to be: a `LeftOut` stands for their report.
 
     Args:
         job: what they have in common.
@@ -225,7 +240,7 @@ def _results(
 
     def ruled_out() -> Iterator[tuple[Candidate, FzeroError]]:
         while waiting and (least := job.least_seconds(waiting[0])) > best:
-            text = f"its products take {seconds(least)}, and a step that fits {seconds(best)}"
+            text = f"it takes at least {seconds(least)}, and a step that fits {seconds(best)}"
             yield waiting.popleft(), LeftOut(text)
 
     def better(result: Report | FzeroError) -> float:

@@ -1,7 +1,11 @@
-"""Remove in-place operators, by recording the graph a second time with functional tensors.
+"""Remove in-place operators.
 
-A second recording, because `torch.func.functionalize` can't wrap autograd, and because C++
-functionalisation leaves `native_batch_norm`'s hidden mutation of its running statistics.
+[Note: writes nobody else sees] Most writes go into a value that was just made and that no view
+looks at: `mean.add_(eps)` inside RMSNorm. There the operator out of place is the same, and who read
+the value afterwards reads the new one. If any other is left, the graph is recorded a second time
+with functional tensors: a second recording, because `torch.func.functionalize` can't wrap autograd,
+and because C++ functionalisation leaves `native_batch_norm`'s hidden mutation of its running
+statistics.
 """
 
 import operator
@@ -23,17 +27,20 @@ from torch.utils._pytree import tree_iter
 
 from fzero.errors import FzeroError, TraceError
 from fzero.program.graph import (
+    copy_graph,
     has_effect,
     is_op,
+    memory_of,
     operands,
+    order_of,
     output_node,
     placeholders,
     tensors_of,
     written_operands,
 )
-from fzero.program.passes.rewrite import call, is_cheap, is_gather
+from fzero.program.passes.rewrite import call, infer, is_cheap, is_gather
 from fzero.program.program import Program
-from fzero.program.promises import note
+from fzero.program.promises import PROMISE, note
 from fzero.program.strides import alike
 
 
@@ -51,7 +58,12 @@ def functionalise(program: Program) -> Program:
             _refuse_constant(operand, node)
     if not changed:
         return program.logged(program.graph, "functionalise: nothing in place")
-    module = fx.GraphModule(dict(program.constants), program.graph)
+    line = f"functionalise: {len(changed)} in-place operators removed"
+    graph = _writes_apart(program.graph)
+    if not any(map(written_operands, graph.nodes)):
+        note(graph)
+        return program.logged(graph, line)
+    module = fx.GraphModule(dict(program.constants), graph)
     fakes = [node.meta["val"] for node in placeholders(program.graph)]
     functional = dispatch_functionalize(_Again(module).run)
     try:
@@ -78,9 +90,78 @@ def functionalise(program: Program) -> Program:
         for node in graph.nodes
         if node.op == "get_attr"
     }
-    line = f"functionalise: {len(changed)} in-place operators removed"
     done = program.logged(graph, line)
     return Program(**{**vars(done), "constants": constants})
+
+
+def _writes_apart(graph: fx.Graph) -> fx.Graph:
+    """A copy in which writes into values that nobody else looks at are made out of place.
+
+    See [Note: writes nobody else sees].
+    """
+    graph = copy_graph(graph)
+    order = order_of(graph)
+    on: dict[int, list[fx.Node]] = {}
+    for node in order:
+        for key in set(memory_of(node)):
+            on.setdefault(key, []).append(node)
+    for nodes in on.values():
+        made, *writes = nodes
+        if writes and made.op == "call_function" and all(map(_writes_alone, writes)):
+            _rename(made, writes, order)
+    return graph
+
+
+def _writes_alone(node: fx.Node) -> bool:
+    """Whether a node returns its first operand, written over, and touches nothing else."""
+    return written_operands(node) == list(node.args[:1]) and _twin(node.target) is not None
+
+
+def _twin(target: Any) -> Any:
+    """The operator that returns what `target` writes: `aten.add.Tensor` of `aten.add_.Tensor`."""
+    namespace, name = target._schema.name.split("::")
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    if namespace != "aten" or not name.endswith("_") or packet is None:
+        return None
+    # by what they take: that of `bernoulli_.float` is `bernoulli.p`
+    for twin in (getattr(packet, overload) for overload in packet.overloads()):
+        schema = twin._schema
+        if not schema.is_mutable and len(schema.returns) == 1 and _takes(twin) == _takes(target):
+            return twin
+    return None
+
+
+def _takes(target: Any) -> list[tuple[str, str]]:
+    return [(x.name, str(x.type)) for x in target._schema.arguments]
+
+
+def _rest(node: fx.Node) -> list[Any]:
+    """What is given after the first operand, with defaults that the twin may not have."""
+    left = node.target._schema.arguments[len(node.args) :]  # pyright: ignore
+    defaults = [x.default_value for x in left if not x.kwarg_only and x.name not in node.kwargs]
+    return [*node.args[1:], *defaults]
+
+
+def _rename(made: fx.Node, writes: list[fx.Node], order: dict[fx.Node, int]) -> None:
+    """Give each write a value of its own; who came later reads that.
+
+    From the first on that would lie otherwise in memory, or have another dtype, they stay as they
+    are.
+    """
+    graph, now = made.graph, made
+    for node in writes:
+        twin = _twin(node.target)
+        with graph.inserting_before(node):
+            new = graph.create_node("call_function", twin, (now, *_rest(node)), node.kwargs)
+        new.meta = {k: v for k, v in node.meta.items() if k not in ("val", PROMISE)}
+        if not alike(*tensors_of(infer(new)), *tensors_of(made)):
+            graph.erase_node(new)
+            return
+        for reader in [x for x in now.users if order.get(x, -1) > order[node]]:
+            reader.replace_input_with(now, new)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        now = new
 
 
 class _Again(fx.Interpreter):

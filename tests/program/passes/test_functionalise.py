@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
 from fzero.errors import TraceError
 from fzero.program.codegen import compile_program
+from fzero.program.graph import written_operands
+from fzero.program.passes import functionalise as functionalising
 from fzero.program.passes.functionalise import functionalise
 from tests.program.test_codegen import recorded
 
@@ -135,3 +139,71 @@ def test_values_and_layouts_stay(fn: Callable[[Tensor], Any], lay: Callable[...,
         pytest.fail(str(error))
     for a, b in zip(compile_program(program)(x), wanted, strict=True):
         assert torch.equal(a, b)
+
+
+def programs() -> st.SearchStrategy[list[tuple[Any, ...]]]:
+    """Steps of a function of `x`: numbers say which earlier values are read and written."""
+    at = st.integers(0, 9)
+    step = st.tuples(st.sampled_from(["new", "view", "write", "write", "read"]), at, at, at)
+    return st.lists(step, min_size=3, max_size=12)
+
+
+NEW = [torch.clone, turn, torch.exp, lambda x: x.mean(1, keepdim=True).expand_as(x) + 0]
+VIEWS = [lambda x: x[:1], lambda x: x[:, 1:], lambda x: x.view_as(x), lambda x: x.detach()]
+WRITES: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda y, z: y.add_(0.5),
+    lambda y, z: y.mul_(z.mean()),
+    lambda y, z: y.add_(y),
+    lambda y, z: y.clamp_(max=0.7).sub_(z.sum()),
+    lambda y, z: y.copy_(z.mean()),
+    lambda y, z: torch._foreach_add_([y], 0.25),
+]
+
+
+def built(steps: list[tuple[Any, ...]]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The function of these steps; it returns every value, as it is at the end."""
+
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        values, seen = [x + 1], []
+        for kind, i, j, k in steps:
+            y, z = values[i % len(values)], values[j % len(values)]
+            if kind == "new":
+                values.append(NEW[k % len(NEW)](y))
+            elif kind == "view":
+                values.append(VIEWS[k % len(VIEWS)](y))
+            elif kind == "write":
+                WRITES[k % len(WRITES)](y, z)
+            else:
+                seen.append(y.sum() + z.mean())
+        return tuple(value + 0 for value in (*values, *seen))
+
+    return fn
+
+
+@settings(max_examples=60)
+@given(programs())
+def test_writes_count_for_those_who_read_later(steps: list[tuple[Any, ...]]) -> None:
+    x = torch.linspace(-1, 1, 6, dtype=F64).view(2, 3)
+    fn = built(steps)
+    wanted = fn(x.clone())
+    program = functionalise(recorded(fn, x))
+    assert not any(map(written_operands, program.graph.nodes))
+    program.verify()
+    for a, b in zip(compile_program(program)(x), wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_write_that_nobody_else_sees_needs_no_second_recording(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.empty_like(x).bernoulli_(0.5).div_(0.5)
+        return (torch.nn.functional.rms_norm(x * y, (3,)),)
+
+    monkeypatch.setattr(functionalising, "make_fx", None)
+    x = torch.rand(2, 3)
+    program = functionalise(recorded(fn, x))
+    torch.manual_seed(0)
+    wanted = fn(x)
+    torch.manual_seed(0)
+    assert torch.equal(compile_program(program)(x)[0], wanted[0])
