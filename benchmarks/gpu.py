@@ -11,7 +11,8 @@ running (the exit status is then 1):
   float32, on a process group of one rank (NCCL, on a CPU gloo), against plain PyTorch: the largest
   difference of a parameter;
 - memory: one rank of 8 that aren't there (a fake process group), stages 0 to 3: the peak that the
-  Program predicts beside `torch.cuda.max_memory_allocated`, both for a second step;
+  Program predicts beside `torch.cuda.max_memory_allocated`, both for a second step, and what it
+  says of the bytes that the caching allocator reserves;
 - speed: milliseconds of a step, tokens per second and the peak, of plain PyTorch under autocast,
   FSDP2, FSDP2 compiled, `Config(executor="traced")` and `"inductor"`, on CUDA both with
   `cuda_graph=True`, too; all with AdamW, bf16 computation and float32 masters, and seconds to the
@@ -119,9 +120,11 @@ class Bench:
                 peak, step = self._peak(lambda stage=stage: self._adamw(self.small, stage=stage))
                 predicted = step.lower().peak_bytes()
             off = peak / predicted - 1
-            rows.append(
-                {"stage": stage, "world": 8, "peak": peak, "predicted": predicted, "off": off}
-            )
+            row: Row = {"stage": stage, "world": 8, "peak": peak, "predicted": predicted}
+            if self.cuda:
+                row |= {"reserved": torch.cuda.memory_reserved()}
+            row |= {"predicted reserved": step.lower().reserved_bytes()}
+            rows.append(row | {"off": off})
             del step
         return rows
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 
 from fzero.errors import FzeroError
+from fzero.program.caching import reserved_bytes
 from fzero.program.codec import Constants, decoded, encoded
 from fzero.program.cost import Cost, cost
 from fzero.program.diff import Diff, diff
@@ -102,6 +103,23 @@ class Program:
     def peak_bytes(self) -> int:
         """Most bytes of tensors alive at once on this rank, inputs included."""
         return max(peak_bytes(part) for part in self.parts())
+
+    def reserved_bytes(self, *, expandable: bool = False) -> int:
+        """Bytes that CUDA's caching allocator holds after two steps, gaps between tensors included:
+        what the device must have, beside the driver. See [Note: reserved].
+
+        Args:
+            expandable: with `PYTORCH_ALLOC_CONF=expandable_segments:True`.
+
+        Examples:
+            >>> import torch, fzero
+            >>> step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), fzero.optim.sgd(1))
+            >>> state = step_fn.init({"w": torch.ones(2**20)})
+            >>> program = step_fn.lower(*state, torch.ones(2**20))
+            >>> program.peak_bytes() // 2**20, program.reserved_bytes() // 2**20
+            (12, 22)
+        """
+        return reserved_bytes(list(self.parts()), expandable=expandable)
 
     def host_bytes(self) -> int:
         """Most bytes of host memory that values of forward take at once on their way to backward:

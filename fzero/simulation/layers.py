@@ -163,6 +163,7 @@ def _grown(few: Sequence[_Sample], layers: int) -> Report | None:
         **times,
         traffic=traffic,
         peak_bytes=sum(most.values()),
+        reserved_bytes=None,  # gaps do not grow evenly
         categories=most,
         assumptions=(*c.assumptions, line),
     )

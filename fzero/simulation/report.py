@@ -16,6 +16,7 @@ from fzero.distributed.buckets import ALL_REDUCE, EXCHANGE, Bucket
 from fzero.distributed.mesh import Mesh
 from fzero.errors import FzeroError
 from fzero.program import Program
+from fzero.program.caching import reserved_bytes
 from fzero.program.categories import MASTERS, OPTIMIZER, RESULTS, TEMPORARIES
 from fzero.program.cost import cost
 from fzero.program.hardware import Hardware
@@ -69,6 +70,8 @@ class Report:
         hardware: that times are estimated for.
         peak_bytes: most bytes that the device holds at once.
         categories: the same by category; see `fzero.program.categories`.
+        reserved_bytes: that CUDA's caching allocator holds for it, gaps included; see
+            `Program.reserved_bytes`. None: all layers have to be recorded for that, and few were.
         host_bytes: in the host's memory, with `Config.offload`; masters and optimizer state beside
             the activations that are there at the fullest moment.
         traffic: what a rank sends.
@@ -89,6 +92,7 @@ class Report:
     hardware: Hardware
     peak_bytes: int
     categories: Mapping[str, int]
+    reserved_bytes: int | None
     host_bytes: int
     traffic: tuple[Traffic, ...]
     flops: int
@@ -186,6 +190,7 @@ def report_on(program: Program, cfg: Config, mesh: Mesh, hardware: Hardware, tok
         hardware=hardware,
         peak_bytes=peak,
         categories=categories,
+        reserved_bytes=_reserved(program, cfg),
         host_bytes=apart + program.host_bytes(),
         traffic=tuple(_traffic(program, mesh, hardware)),
         flops=sum(one.flops for one in costs),
@@ -215,6 +220,13 @@ def _memory(program: Program, cfg: Config) -> tuple[int, Mapping[str, int], int]
         if sum(here.values()) > sum(best.values()):
             best = MappingProxyType(here)
     return sum(best.values()), best, apart
+
+
+def _reserved(program: Program, cfg: Config) -> int:
+    parts = list(program.parts())
+    if cfg.offloads_state:  # the update runs on the host
+        return reserved_bytes(parts[:1], away=_HOST)
+    return reserved_bytes(parts)
 
 
 def away(cfg: Config, *, first: bool) -> tuple[str, ...]:
@@ -335,6 +347,8 @@ def _lines(report: Report) -> Iterator[str]:
         for name, n in report.categories.items()
     ]
     yield from table(rows, "rrl")
+    if report.reserved_bytes is not None:
+        yield f"the caching allocator reserves {size(report.reserved_bytes)}"
     if report.host_bytes:
         yield f"host {size(report.host_bytes)}"
     yield f"sends {size(report.sent)} a step, {size(report.padding)} of padding in all buffers"
