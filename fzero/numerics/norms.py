@@ -3,7 +3,8 @@
 In float64 a sum of squares of float32 is safe: squares have twice the exponents. But torch's
 kernels for a CPU make a float64 copy of each leaf first, which takes longer than the sum itself.
 So there each row of 128 numbers is summed in float32, where little is lost, and the rows in
-float64. What that can't represent is seen in the sum, and then computed from float64 copies.
+float64; leaves that lie side by side are rows of one table. What that can't represent is seen in
+the sum, and then computed from float64 copies.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -56,20 +57,49 @@ def _sum_of_squares(xs: list[Tensor]) -> Tensor:
 
 
 def _by_rows(xs: list[Tensor]) -> Tensor:
-    sums, rest = [], []
-    for x in xs:
+    sums: dict[int, Tensor] = {}
+    rest: dict[int, Tensor] = {}
+    for run in _runs(xs):
+        first, last = xs[run[0]], xs[run[-1]]
         # what flattens without a copy need not be dense: a column, an expanded scalar
-        flat = x.reshape(-1).contiguous()
-        rows, more = divmod(flat.numel(), _ROW)
-        if rows < _FEW:
-            rest.append(flat)
+        flat = (first if first.is_contiguous() else first.reshape(-1).contiguous()).view(-1)
+        counts = [xs[i].numel() // _ROW for i in run]
+        if counts[0] < _FEW:
+            rest[run[0]] = flat
             continue
-        table = flat.as_strided((rows, _ROW), (_ROW, 1))
-        sums.append(torch.linalg.vector_norm(table, dim=1))
-        if more:
-            rest.append(flat.narrow(0, rows * _ROW, more))
-    # their norms, not their squares: those of rows have all the digits, and few numbers are left
-    return torch.cat([*sums, *rest]).double().square().sum()
+        table = flat.as_strided((sum(counts), _ROW), (_ROW, 1))
+        rows = torch.linalg.vector_norm(table, dim=1)
+        sums.update(zip(run, rows.split(counts), strict=True))
+        if more := last.numel() % _ROW:
+            flat = flat if last is first else last.view(-1)
+            rest[run[-1]] = flat.narrow(0, last.numel() - more, more)
+    # in the order of the leaves, wherever they lie: the sum is the same to the last bit.
+    # Norms of rows, not their squares: those have all the digits, and few numbers are left
+    parts = [found[i] for found in (sums, rest) for i in sorted(found)]
+    return torch.cat(parts).double().square().sum()
+
+
+def _runs(xs: list[Tensor]) -> list[list[int]]:
+    """Places of leaves that lie one after the other in memory, and can share rows: one call does.
+
+    Gradients come out of their buckets like this, though in the order of backward.
+    """
+    at = [x.data_ptr() for x in xs]
+    runs: list[list[int]] = []
+    end = limit = 0
+    for i in sorted(range(len(xs)), key=at.__getitem__):
+        x = xs[i]
+        shares = x.numel() >= _FEW * _ROW and x.is_contiguous()
+        if shares and at[i] == end and end + x.nbytes <= limit:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+            # beyond its storage is another's memory, though it may be next to it
+            before = x.storage_offset() * x.itemsize
+            limit = at[i] - before + x.untyped_storage().nbytes() if shares else 0
+        whole = shares and x.numel() % _ROW == 0
+        end = at[i] + x.nbytes if whole else -1
+    return runs
 
 
 def _fake(xs: list[Tensor]) -> Tensor:

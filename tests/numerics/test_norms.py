@@ -59,6 +59,37 @@ def test_the_sum_is_that_of_float64(leaves: list[Tensor]) -> None:
     assert math.isclose(float(found), expected, rel_tol=1e-6)
 
 
+@given(st.data())
+def test_leaves_that_lie_side_by_side_have_the_same_sum_to_the_last_bit(
+    data: st.DataObject,
+) -> None:
+    sizes = data.draw(st.lists(st.sampled_from([0, 5, 128, 1024, 2048, 3000, 4096]), max_size=9))
+    gap = data.draw(st.sampled_from([0, 1, 128]))
+    buffers = [torch.rand(sum(sizes) + gap * len(sizes) + 1) for _ in range(2)]
+    leaves: list[Tensor] = []
+    for buffer in buffers:
+        at = data.draw(st.sampled_from([0, 1]))
+        for size in sizes:
+            leaves.append(buffer[at : at + size])
+            at = min(at + size + gap, len(buffer) - 1)
+    leaves = data.draw(st.permutations([x for x in leaves if len(x)] or [torch.ones(3)]))
+    assert torch.equal(sum_of_squares(leaves), sum_of_squares([x.clone() for x in leaves]))
+
+
+def test_leaves_of_one_buffer_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    norm = torch.linalg.vector_norm
+
+    def counted(x: Tensor, **options: int) -> Tensor:
+        calls.append(len(x))
+        return norm(x, **options)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", counted)
+    buffer = torch.rand(20 * 2048)
+    sum_of_squares([*buffer.split(2048)][::-1])
+    assert calls == [20 * 2048 // 128]
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1e-5])
 def test_equal_numbers_do_not_drift(value: float) -> None:
     """Of a million equal ones torch's own norm in float32 is off by 3e-4 to 7e-4."""
