@@ -21,7 +21,7 @@ from fzero.program.cost import node_cost
 from fzero.program.graph import BACKWARD, FORWARD, phases, tensors_of
 from fzero.program.hardware import Hardware
 from fzero.program.memory import is_wait, storages
-from fzero.program.passes.gathers import leaf_of
+from fzero.program.passes.gathers import leaf_of, prepares_gather
 from fzero.program.passes.offload import Stay, may_travel, places_of
 from fzero.program.passes.recompute import may_be_copied
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
@@ -143,6 +143,9 @@ class Liveness:
                 self.values[value].nbytes += sum(
                     self.sizes[k] for k in self.keys[i] if self.makers[k] == i
                 )
+            elif prepares_gather(node):  # made again with the gather
+                self.of[i] = -1
+                continue
             elif not may_be_copied(node) or not self.keys[i]:
                 continue
             elif len(self.keys[i]) > 1:  # a tuple: its parts are the values

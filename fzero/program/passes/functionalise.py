@@ -152,7 +152,9 @@ def _rename(made: fx.Node, writes: list[fx.Node], order: dict[fx.Node, int]) -> 
     for node in writes:
         twin = _twin(node.target)
         with graph.inserting_before(node):
-            new = graph.create_node("call_function", twin, (now, *_rest(node)), node.kwargs)
+            name = twin._schema.name.split("::")[1]  # as make_fx names it
+            operands = (now, *_rest(node))
+            new = graph.create_node("call_function", twin, operands, node.kwargs, name=name)
         new.meta = {k: v for k, v in node.meta.items() if k not in ("val", PROMISE)}
         if not alike(*tensors_of(infer(new)), *tensors_of(made)):
             graph.erase_node(new)

@@ -28,7 +28,9 @@ def regather(program: Program, leaves: Collection[str] | None = None) -> Program
     """Gather a leaf again in backward instead of keeping it from forward.
 
     The gather is copied, with the views and casts on it, to just before its first use there; and so
-    to every other segment that uses the leaf.
+    to every other segment that uses the leaf. What casts the shard to the dtype that travels is
+    copied, too: shared, it would be there from forward to backward, and hold forward's gather to
+    its place.
 
     Args:
         leaves: names of those that are gathered again; None: all.
@@ -46,7 +48,8 @@ def regather(program: Program, leaves: Collection[str] | None = None) -> Program
         if key not in again:
             # with what lies between: a view of the first gather would keep the first full leaf
             # alive
-            operands = {x: copy_of(x, place) for x in node.all_input_nodes if _gathered(x)}
+            given = [x for x in node.all_input_nodes if _gathered(x) or prepares_gather(x)]
+            operands = {x: copy_of(x, place) for x in given}
             with graph.inserting_before(place):
                 new = graph.node_copy(node, lambda x: operands.get(x, x))
             segment[new] = segment[place]
@@ -73,7 +76,7 @@ def sink_gathers(program: Program) -> Program:
     nodes = list(graph.nodes)
     # Users first: a cast goes to where the gather that reads it has gone.
     for node in reversed(nodes):
-        if node.users and (_gathered(node) or _prepares_gather(node)):
+        if (node.users and _gathered(node)) or prepares_gather(node):
             anchor[node] = min(anchor[user] for user in node.users)
             before.setdefault(anchor[node], []).append(node)
     for index, moved in before.items():
@@ -140,10 +143,11 @@ def _gathered(node: fx.Node) -> bool:
     return True
 
 
-def _prepares_gather(node: fx.Node) -> bool:
+def prepares_gather(node: fx.Node) -> bool:
     """Whether a node is a view or cast of an input that only gathers read."""
     return (
-        is_cheap(node)
+        bool(node.users)
+        and is_cheap(node)
         and node.all_input_nodes[0].op == "placeholder"
         and all(is_gather(user) for user in node.users)
     )
