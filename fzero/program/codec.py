@@ -21,6 +21,7 @@ from fzero.distributed.mesh import Axis
 from fzero.errors import FzeroError
 from fzero.functional.remat import Region
 from fzero.layout import LeafLayout
+from fzero.program.dynamic import DYNAMIC
 from fzero.program.graph import AGAIN, Held, Part
 from fzero.program.origin import Origin
 from fzero.program.promises import PROMISE, TURN, Promise, Source
@@ -101,7 +102,10 @@ class _Encoder:
     def node(self, node: fx.Node) -> Json:
         self.at = f"{node.name} of the Program {self.part.name!r}"
         target = node.target if isinstance(node.target, str) else self.target(node.target)
-        meta = {key: self.value(node.meta[key]) for key in _META if key in node.meta}
+        kept = {key: node.meta[key] for key in _META if key in node.meta}
+        if "custom" in kept:  # symbols are of this process
+            kept["custom"] = {key: x for key, x in kept["custom"].items() if key != DYNAMIC}
+        meta = {key: self.value(x) for key, x in kept.items()}
         if "val" in node.meta:
             meta["val"] = self.value(node.meta["val"])
         row = [node.op, node.name, target, self.value(node.args), self.value(node.kwargs), meta]
