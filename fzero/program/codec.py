@@ -24,7 +24,7 @@ from fzero.layout import LeafLayout
 from fzero.program.dynamic import DYNAMIC
 from fzero.program.graph import AGAIN, Held, Part
 from fzero.program.origin import Origin
-from fzero.program.promises import PROMISE, TURN, Promise, Source
+from fzero.program.promises import PROMISE, STANDS_FOR, TURN, Promise, Source
 from fzero.program.sites import SITE, WRITTEN_OUT, generator, seed
 
 Json = Any
@@ -73,7 +73,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 """What a node may call that is no operator, by its name in a file."""
 
 _NAMES = {id(fn): name for name, fn in FUNCTIONS.items()}
-_META = ("custom", "bucket", "phase", "segment", SITE, AGAIN, TURN, PROMISE)
+_META = ("custom", "bucket", "phase", "segment", SITE, AGAIN, TURN, PROMISE, STANDS_FOR)
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 

@@ -3,6 +3,7 @@
 import array
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
+from fzero import Program, passes
 from fzero.errors import FzeroError
 from fzero.program.file import read, write
 from fzero.step import saved
@@ -380,6 +382,36 @@ def test_a_step_that_follows_sizes_is_saved_for_the_recorded_ones(
         found = trained(again, 9, 7)
     assert nothing_is_staged == ["gradients"]  # which follows sizes again
     assert equal(found, trained(Fresh("sgd"), 4, 6, 9, 7))
+
+
+@dataclasses.dataclass(frozen=True)
+class Clamps:
+    """A pass: relu as a clamp."""
+
+    def __call__(self, program: Program) -> Program:
+        graph = passes.copy_graph(program.graph)
+        found = passes.calls(graph, "aten::relu")
+        for node in found:
+            with graph.inserting_before(node):
+                made = passes.inline(graph, lambda x: x.clamp_min(0), node.args[0])
+            passes.replace_value(node, made)
+        return program.logged(graph, f"{len(found)} relus are clamps")
+
+
+def test_what_a_pass_put_in_a_values_place_stands_for_it_after_a_load(tmp_path: Path) -> None:
+    first = Fresh("sgd", passes=(Clamps(),))
+    wanted = first.steps()
+    program = first.step_fn.lower(*first.state, batch())
+    assert "2 relus are clamps" in program.log
+    program.save(tmp_path / "one")
+    fzero.Program.load(tmp_path / "one").verify()
+    first.step_fn.save_programs(tmp_path)
+    again = Fresh("sgd", passes=(Clamps(),))
+    again.step_fn.load_programs(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert equal(again.steps(), wanted)
+    again.step_fn.lower(*again.state, batch()).verify()
 
 
 # ------------------------------------------------------------------------------ files that fail
