@@ -1,9 +1,9 @@
 """A world of ranks that aren't there, beside whatever world this process is in.
 
 `torch.distributed` keeps its process groups in one place per process. While a simulation runs, that
-place is another one, empty but for a fake group of the world's size, whose collectives move
-nothing; afterwards it is what it was. The groups of the real world are not touched, and go on with
-what they have under way; a thread that asks for the default group meanwhile gets the fake one.
+place shows the thread that simulates another one, empty but for a fake group of the world's size,
+whose collectives move nothing; afterwards it is what it was. All other threads see the real world
+meanwhile, and its groups go on with what they have under way: a step may train beside a simulation.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def made_up_ranks(*shape: int) -> Iterator[DeviceMesh | None]:
         >>> dist.is_initialized()
         False
     """
-    with _ONE_AT_A_TIME, _another_world():
+    with _another_world():
         world = 1
         for size in shape:
             world *= size
@@ -54,7 +54,6 @@ def made_up_ranks(*shape: int) -> Iterator[DeviceMesh | None]:
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-_ONE_AT_A_TIME = threading.RLock()
 # Groups are known to C++ by name too, and torch names them by counting: ours start elsewhere.
 _FIRST = itertools.count(10**9, 10**6)
 
@@ -83,13 +82,29 @@ class _World(c10d._World):
         self._count = value
 
 
+class _ByThread:
+    """What `torch.distributed` knows about groups, for the thread that asks."""
+
+    def __init__(self, real: Any) -> None:
+        self.__dict__.update(real=real, mine=threading.local(), inside=0)
+
+    def there(self) -> Any:
+        """The world of this thread: the made-up one that it is in, else the real one."""
+        return getattr(self.mine, "world", None) or self.real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.there(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.there(), name, value)
+
+
 @contextlib.contextmanager
 def _another_world() -> Iterator[None]:
     # Private, and what torch's own tests of many ranks in one process use: "extension point to
     # override it", its source says. The public way would end the caller's process group.
-    before, known = c10d._world, dict(c10d._pg_map)
-    ours: Any = _World()
-    c10d._world = ours
+    place, ours = _entered(), _World()
+    before, place.mine.world = getattr(place.mine, "world", None), ours
     try:
         if dist.is_initialized():
             raise FzeroError(
@@ -98,8 +113,32 @@ def _another_world() -> Iterator[None]:
             )
         yield
     finally:
+        names = set(ours.pg_names.values())
         for group in ours.pg_names:
             group.shutdown()
             c10d._unregister_process_group(group.group_name)
-        c10d._world = before
-        assert c10d._pg_map == known, "the simulated world left groups in the real one"
+        place.mine.world = before
+        _left(place)
+        # other threads may have made groups of the real world meanwhile
+        left = names & set(c10d._pg_names.values())
+        assert not left, "the simulated world left groups in the real one"
+
+
+_DOORS = threading.Lock()
+
+
+def _entered() -> _ByThread:
+    """The place of all worlds, which is there while any thread is in a made-up one."""
+    with _DOORS:
+        place: Any = c10d._world
+        if not isinstance(place, _ByThread):
+            c10d._world = place = _ByThread(place)  # pyright: ignore
+        place.__dict__["inside"] += 1
+        return place
+
+
+def _left(place: _ByThread) -> None:
+    with _DOORS:
+        place.__dict__["inside"] -= 1
+        if not place.__dict__["inside"] and c10d._world is place:
+            c10d._world = place.real

@@ -21,9 +21,10 @@ from fzero.distributed.mesh import Axis
 from fzero.errors import FzeroError
 from fzero.functional.remat import Region
 from fzero.layout import LeafLayout
+from fzero.program.dynamic import DYNAMIC
 from fzero.program.graph import AGAIN, Held, Part
 from fzero.program.origin import Origin
-from fzero.program.promises import PROMISE, TURN, Promise, Source
+from fzero.program.promises import PROMISE, STANDS_FOR, TURN, Promise, Source
 from fzero.program.sites import SITE, WRITTEN_OUT, generator, seed
 
 Json = Any
@@ -72,7 +73,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 """What a node may call that is no operator, by its name in a file."""
 
 _NAMES = {id(fn): name for name, fn in FUNCTIONS.items()}
-_META = ("custom", "bucket", "phase", "segment", SITE, AGAIN, TURN, PROMISE)
+_META = ("custom", "bucket", "phase", "segment", SITE, AGAIN, TURN, PROMISE, STANDS_FOR)
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -101,7 +102,10 @@ class _Encoder:
     def node(self, node: fx.Node) -> Json:
         self.at = f"{node.name} of the Program {self.part.name!r}"
         target = node.target if isinstance(node.target, str) else self.target(node.target)
-        meta = {key: self.value(node.meta[key]) for key in _META if key in node.meta}
+        kept = {key: node.meta[key] for key in _META if key in node.meta}
+        if "custom" in kept:  # symbols are of this process
+            kept["custom"] = {key: x for key, x in kept["custom"].items() if key != DYNAMIC}
+        meta = {key: self.value(x) for key, x in kept.items()}
         if "val" in node.meta:
             meta["val"] = self.value(node.meta["val"])
         row = [node.op, node.name, target, self.value(node.args), self.value(node.kwargs), meta]

@@ -288,7 +288,10 @@ class Program:
 
     def encoded(self, constants: Constants) -> Any:
         """It, without what follows it, as plain data; see `fzero.program.codec`."""
-        return encoded(self, {name: getattr(self, name) for name in _PLAIN}, constants)
+        fields = {name: getattr(self, name) for name in _PLAIN}
+        if self.dynamic is not None:  # the numbers that follow sizes are expressions of torch's
+            fields["log"] = (*self.log, "dynamic: no more: a file serves the recorded sizes")
+        return encoded(self, fields, constants)
 
     @classmethod
     def decoded(cls, data: Any, constant: Callable[[Any], Tensor]) -> "Program":

@@ -115,9 +115,11 @@ class Executors:
             like = next((one for one in known if one.notes.hold()), None)
             dynamic = self._traced.dynamic(key, self.cfg)
             with ONE_AT_A_TIME:
-                traced = self._resumed(key, plan, leaves, local, batch, frame) or self._record(
-                    plan, leaves, local, batch, frame, like, dynamic
-                )
+                traced = self._resumed(key, plan, leaves, local, batch, frame)
+                if traced is not None:
+                    dynamic = frozenset()  # a file is of its own sizes: no try has failed yet
+                else:
+                    traced = self._record(plan, leaves, local, batch, frame, like, dynamic)
             self._traced.add(key, traced, dynamic)
         return traced
 

@@ -1,5 +1,6 @@
 """A simulated world leaves the real one as it was."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -40,6 +41,53 @@ def _beside_a_real_world(rank_sum: float) -> Any:
 
 def test_ranks_can_simulate_and_go_on() -> None:
     assert run_ranks(2, _beside_a_real_world, 2.0) == [_simulated()] * 2
+
+
+def _trained() -> torch.Tensor:
+    def model_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ params["w"]).square().mean()
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.adamw(0.1), fzero.Config(stage=3))
+    params, state = step_fn.init({"w": torch.ones(8, 6)})
+    for rows in (2, 4):  # each staged out
+        params, state = step_fn(params, state, torch.full((rows, 8), 1.0 + _rank()))
+    return fzero.unshard(params)["w"]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _beside_a_simulation() -> bool:
+    """Whether a step trains beside a made-up world as it does alone."""
+    wanted, here = _trained(), _rank()
+    inside, done, seen = threading.Event(), threading.Event(), list[int]()
+
+    def simulates() -> None:
+        with made_up_ranks(2, 4):
+            inside.set()
+            seen.append(dist.get_world_size())
+            done.wait(60)
+            seen.append(dist.get_world_size())
+
+    thread = threading.Thread(target=simulates)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        found, there = _trained(), _rank()
+        assert not dist.is_initialized() or dist.get_world_size() == 2
+        report = _simulated()  # in a second world beside the first
+    finally:
+        done.set()
+        thread.join()
+    assert report == _simulated()
+    return torch.equal(found, wanted) and there == here and seen == [8, 8]
+
+
+def test_other_threads_are_in_the_real_world_meanwhile() -> None:
+    assert _beside_a_simulation()
+    assert not dist.is_initialized()
+    assert run_ranks(2, _beside_a_simulation) == [True, True]
 
 
 def test_a_fake_world_is_left_as_it_was() -> None:

@@ -3,6 +3,7 @@
 import array
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -12,7 +13,7 @@ import operator
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
+from fzero import Program, passes
 from fzero.errors import FzeroError
 from fzero.program.file import read, write
 from fzero.step import saved
@@ -345,6 +347,71 @@ def test_another_kind_of_batch_is_recorded(folder: Path) -> None:
     again.step_fn.load_programs(folder)
     with pytest.warns(UserWarning, match="none for this kind of batch"):
         again.step_fn.lower(*again.state, batch(6))
+
+
+def test_a_step_that_follows_sizes_is_saved_for_the_recorded_ones(
+    tmp_path: Path, nothing_is_staged: list[str]
+) -> None:
+    def rows(*sizes: int) -> Iterator[dict[str, Tensor]]:
+        for size in sizes:
+            generator = torch.Generator().manual_seed(size)
+            yield {k: torch.randn(size, n, generator=generator) for k, n in (("x", 5), ("y", 3))}
+
+    def trained(made: Fresh, *sizes: int) -> list[Tensor]:
+        for one in rows(*sizes):
+            made.state = made.step_fn(*made.state, one)
+        return [*fzero.unshard(made.state[0]).values()]
+
+    first = Fresh("sgd", dynamic=True)
+    trained(first, 4, 6, 9)
+    assert nothing_is_staged.count("gradients") == 2  # the third follows the second
+    first.step_fn.save_programs(tmp_path)
+    nothing_is_staged.clear()
+    again = Fresh("sgd", dynamic=True)
+    again.step_fn.load_programs(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = trained(again, 4, 6)
+    assert not nothing_is_staged
+    assert equal(found, trained(Fresh("sgd"), 4, 6))
+    (one,) = rows(6)
+    log = again.step_fn.lower(*again.state, one).log
+    assert log[-1] == "dynamic: no more: a file serves the recorded sizes"
+    nothing_is_staged.clear()
+    with pytest.warns(UserWarning, match="there is none for this kind of batch"):
+        found = trained(again, 9, 7)
+    assert nothing_is_staged == ["gradients"]  # which follows sizes again
+    assert equal(found, trained(Fresh("sgd"), 4, 6, 9, 7))
+
+
+@dataclasses.dataclass(frozen=True)
+class Clamps:
+    """A pass: relu as a clamp."""
+
+    def __call__(self, program: Program) -> Program:
+        graph = passes.copy_graph(program.graph)
+        found = passes.calls(graph, "aten::relu")
+        for node in found:
+            with graph.inserting_before(node):
+                made = passes.inline(graph, lambda x: x.clamp_min(0), node.args[0])
+            passes.replace_value(node, made)
+        return program.logged(graph, f"{len(found)} relus are clamps")
+
+
+def test_what_a_pass_put_in_a_values_place_stands_for_it_after_a_load(tmp_path: Path) -> None:
+    first = Fresh("sgd", passes=(Clamps(),))
+    wanted = first.steps()
+    program = first.step_fn.lower(*first.state, batch())
+    assert "2 relus are clamps" in program.log
+    program.save(tmp_path / "one")
+    fzero.Program.load(tmp_path / "one").verify()
+    first.step_fn.save_programs(tmp_path)
+    again = Fresh("sgd", passes=(Clamps(),))
+    again.step_fn.load_programs(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert equal(again.steps(), wanted)
+    again.step_fn.lower(*again.state, batch()).verify()
 
 
 # ------------------------------------------------------------------------------ files that fail
