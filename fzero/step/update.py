@@ -118,13 +118,14 @@ class Update:
             grads = _times(grads, loss_scale.scale.to(_widest(grads)).reciprocal())
             if self.cfg.scaling.external:
                 loss = loss / loss_scale.scale
-        loss, norm = self._statistics(loss, grads)
+        loss, exact = self._statistics(loss, grads)
+        norm = exact.to(_widest(grads))
         # one bad element makes the norm bad: gradients need no pass of their own
         nonfinite = ~(torch.isfinite(norm) & torch.isfinite(loss))
         if self.cfg.clip_norm is not None:
             # the same small term as in torch.nn.utils.clip_grad_norm_
-            factor = (self.cfg.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            grads = _times(grads, factor)
+            factor = (self.cfg.clip_norm / (exact + 1e-6)).clamp(max=1.0)
+            grads = _times(grads, factor.to(norm.dtype))  # rounded once, as ZeRO-3's
         targets = list(masters) if masters else self._shards(params)
         skips = self.cfg.nonfinite_policy == "skip"
         inner = list(inner)
@@ -145,7 +146,9 @@ class Update:
         )
 
     def _statistics(self, loss: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Loss over all ranks, and the norm of the whole gradient: one small all-reduce an axis."""
+        """Loss over all ranks, and the norm of the whole gradient in double: one small all-reduce
+        an axis.
+        """
         split = self.cfg.stage > 0
         whole, parts = [], []
         for grad, leaf in zip(grads, self.layout.trained, strict=True):
@@ -157,7 +160,7 @@ class Update:
         # not the norm's shares: gradients are summed over both axes, so copies of a shard agree
         total = all_reduce(stats[0], self.axes.replicate, "loss")
         norm = self._joined(stats, whole)
-        return total.to(loss.dtype), norm.to(_widest(grads))
+        return total.to(loss.dtype), norm
 
     def _shares(self, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
         """This rank's share in the norm of split leaves, as numbers that can be summed over ranks.
