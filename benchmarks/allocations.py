@@ -1,5 +1,6 @@
 """Bytes that a step holds, from the allocator's own events: exact, unlike a process's RSS."""
 
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +31,7 @@ def measure(build: Callable[[], T], *, warm: int = 1) -> tuple[LocalState, T]:
             knows nothing of memory that was there before it started.
         warm: steps before the measured one.
     """
+    gc.collect()  # or what others left would be freed here, and counted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         step = build()
         for _ in range(warm):

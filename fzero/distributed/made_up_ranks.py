@@ -8,6 +8,7 @@ meanwhile, and its groups go on with what they have under way: a step may train 
 
 import contextlib
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -49,7 +50,9 @@ def made_up_ranks(*shape: int) -> Iterator[DeviceMesh | None]:
         # registers the backend "fake"; imported here, since only a simulation needs it
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
+        hook = sys.excepthook
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        sys.excepthook = hook  # which would name a rank before each line of all later errors
         names = ("replicate", "shard")[-len(shape) :]
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,10 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Simulate as the command line says; the exit code: 0, or 2 if it can't be done."""
     args = _parser().parse_args(argv)
     try:
-        return _sweep(args) if args.sweep else _one(args)
+        code = _sweep(args) if args.sweep else _one(args)
+        sys.stdout.flush()
+        return code
     except FzeroError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except BrokenPipeError:  # `| head` has read enough; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:

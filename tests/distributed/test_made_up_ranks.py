@@ -1,5 +1,6 @@
 """A simulated world leaves the real one as it was."""
 
+import sys
 import threading
 from typing import Any
 
@@ -19,6 +20,12 @@ def _simulated() -> Any:
     cfg, params = fzero.Config(stage=3), {"w": torch.ones(8, 6)}
     report = fzero.simulate(model_fn, fzero.optim.adamw(0.1), cfg, params, torch.ones(4, 8), (2, 8))
     return report.without_program()
+
+
+def test_errors_are_told_as_before() -> None:
+    hook = sys.excepthook  # torch's names a rank before each line
+    _simulated()
+    assert sys.excepthook is hook
 
 
 def _beside_a_real_world(rank_sum: float) -> Any:

@@ -20,6 +20,17 @@ def test_the_command_prints_a_table() -> None:
     assert "MFU" in done.stdout
 
 
+@pytest.mark.slow
+def test_who_has_read_enough_is_not_told_of_it() -> None:
+    command = [sys.executable, "-m", "fzero.simulate", *SMALL, "--world", "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        assert done.stdout is not None
+        done.stdout.close()
+        _, errors = done.communicate(timeout=120)
+    assert done.returncode == 0
+    assert b"BrokenPipe" not in errors
+
+
 def test_json_and_plot(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
     picture = f"{tmp_path}/step.png"
     options = ["--world", "16", "--replicate", "2", "--stage", "1", "--json", "--plot", picture]
