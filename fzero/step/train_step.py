@@ -105,7 +105,7 @@ class TrainStep:
 
     def __copy__(self) -> "TrainStep":
         """Another step function, which is staged out for itself: ranks all copy it, or none."""
-        return TrainStep(self.model_fn, self.opt, self.cfg)
+        return self._again(self.cfg)
 
     def __deepcopy__(self, memo: Any) -> "TrainStep":
         return self.__copy__()
@@ -252,7 +252,14 @@ class TrainStep:
             ConfigError: `fn` can't be called, or the executor has no Program.
         """
         passes: Any = self.cfg.passes
-        return TrainStep(self.model_fn, self.opt, self.cfg.replace(passes=(*passes, fn)))
+        return self._again(self.cfg.replace(passes=(*passes, fn)))
+
+    def _again(self, cfg: Config) -> "TrainStep":
+        """Another of the same functions, which looks for saved Programs where this one does."""
+        step_fn = TrainStep(self.model_fn, self.opt, cfg)
+        if self._executors.saved is not None:
+            step_fn.load_programs(self._executors.saved.path)
+        return step_fn
 
     def save_programs(self, path: str | PathLike[str]) -> None:
         """Write down what is staged out, so that a restart stages nothing: see `load_programs`.

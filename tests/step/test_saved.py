@@ -3,6 +3,7 @@
 import array
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import functools
 import importlib
@@ -412,6 +413,20 @@ def test_what_a_pass_put_in_a_values_place_stands_for_it_after_a_load(tmp_path: 
         warnings.simplefilter("error")
         assert equal(again.steps(), wanted)
     again.step_fn.lower(*again.state, batch()).verify()
+
+
+def test_another_step_made_of_one_looks_where_that_does(tmp_path: Path) -> None:
+    first = Fresh("sgd")
+    wanted = first.steps()
+    first.step_fn.save_programs(tmp_path)
+    again = Fresh("sgd")
+    again.step_fn.load_programs(tmp_path)
+    clamped, again.step_fn = again.step_fn.with_pass(Clamps()), copy.copy(again.step_fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a recording would say why
+        assert equal(again.steps(), wanted)
+    with pytest.warns(UserWarning, match="are not used, and the step is recorded"):
+        clamped.lower(*again.state, batch())
 
 
 # ------------------------------------------------------------------------------ files that fail
