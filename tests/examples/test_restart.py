@@ -33,12 +33,20 @@ def _example(out: Path, count: int, hit: int | None, number: int) -> None:
 
     def call(self: fzero.TrainStep, params: object, opt_state: fzero.OptState, batch: object):
         if last and int(opt_state.step) == hit:
+            if number == signal.SIGKILL:  # saves are written beside the training
+                _wait_for(out / "ckpt" / f"step-{hit // 4 * 4:08}")
             os.kill(os.getpid(), number)
         return real(self, params, opt_state, batch)
 
     sys.argv = [str(EXAMPLE), *_flags(out, count)]
     with mock.patch.object(fzero.TrainStep, "__call__", call), contextlib.suppress(SystemExit):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def _wait_for(step: Path) -> None:
+    end = time.monotonic() + 60
+    while fzero.checkpoint.latest(step.parent) != step and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def _losses(out: Path) -> list[float]:
