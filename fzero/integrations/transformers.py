@@ -190,9 +190,13 @@ class _OnEngine:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.engine is None or self.engine.module is not self.model:
+        alone = not os.path.isdir(os.path.join(resume_from_checkpoint, FOLDER))
+        if alone and any(Path(resume_from_checkpoint).glob("**/*.safetensors")):
+            # not as transformers does: it goes on where files have other names than the model
+            self._load_weights(resume_from_checkpoint)
+        elif self.engine is None or self.engine.module is not self.model:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # pyright: ignore
-        elif not os.path.isdir(os.path.join(resume_from_checkpoint, FOLDER)):
+        elif alone:
             self._load_weights(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -223,12 +227,11 @@ class _OnEngine:
             self._load_weights(best)
 
     def _load_weights(self, folder: str) -> None:
-        """What `save_model` wrote, back into the engine.
+        """What `save_model` wrote, back into the engine; into the model, if there is none yet.
 
         Raises:
             ConfigError: a trained parameter is not there.
         """
-        assert self.engine is not None
         found, own = _weights(self.model, folder), self.model.state_dict(keep_vars=True)
         there = {id(own[name]) for name in found if name in own}
         missing = [
@@ -243,7 +246,10 @@ class _OnEngine:
                 "save_only_model=False, which keeps the engine's own state too, or load the "
                 "folder by from_pretrained before the Trainer is made."
             )
-        self.engine.load_state_dict(found, strict=False)
+        into: Any = self.model
+        if self.engine is not None and self.engine.module is self.model:
+            into = self.engine
+        into.load_state_dict(found, strict=False)
 
 
 def _weights(model: Any, folder: str) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """`fzero.integrations.transformers`: every run beside the same run of transformers' own Trainer."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 import fzero
@@ -292,6 +295,51 @@ def test_weights_that_lack_what_is_trained_are_refused(tmp_path: Path) -> None:
     trainer.train()
     with pytest.raises(ConfigError, match="is trained"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "other" / "checkpoint-1"))
+
+
+class Images(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random pictures of three kinds."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        return {
+            "pixel_values": torch.randn(3, 8, 8, generator=draw),
+            "labels": torch.tensor(index % 3),
+        }
+
+
+def _vit() -> ViTForImageClassification:
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 24, "image_size": 8, "patch_size": 4, "num_labels": 3}
+    return ViTForImageClassification(ViTConfig(**sizes))
+
+
+@pytest.mark.parametrize(("make", "data"), [(_vit, Images()), (_mixture, Tokens(24, 1))])
+def test_weights_are_read_whatever_names_their_files_have(
+    make: Callable[[], Any], data: Any, tmp_path: Path
+) -> None:
+    """In a new Trainer, which has no engine yet when it resumes."""
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    options = {"eval_strategy": "no", "optim": "sgd", "lr_scheduler_type": "constant"}
+    torch.manual_seed(0)
+    first = Trainer(
+        make(), _arguments(str(tmp_path), max_steps=1, **options, **saving), train_dataset=data
+    )
+    first.train()
+    wanted = {name: x.clone() for name, x in first.model.state_dict().items()}
+    torch.manual_seed(1)  # another start, which has to give way
+    other = Trainer(
+        make(),
+        _arguments(str(tmp_path / "other"), max_steps=2, learning_rate=0.0, **options),
+        train_dataset=data,
+    )
+    with pytest.warns(UserWarning, match="has no folder 'fzero'"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for name, x in other.model.state_dict().items():
+        assert torch.equal(x, wanted[name]), name
 
 
 @pytest.mark.parametrize("kept", [None, ["ln_f"]], ids=str)
