@@ -114,7 +114,8 @@ def _writes_apart(graph: fx.Graph) -> fx.Graph:
 
 def _writes_alone(node: fx.Node) -> bool:
     """Whether a node returns its first operand, written over, and touches nothing else."""
-    return written_operands(node) == list(node.args[:1]) and _twin(node.target) is not None
+    written = written_operands(node)
+    return bool(written) and written == [node.args[0]] and _twin(node.target) is not None
 
 
 def _twin(target: Any) -> Any:
