@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
+from fzero.program.passes.groups import Growth
 from fzero.program.passes.schedule import Early
 from fzero.program.program import Program
 
@@ -30,12 +31,14 @@ class Choice(NamedTuple):
 
     Args:
         gradients: most bytes of full leaves in a bucket of the gradients' Program, or a function's.
+        growth: how much larger its buckets may be.
         early: how early its gathers are launched.
         update: the same bytes of the update's.
         thrift: of the plan for a memory limit; None: there is no limit.
     """
 
     gradients: int
+    growth: Growth = Growth()
     early: Early = Early()
     update: int = 0
     thrift: Thrift | None = None
@@ -46,41 +49,46 @@ class Choice(NamedTuple):
         first, *rest = program.parts()
         thrift = Thrift(*first.thrift) if first.thrift else None
         update = sum(x.bucket_bytes for x in rest)
-        return cls(first.bucket_bytes, Early(*first.early), update, thrift)
+        growth, early = Growth(*first.growth), Early(*first.early)
+        return cls(first.bucket_bytes, growth, early, update, thrift)
 
     def told(self) -> tuple[int, ...]:
         """As numbers of which the smallest suits all ranks, where there is no limit."""
         forward, backward, last, first = self.early
-        return (self.gradients, self.update, forward, backward, _MOST - last, _MOST - first)
+        return (
+            *(self.gradients, self.update, *self.growth),
+            *(forward, backward, _MOST - last, _MOST - first),
+        )
 
     @classmethod
     def heard(cls, told: Sequence[int]) -> Self:
         """The inverse of `told`.
 
-        >>> choice = Choice(9, Early(4, 2, 1, 3), 8)
+        >>> choice = Choice(9, Growth(20, 16, 8, 4), Early(4, 2, 1, 3), 8)
         >>> Choice.heard(choice.told()) == choice
         True
         """
-        gradients, update, forward, backward, last, first = told
-        return cls(gradients, Early(forward, backward, _MOST - last, _MOST - first), update)
+        gradients, update, *growth, forward, backward, last, first = told
+        early = Early(forward, backward, _MOST - last, _MOST - first)
+        return cls(gradients, Growth(*growth), early, update)
 
     def encoded(self) -> str:
         """As a text: all of it."""
-        return json.dumps([self.gradients, self.early, self.update, self.thrift])
+        return json.dumps(self)
 
     @classmethod
     def decoded(cls, text: str) -> Self:
         """The inverse of `encoded`.
 
-        >>> choice = Choice(9, Early(1), 8, Thrift(3, ("w",), ("gather w",), ("mm",)))
+        >>> choice = Choice(9, Growth(20), Early(1), 8, Thrift(3, ("w",), ("gather w",), ("mm",)))
         >>> Choice.decoded(choice.encoded()) == choice
         True
         """
-        gradients, early, update, thrift = json.loads(text)
+        gradients, growth, early, update, thrift = json.loads(text)
         if thrift is not None:
             number, *names = thrift
             thrift = Thrift(number, *map(tuple, names))
-        return cls(gradients, Early(*early), update, thrift)
+        return cls(gradients, Growth(*growth), Early(*early), update, thrift)
 
 
 _MOST = 2**31  # more than there are gathers

@@ -10,6 +10,7 @@ from fzero.program.passes.bucket import bucket, bucket_at, bucket_sizes
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
 from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
+from fzero.program.passes.groups import ALIKE, Growth
 from fzero.program.passes.offload import offload
 from fzero.program.passes.order import in_order, order_of_leaves
 from fzero.program.passes.recompute import recompute
@@ -29,6 +30,7 @@ def optimise(
     prefetch: int | None,
     slack: float = 0.1,
     exact: bool = False,
+    growth: Growth = ALIKE,
     early: Early | None = None,
     limit: int | None = None,
     thrift: Thrift | None = None,
@@ -43,6 +45,7 @@ def optimise(
         prefetch: how many buckets ahead a gather is launched; None: as the backend warrants.
         slack: share of the lowest peak that larger buckets may cost.
         exact: take `bucket_bytes` as it is instead of looking for a better size below it.
+        growth: with `exact`, how much larger than that buckets may be.
         early: with `exact`, how early gathers are, which takes the place of `prefetch`.
         limit: bytes that the peak has to stay under, with as little done twice as that takes.
         thrift: what all ranks settled for that, with `exact`; None: this rank's own, the first that
@@ -85,6 +88,7 @@ def optimise(
             prefetch=0 if late else prefetch,
             slack=slack,
             exact=settled,
+            growth=growth if given else ALIKE,
             early=early if given else None,
             within=within or None,
         )
@@ -115,6 +119,7 @@ def share_collectives(
     slack: float = 0.1,
     budget: int = 0,
     exact: bool = False,
+    growth: Growth = ALIKE,
     early: Early | None = None,
     within: int | None = None,
 ) -> Program:
@@ -122,7 +127,7 @@ def share_collectives(
     if not any(is_gather(node) or is_reduction(node) for node in program.graph.nodes):
         return program
     if exact:
-        return bucket_at(program, bucket_bytes, prefetch=prefetch, early=early)
+        return bucket_at(program, bucket_bytes, prefetch=prefetch, early=early, growth=growth)
     return bucket(
         program,
         limit=bucket_bytes,

@@ -50,6 +50,7 @@ class Program:
         times: how often a step runs it (micro-batches).
         resident: what a step's state has that lives beside this graph and isn't among its inputs.
         bucket_bytes: most bytes of full leaves that share a collective; 0 if there are none.
+        growth: how much larger buckets may be, as `passes.groups` has it.
         early: how many buckets early gathers are launched, as `passes.schedule` has it.
         thrift: of a plan for a memory limit, what decides which collectives run, as
             `fzero.program.fitting` has it; empty: there is no limit.
@@ -71,6 +72,7 @@ class Program:
     times: int = 1
     resident: tuple[Held, ...] = ()
     bucket_bytes: int = 0
+    growth: tuple[int, ...] = ()
     early: tuple[int, ...] = ()
     thrift: tuple[Any, ...] = ()
     next: "Program | None" = None
@@ -304,7 +306,8 @@ class Program:
 
 
 _PLAIN = (
-    *("name", "inputs", "outputs", "log", "times", "resident", "bucket_bytes", "early", "thrift"),
+    *("name", "inputs", "outputs", "log", "times", "resident", "bucket_bytes", "growth"),
+    *("early", "thrift"),
     *("input_categories", "output_categories", "reduced_over"),
 )
 

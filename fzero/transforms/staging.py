@@ -27,6 +27,7 @@ from fzero.program.dynamic import InputDim, kept_dynamic
 from fzero.program.fitting import NothingFits
 from fzero.program.passes.donate import own_outputs
 from fzero.program.passes.functionalise import written_inputs
+from fzero.program.passes.groups import Growth
 from fzero.program.pipeline import optimise
 from fzero.program.program import Pass
 from fzero.program.trace import FrontEnd, trace_program, with_symbols
@@ -130,6 +131,7 @@ def staged_out(
             reshard_after_forward=cfg.reshard_after_forward,
             bucket_bytes=choice.gradients if choice else int(cfg.bucket_mb * 2**20),
             exact=choice is not None,
+            growth=choice.growth if choice else Growth(),
             early=choice.early if choice else None,
             prefetch=cfg.prefetch,
             slack=slack,

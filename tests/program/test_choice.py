@@ -1,24 +1,35 @@
 """The smallest numbers of what ranks choose are a choice that is no larger than any rank's own."""
 
+from itertools import product
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero.program.choice import Choice, Thrift
+from fzero.program.graph import BACKWARD, FORWARD
+from fzero.program.passes.groups import Growth
 from fzero.program.passes.schedule import Early
 
 small = st.integers(0, 9)
 names = st.lists(st.text(max_size=3), max_size=3).map(tuple)
+sizes = st.integers(0, 2**40)
+growth = st.builds(Growth, sizes, small, small, small)
 early = st.builds(Early, small, small, small, small)
-choices = st.builds(Choice, st.integers(0, 2**40), early, small, st.none())
+choices = st.builds(Choice, sizes, growth, early, small, st.none())
 thrifty = st.builds(Thrift, small, names, names, names)
-limited = st.builds(Choice, st.integers(0, 2**40), early, small, thrifty)
+limited = st.builds(Choice, sizes, growth, early, small, thrifty)
 
 
-@given(choices, choices)
-def test_the_smallest_is_no_larger_and_no_earlier_than_either(mine: Choice, other: Choice) -> None:
+@given(choices, choices, sizes)
+def test_the_smallest_is_no_larger_and_no_earlier_than_either(
+    mine: Choice, other: Choice, between: int
+) -> None:
     both = Choice.heard(list(map(min, mine.told(), other.told())))
     for one in (mine, other):
         assert both.gradients <= one.gradients
+        for phase, gathers in product((FORWARD, BACKWARD), (True, False)):
+            room = both.growth.room(both.gradients, phase, between, gathers=gathers)
+            assert room <= one.growth.room(one.gradients, phase, between, gathers=gathers)
         for forward in (True, False):
             pairs = zip(
                 both.early.depths(9, forward=forward),

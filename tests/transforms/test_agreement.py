@@ -15,6 +15,7 @@ from fzero.distributed.mesh import resolve_mesh
 from fzero.errors import ConfigError
 from fzero.program.choice import Choice, Thrift
 from fzero.program.fitting import NothingFits
+from fzero.program.passes.groups import ALIKE
 from fzero.program.passes.schedule import Early
 from fzero.transforms.agreement import Agreement, Mine
 from tests.ranks import run_ranks
@@ -40,7 +41,7 @@ class Rank:
 class Refusal(NothingFits):
     def __init__(self, number: int) -> None:
         ConfigError.__init__(self, f"plan {number} holds least")
-        first = SimpleNamespace(bucket_bytes=8, early=Early(), thrift=Thrift(number))
+        first = SimpleNamespace(bucket_bytes=8, growth=ALIKE, early=Early(), thrift=Thrift(number))
         self.program: Any = SimpleNamespace(parts=lambda: [first], peak_bytes=lambda: LIMIT + 1)
         self.limit = LIMIT
         self._number = number

@@ -6,17 +6,21 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fzero.distributed.buckets import EXCHANGE, KINDS, carrier, unpack_into
+from fzero.distributed.buckets import KINDS, carrier, unpack_into
 from fzero.program.graph import copy_graph, is_op, operands, order_of, tensors_of
 from fzero.program.memory import constant_bytes
 from fzero.program.passes.early import as_early_as_fits
 from fzero.program.passes.groups import (
+    ALIKE,
     Group,
+    Growth,
     bring_operands,
     bucket_for,
+    buckets_of,
     first_place,
     groups_of,
 )
+from fzero.program.passes.grown import as_grown_as_fits
 from fzero.program.passes.rewrite import call, is_gather, is_reduction, legalise, substitute
 from fzero.program.passes.schedule import Early, schedule
 from fzero.program.passes.sketch import Sketch
@@ -52,10 +56,11 @@ def bucket(
     peaks = _peaks(program, sketch, sizes, prefetch)
 
     def at(size: int, most: int) -> Program:
-        early = None
+        bound = most - constant_bytes(program)
+        early, growth = None, as_grown_as_fits(sketch, size, limit, bound, prefetch)
         if prefetch is None:
-            early = as_early_as_fits(sketch, size, most - constant_bytes(program))
-        return bucket_at(program, size, prefetch=prefetch, early=early)
+            early = as_early_as_fits(sketch, size, bound, growth)
+        return bucket_at(program, size, prefetch=prefetch, early=early, growth=growth)
 
     if within is not None:
         fitting = (size for size, peak in zip(sizes, peaks, strict=True) if peak <= within)
@@ -98,32 +103,39 @@ _LARGE = 2**20
 
 
 def bucket_at(
-    program: Program, size: int, *, prefetch: int | None = None, early: Early | None = None
+    program: Program,
+    size: int,
+    *,
+    prefetch: int | None = None,
+    early: Early | None = None,
+    growth: Growth = ALIKE,
 ) -> Program:
     """`bucket` with a size that is settled: at most `size` bytes of full leaves in each.
 
     Args:
         early: settled, too; None: as `prefetch` says.
+        growth: how much larger buckets may be.
     """
-    made = schedule(_with_buckets(program, size), prefetch=prefetch, early=early)
-    return replace(made, bucket_bytes=size)
+    made = schedule(_with_buckets(program, size, growth), prefetch=prefetch, early=early)
+    return replace(made, bucket_bytes=size, growth=tuple(growth))
 
 
-def _with_buckets(program: Program, size: int) -> Program:
+def _with_buckets(program: Program, size: int, growth: Growth) -> Program:
     graph = copy_graph(program.graph)
-    singles = made = 0
+    singles = made = largest = 0
     for kind in KINDS:
-        # an exchange is made for one matrix a rank at a time: together they would be held at once
-        groups = groups_of(graph, kind, -1 if kind == EXCHANGE else size)
+        groups = groups_of(graph, kind, *buckets_of(kind, size, growth))
         singles += sum(len(group.nodes) for group in groups)
         made += len(groups)
+        largest = max(largest, *(len(group.nodes) > 1 and group.nbytes for group in groups), 0)
         order = order_of(graph)
         for group in groups:
             bring_operands(group, order)
             _lower(graph, group)
         # now, not at the end: the next kind is grouped by the order of the graph
         legalise(graph)
-    line = f"bucket: {singles} -> {made} collectives, at most {size / 2**20:.3g} MiB each"
+    most = max(size, largest)
+    line = f"bucket: {singles} -> {made} collectives, at most {most / 2**20:.3g} MiB each"
     return program.logged(graph, line)
 
 

@@ -16,26 +16,27 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
+from fzero.program.passes.groups import ALIKE, Growth
 from fzero.program.passes.schedule import Early
 from fzero.program.passes.sketch import Launched, Sketch
 
 
-def as_early_as_fits(sketch: Sketch, size: int, bound: int) -> Early | None:
+def as_early_as_fits(sketch: Sketch, size: int, bound: int, growth: Growth = ALIKE) -> Early | None:
     """How early gathers go in buckets of a size; None: as early as always.
 
     Args:
         sketch: of a graph.
-        size: most bytes of full leaves in a bucket.
+        size, growth: of its buckets.
         bound: bytes that may be alive at once.
     """
-    alive, segments, always = sketch.at(size, None)
+    alive, segments, always, _ = sketch.at(size, None, growth)
     if always.forward or max(alive, default=0) > bound or not segments:
         return None
     directions = [_deepest(alive, segments, bound, forward=forward) for forward in (True, False)]
     (forward, last), (backward, first) = directions
     early = Early(forward, backward, last, first)
     # counted bucket by bucket; what they do to each other's buffers a walk tells
-    return early if max(sketch.timeline_at(size, early)) <= bound else None
+    return early if max(sketch.timeline_at(size, early, growth)) <= bound else None
 
 
 def _deepest(

@@ -1,5 +1,13 @@
-"""Which collectives share one, and what each of them carries."""
+"""Which collectives share one, and what each of them carries.
 
+[Note: buckets that grow] Most is alive where forward turns into backward. There the peak is, and
+there the size of buckets is settled. A leaf further away is gathered, or its gradient sent, while
+fewer activations are alive: about as many fewer as there are leaves between. So a bucket may be
+larger than `size` by a share of the bytes between it and that turn, at the same peak. What has few
+and small messages at its ends waits less: each costs the same, however little it carries.
+"""
+
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +18,7 @@ from torch import fx
 from fzero.distributed.buckets import EXCHANGE, KINDS, Bucket, asked_for, bucket_of, goes_alone
 from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
-from fzero.program.graph import UPDATE, is_mutable, is_op, segments, tensors_of
+from fzero.program.graph import BACKWARD, FORWARD, UPDATE, is_mutable, is_op, segments, tensors_of
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
 
 
@@ -57,13 +65,69 @@ class Group:
     nbytes: int = 0
 
 
-def groups_of(graph: fx.Graph, kind: str, size: int) -> list[Group]:
+class Growth(NamedTuple):
+    """How much larger buckets may be than their size; see [Note: buckets that grow].
+
+    Args:
+        most: bytes that none may be larger than; 0: than the size.
+        forward, backward: of gathers in the two directions, sixteenths of the bytes of leaves that
+            lie between.
+        reductions: the same of reductions in backward.
+    """
+
+    most: int = 0
+    forward: int = 0
+    backward: int = 0
+    reductions: int = 0
+
+    def room(self, size: int, phase: str, between: int, *, gathers: bool) -> int:
+        """Bytes that a bucket may have.
+
+        Args:
+            size: bytes next to the turn.
+            phase: of the collective.
+            between: bytes of leaves of its kind between it and the turn.
+            gathers: whether it brings full leaves.
+
+        >>> growth = Growth(most=100, forward=8)
+        >>> [growth.room(20, FORWARD, between, gathers=True) for between in (0, 80, 400)]
+        [20, 60, 100]
+        """
+        sixteenths = 0
+        if phase == FORWARD and gathers:
+            sixteenths = self.forward
+        elif phase == BACKWARD:
+            sixteenths = self.backward if gathers else self.reductions
+        return max(size, min(self.most, size + sixteenths * between // 16))
+
+
+ALIKE = Growth()
+"""Of buckets that have one size everywhere."""
+
+
+def buckets_of(kind: str, size: int, growth: Growth) -> tuple[int, Growth]:
+    """The size and growth of the buckets of a kind."""
+    # an exchange is made for one matrix a rank at a time: together they would be held at once
+    return (-1, ALIKE) if kind == EXCHANGE else (size, growth)
+
+
+def groups_of(graph: fx.Graph, kind: str, size: int, growth: Growth = ALIKE) -> list[Group]:
     """Runs of collectives of a kind with the same dtype, axis and segment, up to `size` bytes.
 
     Those of a group come after equally many others: what waits for a collective is further down
     than what it waits for, so no group waits for itself, nor two for each other.
+
+    Args:
+        graph: in which they carry single leaves.
+        kind: of `KINDS`.
+        size: most bytes of full leaves.
+        growth: by how much that may be exceeded.
     """
     of, depth = segments(graph), depths_of(graph)
+    asks = [node for node in graph.nodes if is_op(node, *KINDS[kind].operators)]
+    total, before = Counter[int](), Counter[int]()
+    for node in asks:
+        total[of[node][0]] += asked_of(node).nbytes
     gathering = _gathering(graph, of)
     in_place = any(map(is_mutable, graph.nodes))
     open_groups: dict[tuple[Any, ...], Group] = {}
@@ -80,11 +144,18 @@ def groups_of(graph: fx.Graph, kind: str, size: int) -> list[Group]:
         key = (asked.dtype, asked.axis.group, number, depth[node])
         movable = not (in_place and phase == UPDATE)
         gathers = asked.axis.group in gathering
+        group = open_groups.get(key)
+        # what lies between the turn and that end of the bucket which is nearer to it: forward comes
+        # to the turn, backward goes away from it
+        between = before[number] - (group.nbytes if group else 0)
+        before[number] += asked.nbytes
+        if phase == FORWARD:
+            between = total[number] - before[number]
         if goes_alone(asked.leaf, asked.nbytes, asked.axis):
             done.append(Group(kind, number, phase, movable, gathers, [node], asked.nbytes))
             continue
-        group = open_groups.get(key)
-        if group is None or group.nbytes + asked.nbytes > size:
+        most = growth.room(size, phase, between, gathers=KINDS[kind].gathers)
+        if group is None or group.nbytes + asked.nbytes > most:
             if group is not None:
                 done.append(group)
             group = open_groups[key] = Group(kind, number, phase, movable, gathers)

@@ -28,11 +28,14 @@ from fzero.distributed.buckets import (
 from fzero.program.graph import FORWARD, is_mutable, is_op, order_of, tensors_of
 from fzero.program.memory import Bytes, storages, timeline
 from fzero.program.passes.groups import (
+    ALIKE,
     ASKED,
     Group,
+    Growth,
     asked_of,
     bring_operands,
     bucket_for,
+    buckets_of,
     first_place,
     groups_of,
 )
@@ -131,6 +134,22 @@ class Launched(NamedTuple):
     forward: bool
 
 
+class Sketched(NamedTuple):
+    """What becomes of a graph with buckets.
+
+    Args:
+        alive: what `timeline` would give.
+        gathers: those that could be earlier, by segment.
+        early: how early they are.
+        collectives: how many there are.
+    """
+
+    alive: list[int]
+    gathers: list[list[Launched]]
+    early: Early
+    collectives: int
+
+
 def _launched(dot: Any, place: Mapping[Any, int]) -> Launched:
     part: Any = launch_part(dot)
     made = {key: nbytes for x in part for key, nbytes in x.on.items()}
@@ -162,18 +181,23 @@ class Sketch:
         targets = {row[1]._schema.name for row in self.rows if ASKED in row[-1]}
         self.kinds = [kind for kind, of in KINDS.items() if targets & set(of.operators)]
 
-    def timeline_at(self, size: int, early: Early | int | None) -> list[int]:
-        """What `timeline` would give of the graph with buckets of a size."""
-        return self.at(size, early)[0]
+    def timeline_at(
+        self, size: int, early: Early | int | None, growth: Growth = ALIKE
+    ) -> list[int]:
+        """What `timeline` would give of the graph with such buckets."""
+        return self.at(size, early, growth).alive
 
-    def at(
-        self, size: int, early: Early | int | None
-    ) -> tuple[list[int], list[list[Launched]], Early]:
-        """`timeline_at`; the gathers that could be earlier, by segment; how early they are."""
+    def at(self, size: int, early: Early | int | None, growth: Growth = ALIKE) -> Sketched:
+        """What becomes of the graph with such buckets.
+
+        Args:
+            size, growth: of buckets, see `groups_of`.
+            early: how early gathers are launched, or as `Early.always` takes it.
+        """
         trial = _Trial(self)
         graph: Any = trial
         for kind in self.kinds:
-            groups = groups_of(graph, kind, -1 if kind == EXCHANGE else size)
+            groups = groups_of(graph, kind, *buckets_of(kind, size, growth))
             order = order_of(graph)
             for group in groups:
                 bring_operands(group, order)
@@ -187,7 +211,7 @@ class Sketch:
         launches: Any = [dot for dot in place if "bucket" in dot.meta]
         found = [[_launched(dot, place) for dot in gathers] for gathers in gathers_of(launches)]
         trial.end()
-        return alive, found, early
+        return Sketched(alive, found, early, len(launches))
 
 
 class _Trial:

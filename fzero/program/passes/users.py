@@ -122,7 +122,8 @@ def _checked(name: str, fn: Pass, program: Program) -> Program:
 
 # what a step, and the checks, know of a Program beside its graph
 _KEPT = (
-    *("name", "inputs", "outputs", "times", "resident", "bucket_bytes", "early", "thrift", "next"),
+    *("name", "inputs", "outputs", "times", "resident", "bucket_bytes", "growth"),
+    *("early", "thrift", "next"),
     *("input_categories", "output_categories", "reduced_over"),
 )
 

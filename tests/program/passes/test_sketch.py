@@ -14,6 +14,7 @@ from fzero.program.memory import timeline
 from fzero.program.passes import bucket as passes
 from fzero.program.passes.bucket import bucket_at
 from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
+from fzero.program.passes.groups import ALIKE, Growth
 from fzero.program.passes.schedule import Early
 from fzero.program.passes.sketch import Sketch
 from fzero.program.program import Program
@@ -22,6 +23,7 @@ from tests.ranks import fake_ranks, run_ranks
 
 SIZES = (1, 300, 10**5)
 MIXED = Early(forward=2, backward=1, last=1, first=1)
+GROWN = Growth(most=10**4, forward=16, backward=4, reductions=8)
 
 
 def same_bytes(program: Program) -> None:
@@ -29,8 +31,11 @@ def same_bytes(program: Program) -> None:
     for size, prefetch in product(SIZES, (0, 2)):
         built = bucket_at(program, size, prefetch=prefetch)
         assert sketch.timeline_at(size, prefetch) == list(timeline(built.graph)), (size, prefetch)
-        built = bucket_at(program, size, early=MIXED)
-        assert sketch.timeline_at(size, MIXED) == list(timeline(built.graph)), size
+        for growth in (ALIKE, GROWN):
+            built = bucket_at(program, size, early=MIXED, growth=growth)
+            sketched = sketch.at(size, MIXED, growth)
+            assert sketched.alive == list(timeline(built.graph)), (size, growth)
+            assert sketched.collectives == len(built.collectives()), (size, growth)
 
 
 @settings(max_examples=4)

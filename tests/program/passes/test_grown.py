@@ -1,0 +1,101 @@
+"""Buckets are larger where memory has room, and nowhere else."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero
+from fzero.program.graph import BACKWARD, FORWARD
+from fzero.program.memory import timeline
+from fzero.program.passes.bucket import bucket_at
+from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
+from fzero.program.passes.groups import Growth
+from fzero.program.passes.grown import as_grown_as_fits
+from fzero.program.passes.sketch import Sketch
+from tests.program.programs import Recorded
+from tests.ranks import fake_ranks, run_ranks
+
+
+@settings(max_examples=25)
+@given(
+    widths=st.lists(st.integers(1, 40), min_size=4, max_size=9),
+    rows=st.sampled_from([1, 30, 300]),
+    size=st.sampled_from([1, 500, 5000]),
+    most=st.sampled_from([1, 2000, 10**6]),
+    percent=st.integers(100, 140),
+)
+def test_the_peak_stays_within_its_bound_and_collectives_get_fewer(
+    widths: list[int], rows: int, size: int, most: int, percent: int
+) -> None:
+    with fake_ranks(3, rank=2):
+        recorded = Recorded(widths, rows=rows)
+        program = hoist_reductions(sink_gathers(regather(recorded.program)))
+        alike = bucket_at(program, size)
+        bound = max(timeline(alike.graph)) * percent // 100
+        growth = as_grown_as_fits(Sketch(program.graph), size, most, bound)
+        built = bucket_at(program, size, growth=growth)
+        assert max(timeline(built.graph)) <= bound
+        assert len(built.collectives()) <= len(alike.collectives())
+        for row in built.collectives():
+            assert row.bytes <= max(size, most) or len(row.leaves) == 1, row
+
+
+def _loss(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    for w in p.values():
+        x = torch.tanh(x @ w)
+    return x.square().mean()
+
+
+def _grown(rows: int) -> tuple[Growth, dict[tuple[str, str], list[int]], int]:
+    """Of 24 layers of 4 KB in buckets of 9 KB, with no more memory than those take: the growth,
+    the sizes of buckets by kind and phase, how many more there would be without."""
+    with fake_ranks(4):
+        recorded = Recorded([32] * 25, rows=rows)
+        program = hoist_reductions(sink_gathers(regather(recorded.program)))
+        alike = bucket_at(program, 9000)
+        bound = max(timeline(alike.graph))
+        growth = as_grown_as_fits(Sketch(program.graph), 9000, 2**20, bound)
+        built = bucket_at(program, 9000, growth=growth)
+        sizes: dict[tuple[str, str], list[int]] = {}
+        for row in built.collectives():
+            sizes.setdefault((row.kind, row.phase), []).append(row.bytes)
+        return growth, sizes, len(alike.collectives()) - len(built.collectives())
+
+
+def test_buckets_get_smaller_towards_the_turn_and_larger_after_it() -> None:
+    growth, sizes, fewer = _grown(rows=300)  # a layer keeps ten times as much as it has parameters
+    assert growth.forward
+    assert growth.reductions
+    gathers, reductions = sizes["all_gather", FORWARD], sizes["reduce_scatter", BACKWARD]
+    assert gathers[0] == max(gathers) > 3 * gathers[-1]
+    assert reductions[0] <= 9000 < 3 * 9000 < max(reductions)
+    assert fewer > 10
+
+
+def test_where_activations_are_small_there_is_little_room() -> None:
+    growth, _, fewer = _grown(rows=1)
+    assert not growth.reductions
+    assert not growth.backward
+    assert fewer <= 6
+
+
+def _rows_of(rank: int) -> tuple[tuple[int, ...], list[float]]:
+    params = {f"w{i:02d}": torch.eye(32, dtype=torch.float64) for i in range(24)}
+    step_fn = fzero.make_train_step(_loss, fzero.optim.sgd(0.1), fzero.Config(stage=3))
+    state = step_fn.init(params)
+    losses = []
+    for number in range(3):
+        # one rank has room where the other has none
+        rows = 2 if torch.distributed.get_rank() == rank else 600
+        state = step_fn(*state, torch.full((rows, 32), 0.1 * (number + 1), dtype=torch.float64))
+        losses.append(state[1].metrics["loss"].item())
+    part = next(iter(step_fn._executors._traced))[1].program
+    return part.growth, losses
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_with_other_batches_settle_one_growth(rank: int) -> None:
+    (first, losses), (second, others) = run_ranks(2, _rows_of, rank)
+    assert first == second
+    assert losses == others
