@@ -29,7 +29,7 @@ def as_early_as_fits(sketch: Sketch, size: int, bound: int, growth: Growth = ALI
         size, growth: of its buckets.
         bound: bytes that may be alive at once.
     """
-    alive, segments, always, _ = sketch.at(size, None, growth)
+    alive, segments, always, *_ = sketch.at(size, None, growth)
     if always.forward or max(alive, default=0) > bound or not segments:
         return None
     directions = [_deepest(alive, segments, bound, forward=forward) for forward in (True, False)]

@@ -3,8 +3,8 @@
 [Note: buckets that grow] Most is alive where forward turns into backward. There the peak is, and
 there the size of buckets is settled. A leaf further away is gathered, or its gradient sent, while
 fewer activations are alive: about as many fewer as there are leaves between. So a bucket may be
-larger than `size` by a share of the bytes between it and that turn, at the same peak. What has few
-and small messages at its ends waits less: each costs the same, however little it carries.
+larger than `size` by a share of the bytes between it and that turn, at the same peak. That makes
+fewer collectives, each of which costs the same beside its bytes: see `passes.grown`.
 """
 
 from collections import Counter

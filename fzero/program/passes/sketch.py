@@ -142,12 +142,14 @@ class Sketched(NamedTuple):
         gathers: those that could be earlier, by segment.
         early: how early they are.
         collectives: how many there are.
+        gloo: whether gloo carries any.
     """
 
     alive: list[int]
     gathers: list[list[Launched]]
     early: Early
     collectives: int
+    gloo: bool
 
 
 def _launched(dot: Any, place: Mapping[Any, int]) -> Launched:
@@ -211,7 +213,8 @@ class Sketch:
         launches: Any = [dot for dot in place if "bucket" in dot.meta]
         found = [[_launched(dot, place) for dot in gathers] for gathers in gathers_of(launches)]
         trial.end()
-        return Sketched(alive, found, early, len(launches))
+        gloo = any(dot.meta["bucket"].gloo for dot in launches)
+        return Sketched(alive, found, early, len(launches), gloo)
 
 
 class _Trial:

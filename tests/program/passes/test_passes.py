@@ -281,7 +281,7 @@ def test_gathers_of_forward_are_early_in_every_precision(precision: Any) -> None
     report = fzero.simulate(
         lambda params, x: apply(params, x).square().mean(),
         fzero.optim.sgd(0.1),
-        fzero.Config(stage=3, precision=precision, bucket_mb=0.15, prefetch=1),
+        fzero.Config(stage=3, precision=precision, bucket_mb=0.3, prefetch=1),
         params,
         torch.empty(8, 256, device="meta"),
         world_size=4,
