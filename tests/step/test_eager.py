@@ -625,3 +625,23 @@ def _gather_own_leaf() -> str:
     except RankMismatchError as error:
         return str(error)
     return "no error"
+
+
+# --- compiled parts
+def _compiled_step() -> str:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    module[0].compile(backend="eager")
+    apply, params = fzero.functionalize(module)
+    step_fn = fzero.make_train_step(
+        lambda params, x: apply(params, x).sum(), sgd(0.1), fzero.Config(executor="eager")
+    )
+    try:
+        step_fn(*step_fn.init(params), torch.ones(2, 3))
+    except FzeroError as error:
+        return str(error)
+    return ""
+
+
+def test_a_compiled_part_that_reads_sharded_leaves_is_refused_in_words() -> None:
+    for said in run_ranks(2, _compiled_step, timeout=120):
+        assert "torch.compile can't follow its gather" in said
