@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fzero.functional.carried import Doubt
 from fzero.functional.reads import MISSING
 
 CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})
@@ -44,14 +45,18 @@ class Leftover(NamedTuple):
     after: Any
     items: bool
 
-    def put(self) -> Callable[[], None]:
-        """Put what was left in place, as the next call would find it; gives what undoes that."""
-        attrs = self.module.__dict__
+    def put(self, doubt: Doubt) -> Callable[[], None]:
+        """Put what was left in place, as the next call would find it; gives what undoes that.
+
+        Args:
+            doubt: whose numbers stand for those that were left.
+        """
+        attrs, after = self.module.__dict__, _doubted(self.after, doubt)
         if not self.items:
-            attrs[self.name] = self.after
+            attrs[self.name] = after
             return lambda: _set(attrs, self.name, self.before)
         then = self.before.copy()
-        _fill(self.before, self.after)
+        _fill(self.before, after)
         return lambda: _fill(self.before, then)
 
 
@@ -157,6 +162,23 @@ def _stand_in(value: Any, varies: Callable[[Tensor], bool], depth: int = 4) -> A
         made.update({key: _stand_in(x, varies, depth - 1) for key, x in value.items()})
         return made
     return type(value)(_stand_in(x, varies, depth - 1) for x in value)
+
+
+def _doubted(value: Any, doubt: Doubt) -> Any:
+    """The same with numbers that tell whether they are compared."""
+    if type(value) in (int, float):
+        return doubt.number(value)
+    if type(value) is tuple:
+        return tuple(_doubted(x, doubt) for x in value)
+    if type(value) in (list, set, deque):
+        made = value.copy()
+        _fill(made, [_doubted(x, doubt) for x in value])
+        return made
+    if type(value) in CONTAINERS:
+        made = value.copy()
+        made.update({key: _doubted(x, doubt) for key, x in value.items()})
+        return made
+    return value
 
 
 def _varies(x: Tensor, graph: fx.Graph, constant: set[fx.Node | None]) -> bool:

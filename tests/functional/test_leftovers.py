@@ -65,12 +65,24 @@ def in_a_dict(m: Any, x: Tensor) -> Tensor:
     return m.layer(x) * m.counts["calls"]
 
 
+def warm_up(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.layer(x) * (1.0 if m.calls > 1000 else 0.5)
+
+
+def every_third(m: Any, x: Tensor) -> Tensor:
+    m.state["calls"] += 1
+    return m.layer(x) * (2.0 if m.state["calls"] % 3 else 1.0)
+
+
 CARRIED: dict[str, tuple[Callable[[], Net], str]] = {
     "hidden state": (lambda: Net(hidden, h=None), "'h'"),
     "counter": (lambda: Net(counter, calls=0), "'calls'"),
     "a first call": (lambda: Net(first_call, done=False, shift=0.0), "'done'"),
     "average": (lambda: Net(average, mean=0.0), "'mean'"),
     "window": (lambda: Net(window, last=deque(maxlen=2)), "'last'"),
+    "a warm-up": (lambda: Net(warm_up, calls=0), "'calls'"),
+    "every third call": (lambda: Net(every_third, state={"calls": 0}), "'state'"),
     "in a dict": (lambda: Net(in_a_dict, counts={}), "'counts'"),
 }
 
@@ -80,6 +92,16 @@ def counts_only(m: Any, x: Tensor) -> Tensor:
     m.seen.append(m.calls)
     m.warned = m.warned or True
     return m.layer(x)
+
+
+def logs(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    y = m.layer(x)
+    if m.calls % 100 == 0:
+        m.seen.append((m.calls, y.mean().item()))
+    if m.calls > 5:
+        m.seen.append(m.calls)
+    return y
 
 
 def rotary(m: Any, x: Tensor) -> Tensor:
@@ -116,6 +138,7 @@ def emptied_first(m: Any, x: Tensor) -> Tensor:
 
 FREE: dict[str, Callable[[], Net]] = {
     "counts that nothing reads": lambda: Net(counts_only, calls=0, seen=[], warned=False),
+    "a log of each hundredth call": lambda: Net(logs, calls=0, seen=[]),
     "a rotary table": lambda: Net(rotary, table=None, rows=0),
     "masks by shape": lambda: Net(masks, known={}),
     "a constant like the input": lambda: Net(like, twos=None),
