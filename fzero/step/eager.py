@@ -133,6 +133,7 @@ class Eager:
         state: Sequence[Tensor],
     ) -> Updated:
         """Overwrite `trained` and what `local` has of masters and optimizer state."""
+        self.journal.leave("update after micro-batch")
         half = self.update_program
         if not half.hold():
             half.trace(trained, local, grads, loss, state, bucket_bytes=self.limit)
