@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fzero
 from fzero.eager.gathered import Gathered
-from tests.ranks import run_ranks
+from tests.ranks import run_fresh, run_ranks
 
 SIDE = 2**9  # of float32: a leaf has one MiB
 
@@ -99,6 +99,7 @@ def test_what_is_returned_of_a_parameter_is_a_full_tensor_of_the_callers(
 
 
 def _reads_on_one_rank() -> tuple[str, float]:
+    dist.init_process_group("gloo")
     cfg = fzero.Config(executor="eager", timeout=60.0)
     params = fzero.shard({"v": torch.ones(4, 4), "w": torch.ones(4, 4)}, cfg)
     alone = dist.get_rank() == 1
@@ -117,6 +118,6 @@ def _reads_on_one_rank() -> tuple[str, float]:
 
 
 def test_a_rank_that_goes_on_to_the_result_is_elsewhere_and_not_late() -> None:
-    for said, seconds in run_ranks(2, _reads_on_one_rank, timeout=120):
+    for said, seconds in run_fresh(2, _reads_on_one_rank, timeout=120):
         assert "rank 0 came to 'eager step function 1, result of evaluation 1'" in said
         assert seconds < 20
