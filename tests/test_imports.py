@@ -28,6 +28,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("errors", "layout", "numerics.rng", "distributed"),
         *("functional.islands", "functional.memory", "functional.opaque", "functional.patch"),
         *("functional.remat", "functional.remat_modules", "functional.torch_checkpoint"),
+        "functional.transforms",
     ),
     "passes": ("layout", "distributed", "program"),
     "state": (

@@ -26,6 +26,8 @@ LAWS = {
     "distributed/works": "distributed/test_whereabouts.py: each_rank_learns_what_became_of_another",
     "passes": "program/passes/test_users.py: a_value_is_replaced_by_what_a_pass_computes",
     # values, optimizers, user code, what a user sets
+    "functional/carried": "functional/test_leftovers.py: "
+    "what_the_next_call_would_compute_with_is_refused",
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
     "numerics/rng": "program/passes/test_seed.py: mix_depends_on_every_word",
     "optim/adafactor": "laws/test_optimizers.py: twenty_steps_equal_the_reference",

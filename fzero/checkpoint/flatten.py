@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.distributed.dtensor import local_tensor
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, FzeroError
 from fzero.state.opt_state import OptState
 from fzero.tree import PyTree
 
@@ -154,7 +154,7 @@ def has_memory(x: Tensor) -> bool:
     x = local_tensor(x)
     try:
         return not x.numel() or x.device.type == "meta" or x.untyped_storage().data_ptr() != 0
-    except RuntimeError:  # of a storage that torch knows to be none
+    except (RuntimeError, FzeroError):  # there is none
         return False
 
 

@@ -87,6 +87,15 @@ class Journal:
         self.phase, self.position = phase, 0
         self.lines.setdefault(phase, [])
 
+    def leave(self, what: str) -> None:
+        """The passes of this phase are over, and what comes waits for all ranks.
+
+        One that has a collective of the phase left is elsewhere, and not late.
+        """
+        if self.active:
+            self.circle.limit = self.limit
+            self.circle.announce(f"{self.name}, {what} {self.turn}", self._hint)
+
     def enter(self, phase: str) -> None:
         """A pass begins: a forward, a backward, an update."""
         if self.broke_off:

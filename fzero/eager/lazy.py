@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fzero.eager.memoryless import Memoryless
 from fzero.eager.owned import grad_of_owned, refuse_accumulate_hook
 from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
@@ -82,7 +83,7 @@ class Viewed:
         return view
 
 
-class LazyLeaf(Tensor):
+class LazyLeaf(Memoryless):
     """A full leaf that is gathered by the first operator that reads it; see [Note: lazy leaves].
 
     Attributes:
@@ -159,7 +160,7 @@ def changed_in_place(name: str) -> FzeroError:
     )
 
 
-class LazyParameter(Tensor):
+class LazyParameter(Memoryless):
     """A full parameter, or a view of one; see [Note: lazy parameters].
 
     Attributes:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fzero.eager.memoryless import METHODS
 from fzero.errors import BackwardError
 
 # Torch's own descriptor, which the classes below put a property in front of.
@@ -209,6 +210,9 @@ class FormerParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = pytree.tree_map_only(FormerParameter, _now, (args, kwargs or {}))
+        if (own := METHODS.get(getattr(func, "__name__", ""))) and args:
+            # torch's own would go past it, to memory that isn't there
+            return own(*args, **(kwargs or {}))
         attribute = getattr(getattr(func, "__self__", None), "__name__", None)
         if attribute is not None and args and isinstance(args[0], Tensor):
             if func.__name__ == "__set__":  # past what its class makes of it, otherwise

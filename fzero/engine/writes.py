@@ -36,6 +36,7 @@ class Writes:
         self.params, self.leaves, self.stepper, self.lazy = params, leaves, stepper, lazy
         several = stepper.plan.axes.world > 1 and not lazy
         trained = [index for index, leaf in enumerate(leaves) if leaf.trainable and several]
+        self.kinds = list(map(type, params.values()))
         self.watched = [(leaves[index].name, params[index]) for index in trained]
         self._note()
 
@@ -46,7 +47,8 @@ class Writes:
             FzeroError: one was replaced or taken away, or came after the engine was made.
         """
         now = self._slots()
-        if len(now) == len(self.slots) and all(map(operator.is_, now, self.slots)):
+        same = len(now) == len(self.slots) and all(map(operator.is_, now, self.slots))
+        if same and list(map(type, self.params.values())) == self.kinds:
             return
         ours = {id(param): index for index, param in self.params.items()}
         found = dict(self.module.named_parameters())
@@ -64,6 +66,15 @@ class Writes:
                 f"the parameter {min(lost)!r} is no longer in the module: its layer was taken "
                 f"away, or tied to another one after the engine was made. {_SETTLED}"
             )
+        for index, kind in zip(self.params, self.kinds, strict=True):
+            if type(self.params[index]) is not kind:
+                raise FzeroError(
+                    f"the parameter {self.leaves[index].name!r} was exchanged for another tensor, "
+                    "as torch.utils.swap_tensors does, and load_state_dict after "
+                    "torch.__future__.set_swap_module_params_on_conversion(True). Write to it "
+                    "(p.data.copy_) or use engine.load_state_dict; at stage 3 that, or `with "
+                    "engine.gathered(names, modifier_rank=0):`."
+                )
         # all that came or went has no parameters
         self._note()
 

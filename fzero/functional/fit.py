@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fzero.errors import ShardError, TraceError
@@ -76,11 +76,26 @@ def check_structure(plan: SlotTable) -> None:
     for index, (module, structure) in enumerate(zip(plan.modules, plan.structure, strict=True)):
         if structure_of(module.__dict__) != structure:
             raise rebuilt(plan, index, "its submodules, parameters or buffers")
+    _check_ties(plan)
     if plan.parametrized and getattr(parametrize, "_cache_enabled", 0):
         raise TraceError(
             "apply was called inside torch.nn.utils.parametrize.cached(), which would hand out "
             "values computed from other parameters. Open cached() inside the module's forward."
         )
+
+
+def _check_ties(plan: SlotTable) -> None:
+    """Raise if other slots share a parameter than did when the module was seen."""
+    names: dict[int, str] = {}
+    for name, _, entries in plan.params:
+        (index, table, key), *others = entries
+        param = plan.modules[index].__dict__[table][key]
+        for at, table, key in others:
+            if plan.modules[at].__dict__[table][key] is not param:
+                raise rebuilt(plan, at, f"{key!r}, which was tied to {name!r},")
+        # what is no parameter was put there by a call around this one
+        if isinstance(param, nn.Parameter) and names.setdefault(id(param), name) != name:
+            raise rebuilt(plan, index, f"{key!r}, which is now tied to {names[id(param)]!r},")
 
 
 def rebuilt(plan: SlotTable, index: int, what: str) -> ShardError:

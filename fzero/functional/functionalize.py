@@ -165,6 +165,8 @@ def _check_params(plan: SlotTable) -> None:
     except KeyError:  # a parameter has left its slot, as by a parametrization
         check_structure(plan)
         raise
+    if any(param is None for _, param in named):
+        check_structure(plan)
     for name, param in named:
         check_plain(name, param)
     refuse_hooks(named)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from fzero.errors import ShardError
+from fzero.errors import FzeroError, ShardError
 from fzero.functional.apart import apart
 
 Named = Sequence[tuple[str, Tensor]]
@@ -98,7 +98,7 @@ def storage_of(x: Tensor) -> int | None:
         return None
     try:
         return x.untyped_storage()._cdata if x.numel() else None
-    except (RuntimeError, NotImplementedError):  # a wrapper, as transforms have
+    except (RuntimeError, FzeroError):  # a wrapper, as transforms and engines have
         return None
 
 

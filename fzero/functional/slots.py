@@ -26,6 +26,11 @@ Params = dict[str, Tensor]
 Buffers = dict[str, Tensor]
 
 
+# Of a module: its children, the keys of its parameters (those that are there) and of its buffers,
+# to notice a module that was rebuilt.
+Structure = tuple[list[nn.Module | None], list[str], list[str]]
+
+
 class Slots(NamedTuple):
     """One tensor of the module: its name, its shape, and every slot that holds it."""
 
@@ -46,8 +51,7 @@ class SlotTable(NamedTuple):
     root: nn.Module
     modules: tuple[nn.Module, ...]
     prefixes: tuple[str, ...]
-    # Per module: children, parameter keys and buffer keys, to notice a module that was rebuilt.
-    structure: tuple[tuple[list[nn.Module | None], list[str], list[str]], ...]
+    structure: tuple[Structure, ...]
     params: tuple[Slots, ...]
     buffers: tuple[Slots, ...]
     # [Note: caches] Attributes that hold parameters a second time, as `nn.LSTM._flat_weights`
@@ -142,8 +146,9 @@ def _has_statistics(module: nn.Module, dtype: torch.dtype) -> bool:
     return is_norm and module.running_mean is not None and module.running_mean.dtype == dtype
 
 
-def structure_of(attrs: dict[str, Any]) -> tuple[list[nn.Module | None], list[str], list[str]]:
-    return list(attrs["_modules"].values()), list(attrs["_parameters"]), list(attrs["_buffers"])
+def structure_of(attrs: dict[str, Any]) -> Structure:
+    params = [key for key, value in attrs["_parameters"].items() if value is not None]
+    return list(attrs["_modules"].values()), params, list(attrs["_buffers"])
 
 
 def template_of(value: Any, names: Mapping[int, str], depth: int = 3) -> Any:

@@ -1,7 +1,7 @@
 """A module with other tensors in its slots, for one call. See [Note: slots] in slots.py."""
 
 import contextlib
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fzero.errors import TraceError
 from fzero.functional.fit import check_fit, check_structure, rebuilt, shown
-from fzero.functional.slots import Buffers, SlotTable, fill_template
+from fzero.functional.leftovers import CONTAINERS, note
+from fzero.functional.slots import Buffers, SlotTable, fill_template, kind_of, site_of
 from fzero.functional.torch_checkpoint import recomputing
 from fzero.functional.transforms import Over, is_over
 
@@ -31,6 +32,7 @@ def swapped(
     check_structure(plan)
     saved = _snapshot(plan.modules)
     call: _Call | None = None
+    over = False
     try:
         for tensors, slots in ((params, plan.params), (buffers, plan.buffers)):
             for name, _, entries in slots:
@@ -51,7 +53,10 @@ def swapped(
         _wrap_hooks(plan, call.again)
         with recomputing(call.again):
             yield
+        over = True
     finally:
+        if over:
+            _note_left(plan, saved, buffers)
         if call is not None and call.goes_on:
             call.left.extend(_left(plan, saved))
         _restore(saved)
@@ -121,7 +126,6 @@ def _wrap_hooks(plan: SlotTable, wrap: Callable[[Callable[..., Any]], Callable[.
 
 
 _Saved = list[tuple[Any, Any]]
-_CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})  # hooks are in the last
 
 
 def _snapshot(modules: tuple[nn.Module, ...]) -> _Saved:
@@ -136,7 +140,7 @@ def _snapshot(modules: tuple[nn.Module, ...]) -> _Saved:
         attrs = module.__dict__
         saved.append((attrs, attrs.copy()))
         for value in attrs.values():
-            if type(value) in _CONTAINERS and id(value) not in seen:
+            if type(value) in CONTAINERS and id(value) not in seen:
                 seen.add(id(value))
                 saved.append((value, value.copy() if value else ()))
     return saved
@@ -156,6 +160,15 @@ def _left(plan: SlotTable, saved: _Saved) -> Iterator[tuple[dict[str, Any], dict
         }
         if found:
             yield attrs, found
+
+
+def _note_left(plan: SlotTable, saved: _Saved, buffers: Mapping[str, Tensor]) -> None:
+    ours = {(index, attr) for index, attr, _ in plan.caches}
+
+    def named(index: int) -> str:
+        return f"{site_of(plan.prefixes[index])} ({kind_of(plan.modules[index])})"
+
+    note(plan.modules, named, saved, buffers, lambda index, name: (index, name) in ours)
 
 
 _PUT = frozenset({"_backward_hooks", "_backward_pre_hooks", "forward"})

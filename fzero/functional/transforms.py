@@ -19,6 +19,7 @@ from torch._C._functorch import (
     maybe_get_level,
     peek_interpreter_stack,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fzero.errors import TransformOverError
@@ -58,6 +59,19 @@ def levels_of(x: Tensor) -> Iterator[Tensor]:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
         yield x
+
+
+def is_recorded(x: object) -> bool:
+    """Whether a tensor was made while something was recorded: it has no values.
+
+    Examples:
+        >>> from torch.fx.experimental.proxy_tensor import make_fx
+        >>> seen = [torch.ones(2)]
+        >>> _ = make_fx(lambda x: seen.append(x * 2) or x, tracing_mode="fake")(torch.ones(2))
+        >>> [is_recorded(x) for x in seen]
+        [False, True]
+    """
+    return isinstance(x, Tensor) and isinstance(list(levels_of(x))[-1], FakeTensor)
 
 
 def is_over(x: Tensor) -> bool:

@@ -28,6 +28,7 @@ from fzero.errors import FzeroError, TraceError, TransformOverError
 from fzero.functional.opaque import opaque_modules
 from fzero.functional.remat_modules import Rules, remat_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
+from fzero.functional.transforms import is_recorded
 from fzero.program.devices import devices_kept
 from fzero.program.dynamic import Dynamic, InputDim, marked
 from fzero.program.graph import is_op, output_node, placeholders
@@ -127,6 +128,7 @@ def _by_front_ends(
             with guard():
                 graph_module = _recorded(fn, inputs)
                 _refuse_host_collectives(graph_module.graph)
+                _refuse_recorded(graph_module, inputs)
         except Exception as error:
             # what torch.func can't give back in backward, plain autograd may
             if isinstance(error, FzeroError) and not isinstance(error, TransformOverError):
@@ -153,6 +155,23 @@ def _refuse_host_collectives(graph: fx.Graph) -> None:
                 "Those of torch.distributed._functional_collectives can, and have gradients: "
                 "all_gather_tensor_autograd(x, 0, group), all_reduce(x, 'sum', group). Or use "
                 "Config(executor='eager') or an Engine, where every collective runs as it is."
+            )
+
+
+def _refuse_recorded(graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+    """A tensor that was made in an earlier recording, and kept outside, has no values."""
+    if all(x.is_meta or is_recorded(x) for x in inputs):
+        return  # a simulation: nobody runs it
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr" and is_recorded(x := getattr(graph_module, str(node.target))):
+            where = next((o.where for user in node.users if (o := origin_of(user)).where), None)
+            raise TraceError(
+                f"the model function reads, at {where or 'an unknown line'}, a tensor of shape "
+                f"{tuple(x.shape)} that it made and kept outside (a cache of masks or rotary "
+                "tables, in a class, a global or an object) while an earlier call was staged out: "
+                "such a tensor has no values. Fill the cache before the first step (one call under "
+                "torch.no_grad() does), keep it in an attribute of the module, which each call "
+                "finds as it was, or make the tensor anew each time."
             )
 
 

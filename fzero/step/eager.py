@@ -23,6 +23,7 @@ from fzero.distributed.transport import Transport
 from fzero.eager.arrivals import Arrivals
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place, outside_inference, with_versions
+from fzero.errors import FzeroError
 from fzero.functional.differentiate import accumulated, added, differentiated, differentiating
 from fzero.functional.draws import Watch
 from fzero.functional.functionalize import calls_noted
@@ -132,6 +133,7 @@ class Eager:
         state: Sequence[Tensor],
     ) -> Updated:
         """Overwrite `trained` and what `local` has of masters and optimizer state."""
+        self.journal.leave("update after micro-batch")
         half = self.update_program
         if not half.hold():
             half.trace(trained, local, grads, loss, state, bucket_bytes=self.limit)
@@ -205,7 +207,8 @@ class Eager:
         trained_shards, frozen = layout.divide(leaves)
         trained_shards, layout = with_room(trained_shards, layout)
         source = Gathered(layout.merge(trained_shards, frozen), layout, self.transport, self.order)
-        scaled_loss, (loss, aux) = run(source.leaves)
+        with _compiled_named():
+            scaled_loss, (loss, aux) = run(source.leaves)
         self.order = list(source.used)
         if plan.cfg.reshard_after_forward:
             source.reshard()
@@ -235,6 +238,22 @@ class Eager:
         # not written over: autograd may hand out memory that others see
         scatter = self.plan.cfg.stage > 0
         return self.transport.reduce(grads, leaves, scatter=scatter, over=False).wait()
+
+
+@contextlib.contextmanager
+def _compiled_named() -> Iterator[None]:
+    """Say what to do where torch.compile meets a leaf that is gathered on use."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("torch._dynamo"):
+            raise
+        raise FzeroError(
+            "a part of the model that torch.compile has compiled reads a sharded parameter, and "
+            f"torch.compile can't follow its gather ({type(error).__name__}). At stage 3 leave it "
+            "uncompiled under executor='eager', or use Config(executor='inductor'), which compiles "
+            "the whole step, fzero.Engine, which gathers around compiled blocks, or stage 2."
+        ) from error
 
 
 @contextlib.contextmanager

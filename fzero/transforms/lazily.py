@@ -49,6 +49,7 @@ class Lazily:
             # a leaf that is returned is gathered while it can be
             result = tree.map(_Outward(params.values), run(source.leaves))
             self._order = list(source.used)
+            transport.journal.leave("result of evaluation")
         finally:
             source.close()
         return result

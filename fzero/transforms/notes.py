@@ -9,6 +9,7 @@ What a function *writes* outside while it is recorded happens once, and not when
 If it also reads that, the Program may depend on it; a second recording tells.
 """
 
+import contextlib
 import math
 import threading
 import warnings
@@ -18,14 +19,19 @@ from operator import call, is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_arg
 
 from fzero.errors import TraceError, users_line
+from fzero.functional.carried import Doubt
 from fzero.functional.draws import Source, Watch, global_sources, source, without_draws
+from fzero.functional.leftovers import Leftover, leftovers
 from fzero.functional.outside import Fact, Place, Walk, attributes_of, labelled, put
 from fzero.functional.reads import MISSING, Reads
+from fzero.functional.transforms import is_recorded
 from fzero.program import Program
+from fzero.program.graph import is_wanted
 
 # Recording patches classes and modules of the process, and runs the user's modules with other
 # tensors in their slots; torch's tracers are the process's as well. A second thread waits.
@@ -96,12 +102,15 @@ class Notes:
         host: list[Any] = []
 
         first: Walk | None = None
+        before: _Snapshot | None = None
 
         def met(value: Any) -> None:
             if first is None:  # what the walk itself reads
                 return
             known = len(first.generators)
             first.visit(value, Place(None, type(value).__name__))
+            if before is not None:  # as it is before its reader may write to it
+                before.more()
             sources.extend(source(g, f"a generator ({p})") for g, p in first.generators[known:])
 
         with Reads(met) as reads:
@@ -113,8 +122,11 @@ class Notes:
                 with Watch(host):
                     return run()
 
-            program = without_draws(watched, sources)
+            with leftovers() as left:
+                program = without_draws(watched, sources)
         self._reads = reads
+        if carried := [x for x in left.values() if _read_before(x, reads)]:
+            _refuse_carried(carried, list(left.values()), program, watched)
         last = Walk(self.roots, reads)
         written = before.changed(last, reads)
         if written:
@@ -209,8 +221,23 @@ class _Snapshot:
     """The values of facts and the contents of containers at one moment."""
 
     def __init__(self, walk: Walk) -> None:
-        self.facts = {(id(f.holder), f.key): f for f in walk.facts}
-        self.containers = {id(c): (c, _contents(c), p) for c, p in walk.containers}
+        self.walk = walk
+        self.facts: dict[tuple[int, Any], Fact] = {}
+        self.containers: dict[int, tuple[Any, Any, Place]] = {}
+        self.arrays: dict[int, tuple[Any, Any, Place]] = {}
+        self._taken = (0, 0, 0)
+        self._late: set[int] = set()
+        self.more()
+
+    def more(self) -> None:
+        """Take what the walk has found since."""
+        walk, (facts, containers, arrays) = self.walk, self._taken
+        if containers:
+            self._late |= {id(c) for c, _ in walk.containers[containers:]}
+        self.facts |= {(id(f.holder), f.key): f for f in walk.facts[facts:]}
+        self.containers |= {id(c): (c, _contents(c), p) for c, p in walk.containers[containers:]}
+        self.arrays |= {id(a): (a, a.copy(), p) for a, p in walk.arrays[arrays:]}
+        self._taken = (len(walk.facts), len(walk.containers), len(walk.arrays))
 
     def changed(self, later: Walk, reads: Reads | None = None) -> list[str]:
         """The places that have another value than here, or than when `reads` first saw it."""
@@ -231,7 +258,15 @@ class _Snapshot:
                 found[str(fact.place)] = None
         for container, place in later.containers:
             live, noted, _ = self.containers.get(id(container), (container, None, place))
-            if noted is not None and not _unchanged(live, noted):
+            if noted is None or _unchanged(live, noted):
+                continue
+            # a cache of masks, say, that a module has filled: the recording has made them for
+            # itself, and another one that finds them is refused (`program.trace`)
+            if id(container) not in self._late or not any(map(is_recorded, _items(live))):
+                found[str(place)] = None
+        for array, place in later.arrays:
+            live, noted, _ = self.arrays.get(id(array), (array, None, place))
+            if noted is not None and not _equal_arrays(live, noted):
                 found[str(place)] = None
         return list(found)
 
@@ -250,6 +285,9 @@ class _Snapshot:
                     live.update(noted)
                 else:
                     live.extend(noted)
+        for live, noted, _ in self.arrays.values():
+            if live.shape == noted.shape and live.flags.writeable:
+                live[...] = noted
 
 
 def _look(fact: Fact) -> Any:
@@ -264,6 +302,10 @@ def _contents(container: Any) -> Any:
         # past the methods of its class, which may run a user's code
         return list(dict.keys(container)), list(dict.values(container))
     return set(container) if isinstance(container, set) else list(container)
+
+
+def _items(container: Any) -> Any:
+    return list(dict.values(container)) if isinstance(container, dict) else list(container)
 
 
 def _unchanged(live: Any, noted: Any) -> bool:
@@ -345,17 +387,78 @@ def ambient() -> tuple[Any, ...]:
 
 
 def _same_program(a: Program, b: Program) -> bool:
-    codes = [p.graph.python_code("self").src for p in (a, b)]
-    if codes[0] != codes[1] or a.constants.keys() != b.constants.keys():
+    """Whether two Programs compute the same, whatever their nodes are called."""
+    rows = [_rows(program) for program in (a, b)]
+    if rows[0] != rows[1] or a.constants.keys() != b.constants.keys():
         return False
     pairs = ((a.constants[name], b.constants[name]) for name in a.constants)
     return all(x is y or _same_constant(x, y) for x, y in pairs)
+
+
+def _rows(program: Program) -> list[tuple[Any, ...]]:
+    """What has an effect in a Program; nodes by their numbers."""
+    needed: set[fx.Node] = set()
+    for node in reversed(program.graph.nodes):
+        if node in needed or is_wanted(node):
+            needed.update((node, *node.all_input_nodes))
+    number: dict[fx.Node, str] = {}
+    rows: list[tuple[Any, ...]] = []
+    for node in program.graph.nodes:
+        if node in needed:
+            rows.append((node.op, node.target, repr(map_arg((node.args, node.kwargs), number.get))))
+            number[node] = f"%{len(number)}"
+    return rows
 
 
 def _same_constant(x: Any, y: Any) -> bool:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.shape != y.shape:
         return False
     return x.dtype == y.dtype and torch.equal(x, y)
+
+
+def _read_before(left: Leftover, reads: Reads) -> bool:
+    """Whether the call has read what it found in an attribute."""
+    names = reads.names.get(id(left.module), {})
+    return left.name in names and names[left.name] is left.before
+
+
+def _refuse_carried(
+    carried: Sequence[Leftover],
+    left: Sequence[Leftover],
+    program: Program,
+    record: Callable[[], Program],
+) -> None:
+    """Raise if a call that finds what the last one left records something else.
+
+    See [Note: leftovers] in `fzero.functional.leftovers`.
+    """
+
+    def same(doubt: Doubt) -> bool:
+        undo = [one.put(doubt) for one in left]
+        try:
+            return _same_program(program, record())
+        finally:
+            for put_back in reversed(undo):
+                put_back()
+
+    doubt, cause = Doubt(), None
+    try:
+        counts = not same(doubt)
+    except Exception as error:  # of a tensor of the recording before, say
+        counts, cause = True, error
+    if not counts and doubt.compared:  # a warm-up of a thousand calls looks the same at the second
+        with contextlib.suppress(Exception):  # of what logs at each thousandth, say
+            counts = not same(Doubt(flips=True))
+    if not counts:
+        return
+    raise TraceError(
+        f"forward leaves {', '.join(x.place for x in carried[:3])} for its next call, which "
+        "computes with that in plain PyTorch. A call through `apply` is a function of its "
+        "arguments: it puts the attribute back, and each would begin anew. Make it a buffer "
+        "(register_buffer, functionalize(module, buffers=True)), or an argument and a result of "
+        "forward; a number may be changed between calls (the step is then recorded anew). Or use "
+        "fzero.Engine, where a module keeps what it writes."
+    ) from cause
 
 
 def _reads_its_writes(places: Sequence[str]) -> TraceError:

@@ -1,5 +1,7 @@
 """What the caller does to parameters behind an engine's back."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,15 @@ def test_other_memory_is_refused(replace: object) -> None:
     backward(engine, model.weight.dtype)
     with pytest.raises(fzero.FzeroError, match="'weight' is no longer in the engine's memory"):
         engine.step()
+
+
+@pytest.mark.parametrize("fields", [{"stage": 0}, {"stage": 3, "precision": "bf16"}])
+def test_a_parameter_that_was_exchanged_is_refused(fields: dict[str, Any]) -> None:
+    model = nn.Linear(2, 1)
+    engine = fzero.Engine(model, fzero.optim.sgd(0.1), fzero.Config(**fields))
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.ones(1, 2)))
+    with pytest.raises(fzero.FzeroError, match="'weight' was exchanged for another tensor"):
+        engine(torch.ones(1, 2))
 
 
 class Outputs:

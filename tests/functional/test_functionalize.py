@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -577,6 +578,71 @@ def test_a_module_rebuilt_since_is_refused() -> None:
     module.shortcuts = {}
     with pytest.raises(ShardError, match=r"attribute 'shortcuts'.*functionalize again"):
         apply(params, torch.ones(4))
+
+
+class Two(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+CHANGES_OF_PARAMETERS = {
+    "tied": (False, lambda m: setattr(m.b, "weight", m.a.weight), "'weight', which is now tied"),
+    "untied": (True, lambda m: setattr(m.b, "weight", nn.Parameter(torch.ones(3, 3))), "was tied"),
+    "taken away": (False, lambda m: setattr(m.a, "bias", None), "its submodules, parameters"),
+    "put in": (
+        False,
+        lambda m: setattr(m.b, "bias", nn.Parameter(torch.ones(3))),
+        "its submodules, parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("executor", [None, "traced", "eager"])
+@pytest.mark.parametrize("name", CHANGES_OF_PARAMETERS)
+def test_parameters_that_come_go_or_are_tied_since_are_refused(
+    name: str, executor: str | None
+) -> None:
+    tied, change, what = CHANGES_OF_PARAMETERS[name]
+    module, x = Two(tied), torch.ones(2, 3)
+    apply, params = functionalize(module)
+    run: Callable[[], Any] = lambda: apply(params, x)  # noqa: E731
+    if executor is not None:
+        step_fn = fzero.make_train_step(
+            lambda params, x: apply(params, x).sum(),
+            fzero.optim.sgd(0.1),
+            fzero.Config(executor=executor, donate=False),
+        )
+        state = step_fn.init(params)
+        run = lambda: step_fn(*state, x)  # noqa: E731
+    run()
+    change(module)
+    with pytest.raises(ShardError, match=f"{what}.*functionalize again"):
+        run()
+
+
+def test_one_tensor_for_two_parameters_may_be_passed_around_a_call() -> None:
+    inner = Two(tied=False)
+    apply, params = functionalize(inner)
+    same = params | {"b.weight": params["a.weight"]}
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) - apply(same, x)
+
+    outer, own = functionalize(Outer())
+    here = {f"inner.{name}": value for name, value in same.items()}
+    assert here.keys() == own.keys()
+    assert not outer(here, torch.ones(2, 3)).any()
 
 
 def test_lazy_and_scripted_modules_are_refused() -> None:

@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ import fzero
 from fzero import FzeroError, RankMismatchError, TraceError
 from fzero.optim import sgd
 from tests.laws.models import Case, Mixed, Normed, Odd, error, train_ours, train_plain
-from tests.ranks import fake_ranks, run_ranks
+from tests.ranks import fake_ranks, run_fresh, run_ranks
 
 STEPS = 4
 
@@ -625,3 +626,52 @@ def _gather_own_leaf() -> str:
     except RankMismatchError as error:
         return str(error)
     return "no error"
+
+
+# --- compiled parts
+def _compiled_step() -> str:
+    dist.init_process_group("gloo")
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    module[0].compile(backend="eager")
+    apply, params = fzero.functionalize(module)
+    step_fn = fzero.make_train_step(
+        lambda params, x: apply(params, x).sum(), sgd(0.1), fzero.Config(executor="eager")
+    )
+    try:
+        step_fn(*step_fn.init(params), torch.ones(2, 3))
+    except FzeroError as error:
+        return str(error)
+    return ""
+
+
+def test_a_compiled_part_that_reads_sharded_leaves_is_refused_in_words() -> None:
+    for said in run_fresh(2, _compiled_step, timeout=120):
+        assert "torch.compile can't follow its gather" in said
+
+
+# --- a leaf that isn't split is reduced where it is used, and gathered nowhere
+def _scale_of_one_rank() -> tuple[str, float]:
+    dist.init_process_group("gloo")
+    rank, params = dist.get_rank(), {"w": torch.ones(4, 4), "scale": torch.tensor(2.0)}
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        out = (x @ params["w"]).sum()
+        return out * params["scale"] if rank else out
+
+    step_fn = fzero.make_train_step(
+        model_fn, sgd(0.1), fzero.Config(executor="eager", timeout=60.0)
+    )
+    state = step_fn.init(params)
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        step_fn(*state, torch.ones(2, 4))
+    except RankMismatchError as error:
+        return str(error), time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def test_a_rank_that_goes_on_to_the_update_is_elsewhere_and_not_late() -> None:
+    for said, seconds in run_fresh(2, _scale_of_one_rank, timeout=120):
+        assert "rank 0 came to 'eager step function 1, update after micro-batch 1'" in said
+        assert seconds < 20

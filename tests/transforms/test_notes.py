@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -450,6 +450,73 @@ def test_a_function_that_computes_with_what_it_writes_is_refused() -> None:
     step_fn, state = made(model_fn)
     with pytest.raises(TraceError, match="changes count"):
         step_fn(*state, X)
+
+
+class Writing(torch.nn.Module):
+    """Writes, where only a module's forward shows it, what it computes with."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        calls: list[int] = []
+
+        def of_closure(x: Tensor) -> Tensor:
+            calls.append(1)
+            return x * len(calls)
+
+        def of_array(x: Tensor) -> Tensor:
+            self.array += 1
+            return x * float(self.array[0])
+
+        self.array = np.zeros(1)
+        self.run = {"closure": of_closure, "array": of_array}[where]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x) * self.weight
+
+
+@pytest.mark.parametrize("where", ["closure", "array"])
+def test_what_forward_alone_writes_and_computes_with_is_refused(where: str) -> None:
+    apply, params = fzero.functionalize(Writing(where))
+    step_fn = fzero.make_train_step(lambda p, x: apply(p, x).sum(), fzero.optim.sgd(0.1))
+    with pytest.raises(TraceError, match=f"changes .*{'calls' if where == 'closure' else 'array'}"):
+        step_fn(*step_fn.init(params), torch.ones(2))
+
+
+class Masked(torch.nn.Module):
+    """Keeps masks in its class, for all that have the same shape."""
+
+    kept: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.kept:
+            self.kept[len(x)] = torch.ones(len(x), len(x)).tril()
+        return self.kept[len(x)] @ x * self.weight * self.scale
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_tensor_of_an_earlier_recording_is_refused_with_the_line(filled: bool) -> None:
+    Masked.kept.clear()
+    module = Masked()
+    if filled:
+        module(torch.ones(2, 1))
+    apply, params = fzero.functionalize(module)
+    step_fn = fzero.make_train_step(
+        lambda p, x: apply(p, x).sum(), fzero.optim.sgd(0.0), fzero.Config(stage=0)
+    )
+    state = step_fn(*step_fn.init(params), torch.ones(2, 1))
+    assert state[1].metrics["loss"] == 3.0
+    module.scale = 2.0  # recorded anew
+    if filled:
+        assert step_fn(*state, torch.ones(2, 1))[1].metrics["loss"] == 6.0
+    else:
+        with pytest.raises(TraceError, match=r"test_notes\.py:\d+, a tensor of shape \(2, 2\)"):
+            step_fn(*state, torch.ones(2, 1))
 
 
 # ------------------------------------------------------------------------------ randomness
