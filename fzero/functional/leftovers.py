@@ -148,7 +148,7 @@ def _same(live: Any, copy: Any) -> bool:
 def _stand_in(value: Any, varies: Callable[[Tensor], bool], depth: int = 4) -> Any:
     """What stands for a value that was left."""
     if isinstance(value, Tensor):
-        if not varies(value):
+        if value.layout is not torch.strided or not varies(value):
             raise _Cache
         # of any size without memory; who reads it makes another graph
         empty = torch.zeros((), dtype=value.dtype, device=value.device)

@@ -9,6 +9,8 @@ be.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -41,8 +43,20 @@ def layout_of(x: Tensor) -> tuple[int, ...] | None:
 
     >>> layout_of(torch.ones(2, 9)[:1, :4]), layout_of(torch.ones(3, 2).t())
     (None, (1, 2))
+    >>> image = torch.ones(2, 1, 5, 5)
+    >>> layout_of(image), layout_of(image.to(memory_format=torch.channels_last))
+    (None, (25, 1, 5, 1))
     """
-    return None if x.dim() < 4 and x.is_contiguous() else x.stride()
+    if not x.is_contiguous() or (x.dim() > 3 and x.stride() != _dense(x.shape)):
+        return x.stride()
+    return None
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides that torch gives a new tensor of this shape."""
+    # a dim without elements counts as one of a single element
+    sizes = [max(size, 1) for size in shape[:0:-1]]
+    return tuple(accumulate(sizes, mul, initial=1))[::-1]
 
 
 def shown(x: Tensor) -> str:

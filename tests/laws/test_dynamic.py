@@ -183,6 +183,60 @@ def test_two_recordings_serve_all_lengths_where_nothing_else_changes(name: str) 
     assert (len(calls) == before) == serves
 
 
+class Images(nn.Module):
+    """Convolutions over images of any size, or of one size in any number."""
+
+    def __init__(self, *, flat: bool) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.second = nn.Conv2d(4, WIDTH, 3, stride=2, padding=1)
+        self.last = nn.Linear(WIDTH * 9 if flat else WIDTH, 2)
+        self.flat = flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(torch.relu(self.norm(self.first(x))), 2)
+        x = F.dropout(torch.relu(self.second(x)), 0.2)
+        return self.last(x.flatten(1) if self.flat else x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_images_have_the_bits_of_a_recording_of_their_own(flat: bool) -> None:
+    torch.manual_seed(0)
+    calls: list[int] = []
+    net = Images(flat=flat)
+    net.register_forward_pre_hook(lambda module, args: calls.append(args[0].dim()))
+    apply, params = fzero.functionalize(net)
+
+    def make() -> tuple[Any, Any]:
+        step_fn = fzero.make_train_step(
+            lambda params, batch: apply(params, batch).square().mean(),
+            fzero.optim.sgd(0.1),
+            fzero.Config(donate=False, dynamic=True),
+        )
+        return step_fn, step_fn.init(params)
+
+    def images(rows: int, side: int) -> Tensor:
+        side = 12 if flat else side
+        generator = torch.Generator().manual_seed(100 * rows + side)
+        return torch.randn(rows, 3, side, side, generator=generator)
+
+    step_fn, state = make()
+    for rows, side in ((4, 8), (3, 12)):
+        step_fn(*state, images(rows, side))
+    for rows, side in ((2, 9), (7, 13), (1, 12)):
+        batch = images(rows, side)
+        before = len(calls)
+        found = step_fn(*state, batch)
+        assert (len(calls) == before) == (rows > 1)
+        own, _ = make()
+        torch.testing.assert_close(found[0], own(*state, batch)[0], rtol=0, atol=0)
+    # where memory lies otherwise than was recorded, nothing that was recorded is used
+    before = len(calls)
+    last = images(7, 13).to(memory_format=torch.channels_last)
+    torch.testing.assert_close(step_fn(*state, last)[0], step_fn(*state, images(7, 13))[0])
+    assert len(calls) > before
+
+
 def test_lower_gives_the_program_of_the_very_batch() -> None:
     make, params = _step("linear")
     step_fn, own = make(), make()
