@@ -24,7 +24,9 @@ Unlike `torch.distributed._functional_collectives`, whose differentiable forms r
 # What autograd passes to backward and jvp depends on forward; torch types them for no argument.
 # pyright: reportIncompatibleMethodOverride=false
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -187,6 +189,29 @@ _AsWhole = _linear(_same, lambda grad, axis: _Replicate.apply(grad, axis, "") / 
 
 
 # ---------------------------------------------------------------------------------- operators
+_TOLD: ContextVar[Callable[[str], None] | None] = ContextVar("fzero_told", default=None)
+
+
+@contextlib.contextmanager
+def told_to(hear: Callable[[str], None]) -> Iterator[None]:
+    """Tell of each collective inside that runs by itself, just before it does.
+
+    Args:
+        hear: returns once all ranks are known to run it next, or raises: gloo ends the process
+            where ranks come with buffers of other sizes.
+    """
+    token = _TOLD.set(hear)
+    try:
+        yield
+    finally:
+        _TOLD.reset(token)
+
+
+def _tell(kind: str, leaf: str) -> None:
+    if hear := _TOLD.get():
+        hear(f"{kind} of {leaf}")
+
+
 def _op_args(leaf: LeafLayout, axis: Axis) -> tuple[list[int], int, int, str, str]:
     assert leaf.dim is not None
     return list(leaf.shape), leaf.dim, axis.size, axis.group, leaf.name
@@ -216,6 +241,7 @@ _WIRE_DTYPES = frozenset(
 def _gather(
     shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str, rank: int
 ) -> Tensor:
+    _tell("all_gather", leaf)
     rows = -(-shape[dim] // world)
     send = pad_rows(shard.movedim(dim, 0), rows).contiguous()
     full = works.wait(works.all_gather_into_tensor(as_wire(send), world, group))
@@ -227,6 +253,7 @@ def _gather(
 def _reduce_scatter(
     full: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str, rank: int
 ) -> Tensor:
+    _tell("reduce_scatter", leaf)
     rows = -(-shape[dim] // world)
     send = pad_rows(full.movedim(dim, 0), rows * world).contiguous()
     padded = works.wait(works.reduce_scatter_tensor(send, "sum", world, group))
@@ -235,6 +262,7 @@ def _reduce_scatter(
 
 
 def _all_reduce(x: Tensor, world: int, group: str, leaf: str) -> Tensor:
+    _tell("all_reduce", leaf)
     return works.wait(works.all_reduce(x.contiguous(), "sum", group))
 
 
@@ -248,6 +276,7 @@ def _exchange(
     rank: int,
     numel: int,
 ) -> Tensor:
+    _tell("all_to_all", leaves)
     parts = works.all_to_all_single(x.contiguous(), list(receives), list(sends), group)
     return works.wait(parts)
 

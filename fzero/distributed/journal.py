@@ -49,6 +49,7 @@ class Owner(NamedTuple):
 
 ENGINE = Owner("engine", "engine", _GATHER)
 EAGER = Owner("eager", "eager step function")
+FUNCTION = Owner("function", "eager function")
 
 
 class Journal:
@@ -56,7 +57,7 @@ class Journal:
 
     Args:
         mesh: its ranks.
-        owner: ENGINE or EAGER.
+        owner: ENGINE, EAGER or FUNCTION.
         active: whether collectives may differ between ranks at all.
         limit: seconds that ranks may come later than others; None: the process group's.
     """
@@ -134,9 +135,12 @@ class Journal:
         Raises:
             RankMismatchError: they are not.
         """
+        self.hear(f"{bucket.kind} of {', '.join(leaf.name for leaf in bucket.leaves)}")
+
+    def hear(self, line: str) -> None:
+        """`announce` of a collective that is told in words."""
         if not self.active:
             return
-        line = f"{bucket.kind} of {', '.join(leaf.name for leaf in bucket.leaves)}"
         lines = self.lines[self.phase]
         where = f"{self._pass()}, collective {self.position + 1}"
         if lines[self.position : self.position + 1] != [line]:

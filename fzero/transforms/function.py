@@ -16,7 +16,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero import tree
 from fzero.config import Config, as_config
+from fzero.distributed.collectives import told_to
 from fzero.distributed.dtensor import local_tensor
+from fzero.distributed.journal import FUNCTION, Journal
 from fzero.distributed.mesh import Mesh
 from fzero.eager.lazy import outside_inference, with_versions
 from fzero.errors import ConfigError, ShardError, TraceError
@@ -72,6 +74,7 @@ class Function:
         self.__wrapped__ = fn
         self._recordings: Recordings[TracedFunction] = Recordings()
         self._agreement = Agreement(f"function {name}", cfg.timeout)
+        self._journals: dict[Mesh, Journal] = {}  # of the eager executor
         self._count = 0
 
     def __call__(self, *args: Any, rng: int = 0, **kwargs: Any) -> PyTree:
@@ -102,8 +105,13 @@ class Function:
             before = _versions(leaves)
             # as a Program would: whoever differentiates this takes a transform of it
             args, kwargs = tree.map(_without_graph, (args, kwargs))
+            if mesh not in self._journals:
+                self._journals[mesh] = Journal(mesh, FUNCTION, active=True, limit=self.cfg.timeout)
+            journal = self._journals[mesh]
+            journal.begin(self.name)
             with (
                 agreement.running(mesh),
+                told_to(journal.hear),
                 seeded(self.cfg.seed, rng, mesh, leaves),
                 _running(),
                 outside_inference(),
@@ -111,6 +119,7 @@ class Function:
                 calls_noted() if agreement.calls == 1 else contextlib.nullcontext(),
             ):
                 result = self.body(*args, **kwargs)
+            journal.leave(f"result of {self.name}")
             for i, (old, new) in enumerate(zip(before, _versions(leaves), strict=True)):
                 if old != new:
                     frame = take_apart((args, kwargs), "arguments")[1]

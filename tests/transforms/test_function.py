@@ -1,6 +1,7 @@
 """`jit`: a user's own step as one Program, pure, in memory that it was given."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import fzero
 from fzero import optim, tree
 from fzero.errors import ConfigError, FzeroError, ShardError, TraceError
-from tests.ranks import fake_ranks, run_ranks
+from tests.ranks import fake_ranks, run_fresh, run_ranks
 
 F64 = torch.float64
 Params = dict[str, Tensor]
@@ -413,3 +414,31 @@ def test_an_argument_that_is_sparse_is_refused_by_name() -> None:
     product = fzero.sharded(lambda params, graph: torch.sparse.mm(graph, params["w"]))
     with pytest.raises(ShardError, match=r"argument graph of .* is a sparse tensor .*indices\(\)"):
         product(params, adjacency)
+
+
+def _differentiates_on_one_rank(leaf: str, alone: int) -> tuple[str, float]:
+    dist.init_process_group("gloo")
+    cfg = fzero.Config(executor="eager", stage=3, timeout=60.0)
+    leaves = {"w": torch.ones(4, 4), "v": torch.ones(6, 4), "s": torch.tensor(2.0)}
+    params = fzero.shard(leaves, cfg)
+
+    def fn(params: Any, x: Tensor) -> Tensor:
+        out = (x @ params["w"]).sum()
+        return out + params[leaf].sum() if dist.get_rank() == alone else out
+
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        fzero.value_and_grad(fn, cfg)(params, torch.ones(2, 4))
+    except fzero.RankMismatchError as error:
+        return str(error), time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+@pytest.mark.parametrize("leaf", ["v", "s"])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_ranks_that_differentiate_other_leaves_eagerly_are_told(leaf: str, alone: int) -> None:
+    """Gloo would end the process where buffers have other sizes."""
+    for said, seconds in run_fresh(2, _differentiates_on_one_rank, leaf, alone, timeout=120):
+        assert "eager function 1, fn 1, collective" in said
+        assert seconds < 20
