@@ -11,7 +11,7 @@ a module that leaves one which depends on no input has a cache, and is left alon
 
 import contextlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -150,9 +150,7 @@ def _stand_in(value: Any, varies: Callable[[Tensor], bool], depth: int = 4) -> A
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or not varies(value):
             raise _Cache
-        # of any size without memory; who reads it makes another graph
-        empty = torch.zeros((), dtype=value.dtype, device=value.device)
-        return empty.expand([int(size) for size in value.shape])
+        return stand_in(value)
     if value is None or isinstance(value, _PLAIN):
         return value
     if type(value) not in (*CONTAINERS, tuple) or not depth:
@@ -183,7 +181,17 @@ def _doubted(value: Any, doubt: Doubt) -> Any:
 
 def _varies(x: Tensor, graph: fx.Graph, constant: set[fx.Node | None]) -> bool:
     """Whether a tensor depends on an input of the recording beside those that are constant."""
-    open_, seen = [_node_of(x, graph)], set(constant)
+    return depends_on_inputs([_node_of(x, graph)], constant)
+
+
+def depends_on_inputs(nodes: Iterable[fx.Node | None], constant: Iterable[Any] = ()) -> bool:
+    """Whether a value of these nodes does, and not only its shape.
+
+    Args:
+        nodes: of a recording.
+        constant: inputs that do not count.
+    """
+    open_, seen = list(nodes), set(constant)
     while open_:
         node = open_.pop()
         if node in seen or node is None:
@@ -194,6 +202,13 @@ def _varies(x: Tensor, graph: fx.Graph, constant: set[fx.Node | None]) -> bool:
         if getattr(node.target, "overloadpacket", None) not in _SHAPES_ALONE:
             open_.extend(node.all_input_nodes)
     return False
+
+
+def stand_in(x: Tensor) -> Tensor:
+    """What stands for a tensor of a recording in another one: who reads it makes another graph."""
+    # of any size without memory
+    empty = torch.zeros((), dtype=x.dtype, device=x.device)
+    return empty.expand([int(size) for size in x.shape])
 
 
 def _node_of(x: Tensor, graph: fx.Graph) -> fx.Node | None:

@@ -26,12 +26,12 @@ from torch.fx.node import map_arg
 from fzero.errors import TraceError, users_line
 from fzero.functional.carried import Doubt
 from fzero.functional.draws import Source, Watch, global_sources, source, without_draws
-from fzero.functional.leftovers import Leftover, leftovers
+from fzero.functional.leftovers import Leftover, depends_on_inputs, leftovers, stand_in
 from fzero.functional.outside import Fact, Place, Walk, attributes_of, labelled, put
 from fzero.functional.reads import MISSING, Reads
-from fzero.functional.transforms import is_recorded
+from fzero.functional.transforms import is_recorded, levels_of
 from fzero.program import Program
-from fzero.program.graph import is_wanted
+from fzero.program.graph import is_wanted, tensors_of
 
 # Recording patches classes and modules of the process, and runs the user's modules with other
 # tensors in their slots; torch's tracers are the process's as well. A second thread waits.
@@ -128,6 +128,8 @@ class Notes:
         if carried := [x for x in left.values() if _read_before(x, reads)]:
             _refuse_carried(carried, list(left.values()), program, watched)
         last = Walk(self.roots, reads)
+        if kept := _kept_of_inputs(last, reads, program):
+            _refuse_kept(kept, program, watched)
         written = before.changed(last, reads)
         if written:
             after = _Snapshot(last)
@@ -459,6 +461,51 @@ def _refuse_carried(
         "forward; a number may be changed between calls (the step is then recorded anew). Or use "
         "fzero.Engine, where a module keeps what it writes."
     ) from cause
+
+
+def _kept_of_inputs(walk: Walk, reads: Reads, program: Program) -> list[tuple[Fact, Any]]:
+    """What was read, and holds a tensor now that the recording has made of its inputs; with what
+    was read."""
+    names = {id(attributes_of(reads.objects[i])): seen for i, seen in reads.names.items()}
+    nodes: dict[int, list[fx.Node]] = {}
+    found = []
+    for fact in walk.facts:
+        value = names.get(id(fact.holder), {}).get(fact.key, MISSING)
+        if value is fact.value or value is MISSING or not is_recorded(fact.value):
+            continue
+        if not nodes:
+            for node in program.graph.nodes:
+                for x in tensors_of(node):
+                    if x.layout is torch.strided:
+                        nodes.setdefault(x.untyped_storage()._cdata, []).append(node)
+        made = nodes.get(_storage_of(fact.value))
+        # what the graph has not was of no use to it, this time
+        if made is None or depends_on_inputs(made):
+            found.append((fact, value))
+    return found
+
+
+def _storage_of(x: Tensor) -> int:
+    """The storage of a tensor of a recording; 0: it has none that can be told."""
+    *_, inner = levels_of(x)  # what a transform has wrapped
+    return inner.untyped_storage()._cdata if inner.layout is torch.strided else 0
+
+
+def _refuse_kept(
+    kept: Sequence[tuple[Fact, Any]], program: Program, record: Callable[[], Program]
+) -> None:
+    """Raise if a call that finds what the last one kept records something else."""
+    for fact, _ in kept:
+        put(fact, stand_in(fact.value))
+    cause = None
+    try:
+        same = _same_program(program, record())
+    except Exception as error:  # of a tensor without values
+        same, cause = False, error
+    for fact, before in kept:
+        put(fact, fact.value if same else before)  # who catches the error finds no such tensor
+    if not same:
+        raise _reads_its_writes([str(fact.place) for fact, _ in kept]) from cause
 
 
 def _reads_its_writes(places: Sequence[str]) -> TraceError:

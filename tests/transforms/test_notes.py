@@ -835,3 +835,63 @@ def test_what_no_code_names_counts_too(
         state = step_fn(*state, torch.ones(3))
         losses.append(float(state[1].metrics["loss"]))
     assert losses == [3.0, 9.0]
+
+
+class Keeps:
+    """An object that a function keeps tensors in."""
+
+    kept: Any = None
+
+    def average(self, y: Tensor) -> Tensor:
+        self.kept = y.detach() if self.kept is None else 0.9 * self.kept + 0.1 * y.detach()
+        return y * self.kept
+
+    def joined(self, y: Tensor) -> Tensor:
+        self.kept = y if self.kept is None else torch.cat([self.kept.detach(), y])
+        return self.kept
+
+    def before(self, y: Tensor) -> Tensor:
+        last, self.kept = self.kept, 2 * y.detach()
+        return y if last is None else y - last
+
+    def mask(self, y: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = torch.ones(y.shape).tril() + torch.zeros_like(y)
+        return y * self.kept
+
+    def last(self, y: Tensor) -> Tensor:
+        self.kept = y.detach()
+        return y
+
+    def best(self, y: Tensor) -> Tensor:
+        if self.kept is not None and self.kept.shape != y.shape:
+            raise ValueError("of another shape")
+        self.kept = y.detach()
+        return y
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("way", ["average", "joined", "before"])
+def test_a_tensor_of_its_inputs_that_an_object_keeps_for_the_next_call_is_refused(
+    way: str, stage: int
+) -> None:
+    keeps = Keeps()
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        return getattr(keeps, way)(x * params["w"]).square().mean()
+
+    step_fn, state = made(model_fn, stage=stage)
+    with pytest.raises(TraceError, match=r"keeps\.kept"):
+        loss(step_fn, state)
+    assert keeps.kept is None  # no tensor of the recording stays
+
+
+@pytest.mark.parametrize("way", ["mask", "last", "best"])
+def test_a_cache_that_is_always_the_same_and_what_nobody_computes_with_are_kept(way: str) -> None:
+    keeps = Keeps()
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        return getattr(keeps, way)(x * params["w"]).square().mean()
+
+    step_fn, state = made(model_fn)
+    assert loss(step_fn, state) == loss(step_fn, state)
