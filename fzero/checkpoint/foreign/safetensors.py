@@ -63,7 +63,8 @@ def export_safetensors(
 
     Args:
         path: folder for the files, such as one with the model's config.json; made if need be.
-        params: pytree of tensors or DTensors; names are its keys joined by dots.
+        params: pytree of tensors or DTensors; names are its keys joined by dots. A module's buffers
+            (running statistics, say) go along as `{**params, **buffers}`.
         dtype: what floating leaves are converted to; None leaves them.
         max_file_bytes: a file is closed before it would grow beyond this, unless one leaf does.
         overwrite: replace an export that is there. The old one stays readable until all files of
