@@ -91,7 +91,9 @@ def _check_ties(plan: SlotTable) -> None:
         (index, table, key), *others = entries
         param = plan.modules[index].__dict__[table][key]
         for at, table, key in others:
-            if plan.modules[at].__dict__[table][key] is not param:
+            other = plan.modules[at].__dict__[table][key]
+            # `module.to("meta")`, after which it is code alone, makes a new one for each slot
+            if other is not param and not (param.is_meta and other.is_meta):
                 raise rebuilt(plan, at, f"{key!r}, which was tied to {name!r},")
         # what is no parameter was put there by a call around this one
         if isinstance(param, nn.Parameter) and names.setdefault(id(param), name) != name:

@@ -626,6 +626,27 @@ def test_parameters_that_come_go_or_are_tied_since_are_refused(
         run()
 
 
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize(
+    "moved", [lambda m: m.to("meta"), lambda m: m.double(), lambda m: m.requires_grad_(False)]
+)
+def test_a_module_that_is_only_code_may_let_go_of_its_tied_parameters(
+    moved: Callable[[nn.Module], object], executor: str
+) -> None:
+    module, x = Two(tied=True), torch.ones(2, 3)
+    apply, params = functionalize(module)
+    wanted = apply(params, x)
+    step_fn = fzero.make_train_step(
+        lambda params, x: apply(params, x).sum(),
+        fzero.optim.sgd(0.1),
+        fzero.Config(executor=executor, donate=False),
+    )
+    state = step_fn.init(params)
+    moved(module)  # `to("meta")` makes a parameter for each slot, and so unties them
+    assert torch.equal(apply(params, x), wanted)
+    assert torch.equal(step_fn(*state, x)[1].metrics["loss"], wanted.sum())
+
+
 def test_one_tensor_for_two_parameters_may_be_passed_around_a_call() -> None:
     inner = Two(tied=False)
     apply, params = functionalize(inner)
