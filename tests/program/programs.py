@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fzero
 from fzero import zero
 from fzero.distributed.mesh import Axes, Axis, resolve_mesh
 from fzero.layout import Layout, plan_layout
@@ -64,3 +65,28 @@ class Recorded:
         self.program: Program = trace_program(
             "gradients", [("torch.func", flat_fn)], self.inputs, [*names, "batch"]
         )
+
+
+def chain_loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Mean square of a chain of layers."""
+    for w in p.values():
+        x = torch.tanh(x @ w)
+    return x.square().mean()
+
+
+def settled_by_ranks(
+    field: str, layers: int, bucket_mb: float, rank: int
+) -> tuple[tuple[int, ...], list[float]]:
+    """A field of the Program of three steps, and their losses, where one rank has small batches."""
+    params = {f"w{i:02d}": torch.eye(32, dtype=torch.float64) for i in range(layers)}
+    cfg = fzero.Config(stage=3, bucket_mb=bucket_mb)
+    step_fn = fzero.make_train_step(chain_loss, fzero.optim.sgd(0.1), cfg)
+    state = step_fn.init(params)
+    losses = []
+    for number in range(3):
+        # one rank has room where the other has none
+        rows = 2 if torch.distributed.get_rank() == rank else 600
+        state = step_fn(*state, torch.full((rows, 32), 0.1 * (number + 1), dtype=torch.float64))
+        losses.append(state[1].metrics["loss"].item())
+    part = next(iter(step_fn._executors._traced))[1].program
+    return getattr(part, field), losses

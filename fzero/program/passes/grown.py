@@ -24,11 +24,12 @@ def as_grown_as_fits(
         bound: bytes that may be alive at once.
         prefetch: see `bucket`.
     """
-    growth = Growth(most)
-    alike = sketch.at(size, prefetch)
-    if size >= most or not alike.gloo:
+    if size >= most:  # nothing may be larger, and a sketch takes its time
         return ALIKE
-    fewest = alike.collectives
+    alike = sketch.at(size, prefetch)
+    if not alike.gloo:
+        return ALIKE
+    growth, fewest = Growth(most), alike.collectives
     for way in ("forward", "reductions", "backward"):
         for share in SHARES:
             grown = growth._replace(**{way: share})

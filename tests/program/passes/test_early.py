@@ -14,7 +14,7 @@ from fzero.program.passes.early import as_early_as_fits
 from fzero.program.passes.gathers import hoist_reductions, regather, sink_gathers
 from fzero.program.passes.schedule import Early
 from fzero.program.passes.sketch import Sketch
-from tests.program.programs import Recorded
+from tests.program.programs import Recorded, chain_loss, settled_by_ranks
 from tests.ranks import run_ranks
 
 
@@ -48,16 +48,10 @@ def test_the_peak_stays_within_its_bound(cases: list[tuple[list[int], int, int]]
             assert peak <= bound
 
 
-def _loss(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    for w in p.values():
-        x = torch.tanh(x @ w)
-    return x.square().mean()
-
-
 def _program(rows: int, **options: object) -> Program:
     params = {f"w{i}": torch.eye(32) for i in range(8)}
     cfg = fzero.Config(stage=3, bucket_mb=0.005, **options)  # pyright: ignore
-    step_fn = fzero.make_train_step(_loss, fzero.optim.sgd(0.1), cfg)
+    step_fn = fzero.make_train_step(chain_loss, fzero.optim.sgd(0.1), cfg)
     return next(step_fn.lower(*step_fn.init(params), torch.ones(rows, 32)).parts())
 
 
@@ -86,23 +80,8 @@ def test_without_room_they_are_not_early() -> None:
         assert fields == 4
 
 
-def _rows_of(rank: int) -> tuple[tuple[int, ...], list[float]]:
-    params = {f"w{i}": torch.eye(32, dtype=torch.float64) for i in range(8)}
-    cfg = fzero.Config(stage=3, bucket_mb=0.01)
-    step_fn = fzero.make_train_step(_loss, fzero.optim.sgd(0.1), cfg)
-    state = step_fn.init(params)
-    losses = []
-    for number in range(3):
-        # one rank has room where the other has none
-        rows = 2 if torch.distributed.get_rank() == rank else 600
-        state = step_fn(*state, torch.full((rows, 32), 0.1 * (number + 1), dtype=torch.float64))
-        losses.append(state[1].metrics["loss"].item())
-    part = next(iter(step_fn._executors._traced))[1].program
-    return part.early, losses
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_with_other_batches_settle_one_order(rank: int) -> None:
-    (first, losses), (second, others) = run_ranks(2, _rows_of, rank)
+    (first, losses), (second, others) = run_ranks(2, settled_by_ranks, "early", 8, 0.01, rank)
     assert first == second
     assert losses == others

@@ -5,11 +5,9 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fzero
 from fzero.distributed import buckets
 from fzero.program import Program
 from fzero.program.graph import BACKWARD, FORWARD
@@ -19,7 +17,7 @@ from fzero.program.passes.gathers import hoist_reductions, regather, sink_gather
 from fzero.program.passes.groups import ALIKE, Growth
 from fzero.program.passes.grown import as_grown_as_fits
 from fzero.program.passes.sketch import Sketch
-from tests.program.programs import Recorded
+from tests.program.programs import Recorded, settled_by_ranks
 from tests.ranks import fake_ranks, run_ranks
 
 
@@ -52,12 +50,6 @@ def test_the_peak_stays_within_its_bound_and_collectives_get_fewer(
         assert len(built.collectives()) <= len(alike.collectives())
         for row in built.collectives():
             assert row.bytes <= max(size, most) or len(row.leaves) == 1, row
-
-
-def _loss(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    for w in p.values():
-        x = torch.tanh(x @ w)
-    return x.square().mean()
 
 
 def _program(rows: int) -> Program:
@@ -103,22 +95,8 @@ def test_on_devices_all_have_one_size() -> None:
         assert as_grown_as_fits(sketch, 9000, 2**20, 2**30) == ALIKE
 
 
-def _rows_of(rank: int) -> tuple[tuple[int, ...], list[float]]:
-    params = {f"w{i:02d}": torch.eye(32, dtype=torch.float64) for i in range(24)}
-    step_fn = fzero.make_train_step(_loss, fzero.optim.sgd(0.1), fzero.Config(stage=3))
-    state = step_fn.init(params)
-    losses = []
-    for number in range(3):
-        # one rank has room where the other has none
-        rows = 2 if torch.distributed.get_rank() == rank else 600
-        state = step_fn(*state, torch.full((rows, 32), 0.1 * (number + 1), dtype=torch.float64))
-        losses.append(state[1].metrics["loss"].item())
-    part = next(iter(step_fn._executors._traced))[1].program
-    return part.growth, losses
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_with_other_batches_settle_one_growth(rank: int) -> None:
-    (first, losses), (second, others) = run_ranks(2, _rows_of, rank)
+    (first, losses), (second, others) = run_ranks(2, settled_by_ranks, "growth", 24, 25.0, rank)
     assert first == second
     assert losses == others
