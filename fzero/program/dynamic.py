@@ -63,6 +63,8 @@ class Dynamic:
         ranges: the least and the largest that each may be.
         open: whether it may serve other sizes; nothing opens it again.
         results: one flag an output: whether its shape follows the sizes.
+        twin: the recording with symbols, as long as both may be recorded a second time.
+        env: where torch keeps what it knows of the symbols, as long.
     """
 
     dims: tuple[InputDim, ...]
@@ -73,6 +75,8 @@ class Dynamic:
     ranges: tuple[tuple[Any, Any], ...]
     open: bool = True
     results: tuple[bool, ...] = ()
+    twin: fx.GraphModule | None = None
+    env: Any = None
     _known: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     _seen: set[tuple[int, ...]] = field(default_factory=set)
 
@@ -118,12 +122,12 @@ class Dynamic:
         return found
 
 
-def marked(graph: fx.Graph, symbolic: fx.Graph, env: Any, dims: Sequence[InputDim]) -> Dynamic:
+def marked(graph: fx.Graph, twin: fx.GraphModule, env: Any, dims: Sequence[InputDim]) -> Dynamic:
     """Note of each node of a recording how it follows the sizes of these dims of inputs.
 
     Args:
         graph: recorded for one call.
-        symbolic: the same function, recorded with symbols in their place.
+        twin: the same function, recorded with symbols in their place.
         env: where torch keeps what it knows of the symbols.
         dims: these.
 
@@ -132,7 +136,7 @@ def marked(graph: fx.Graph, symbolic: fx.Graph, env: Any, dims: Sequence[InputDi
     """
     if env.deferred_runtime_asserts:
         raise ValueError("a number is known only when it runs")
-    inputs = [x.meta["val"] for x in placeholders(symbolic)]
+    inputs = [x.meta["val"] for x in placeholders(twin.graph)]
     sizes = [inputs[index].shape[dim] for index, dim in dims]
     # as they were made: of two that a guard says are equal, torch shows one for both
     symbols = tuple(x.node._expr if isinstance(x, torch.SymInt) else None for x in sizes)
@@ -149,10 +153,12 @@ def marked(graph: fx.Graph, symbolic: fx.Graph, env: Any, dims: Sequence[InputDi
         [],
         tuple(guard.expr for guard in env.guards),
         tuple((env.var_to_range[x].lower, env.var_to_range[x].upper) for x in symbols),
+        twin=twin,
+        env=env,
     )
     if any(guard.free_symbols - {*symbols} for guard in made.guards):
         raise ValueError("something else than these sizes decides")
-    _match(graph, symbolic, made)
+    _match(graph, twin.graph, made)
     if made.numbers(*made.recorded) and not made.admits(made.recorded):
         raise ValueError("what it was recorded for is not admitted")
     return made
@@ -223,6 +229,7 @@ def kept_dynamic(program: P) -> P:
     if made.dynamic is None:
         return program
     why = settled(made.graph, made.dynamic)
+    made.dynamic.twin = made.dynamic.env = None  # as large as all else that is known of a Program
     if why is None:
         return program
     return replace(made, dynamic=None, log=(*made.log, f"dynamic: no more: {why}"))
@@ -309,18 +316,18 @@ def _side_by_side(
     theirs = iter(x for x in symbolic.nodes if not _is_number(x))
     for mine in graph.nodes:
         for other in theirs:
-            whole = _is_whole(other)
-            if _kind(mine) == _kind(other):
+            same = _same(other)
+            if _kind(mine) == _kind(other) and (same is None or _same(mine) is not None):
                 twin[other] = mine
                 yield mine, other
                 break
-            if whole and is_op(mine, "aten::alias") and twin[other.args[0]] is mine.args[0]:  # pyright: ignore
-                twin[other] = mine
-                yield mine, other
-                break
-            if not whole:
+            if same is None:
                 raise ValueError(f"{mine.target}, with symbols {other.target}")
-            twin[other] = twin[other.args[0]]  # pyright: ignore
+            if is_op(mine, "aten::alias") and twin[same] is mine.args[0]:
+                twin[other] = mine
+                yield mine, other
+                break
+            twin[other] = twin[same]
         else:
             raise ValueError(f"{mine.target} is not there with symbols")
     if (left := next(theirs, None)) is not None:
@@ -334,16 +341,19 @@ def _kind(node: fx.Node) -> tuple[str, Any]:
     return node.op, "view" if view else node.target if node.op == "call_function" else None
 
 
-def _is_whole(node: fx.Node) -> bool:
-    """Whether a node is a slice of all there is, or the backward of one."""
+def _same(node: fx.Node) -> fx.Node | None:
+    """The operand that a slice of all there is, or what undoes one, has the values of."""
     if is_op(node, "aten::slice"):
-        _, _, start, end, *step = (*node.args, *[None] * (4 - len(node.args)))
+        source, _, *cut = (*node.args, *[0] * (2 - len(node.args)))
     elif is_op(node, "aten::slice_backward"):
-        _, _, _, start, end, *step = node.args
+        source, _, _, *cut = node.args
+    elif is_op(node, "aten::slice_scatter"):
+        _, source, _, *cut = (*node.args, *[0] * (3 - len(node.args)))
     else:
-        return False
-    every = not step or step[0] == 1
-    return bool(start in (None, 0) and end in (None, sys.maxsize) and every)
+        return None
+    start, end, step = (*cut, *[None] * (3 - len(cut)))
+    every = start in (None, 0) and end in (None, sys.maxsize) and step in (None, 1)
+    return source if every and isinstance(source, fx.Node) else None
 
 
 def _follows(node: fx.Node) -> bool:

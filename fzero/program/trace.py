@@ -197,13 +197,13 @@ class Symbolic(NamedTuple):
     Args:
         label: of the front end that recorded it.
         dims: whose sizes.
-        graph: the recording, or why there is none.
+        twin: the recording, or why there is none.
         env: what was asked of the symbols.
     """
 
     label: str
     dims: Sequence[InputDim]
-    graph: fx.Graph | Exception
+    twin: fx.GraphModule | Exception
     env: Any
 
 
@@ -223,15 +223,15 @@ def with_symbols(
     env = new_env()
     try:
         with remat_modules(remat), quiet(), ByParts():
-            graph = _run(fn, lambda: fake_inputs(inputs, frozenset(dims), env)).graph
+            twin = _run(fn, lambda: fake_inputs(inputs, frozenset(dims), env))
     except Exception as error:  # then it is recorded for each size
         return Symbolic(label, dims, error, env)
-    return Symbolic(label, dims, graph, env)
+    return Symbolic(label, dims, twin, env)
 
 
 def _compared(label: str, graph: fx.Graph, symbolic: Symbolic) -> tuple[Dynamic | None, str]:
     """How a recording follows sizes, and what its log says of that."""
-    other = symbolic.graph
+    other = symbolic.twin
     if isinstance(other, Exception):
         return None, f"dynamic: refused: {type(other).__name__}: {_first_line(other)}"
     if label != symbolic.label:

@@ -44,6 +44,20 @@ def _causal(net: Any, x: Tensor) -> Tensor:
     return scores.masked_fill(mask == 0, -1e9).softmax(-1) @ x
 
 
+def _shifted(net: Any, x: Tensor) -> Tensor:
+    h = x @ net.w
+    one_more = torch.zeros(x.shape[0], x.shape[1] + 1, WIDTH)
+    one_more[:, 1:] = h
+    one_more[:, 0] = 1.0
+    one_more[:, :-1].mul_(2)
+    return one_more
+
+
+def _turned(net: Any, x: Tensor) -> Tensor:
+    rows = torch.stack([x @ net.w, x])  # its second size is the rows', and then it is not
+    return rows.transpose_(1, 2).flatten(0, 1) * x.shape[0]
+
+
 def _halves(net: Any, x: Tensor) -> Tensor:
     h, middle = x @ net.w, x.shape[1] // 2
     return h[:, :middle].sum() + 2 * h[:, middle:].sum()
@@ -97,6 +111,8 @@ MODELS: Mapping[str, tuple[Callable[[], Net], bool]] = MappingProxyType(
             False,
         ),
         "joined": (lambda: Net(lambda net, x: torch.cat([x @ net.w, x[:, -1:]], 1)), True),
+        "written slices": (lambda: Net(_shifted), True),
+        "turned in place": (lambda: Net(_turned), True),
         "a size in a float": (lambda: Net(lambda net, x: (x @ net.w) / x.shape[1] ** 0.5), False),
         "branch": (
             lambda: Net(lambda net, x: (x @ net.w) * (2 if x.shape[1] > 6 else 3)),
@@ -135,7 +151,17 @@ def _batch(rows: int, length: int) -> Tensor:
 # torch 2.11 fails inside of products of two batches of matrices with symbols: recorded one by one
 OLD = torch.__version__.startswith("2.11")
 BATCHES_OF_MATRICES = ("causal mask", "encoder", "encoder without dropout")
-QUICK = ("linear", "numbers", "dropout", "checkpoint", "batch norm", "branch", "even or odd")
+QUICK = (
+    "linear",
+    "numbers",
+    "dropout",
+    "written slices",
+    "turned in place",
+    "checkpoint",
+    "batch norm",
+    "branch",
+    "even or odd",
+)
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 13)).filter(lambda sizes: sizes != (1, 1))
 
 

@@ -10,6 +10,7 @@ statistics.
 
 import operator
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_iter
 
 from fzero.errors import FzeroError, TraceError
+from fzero.program.dynamic import marked
 from fzero.program.graph import (
     copy_graph,
     has_effect,
@@ -42,6 +44,7 @@ from fzero.program.passes.rewrite import call, infer, is_cheap, is_gather
 from fzero.program.program import Program
 from fzero.program.promises import PROMISE, note
 from fzero.program.strides import alike
+from fzero.program.symbols import quiet
 
 
 def functionalise(program: Program) -> Program:
@@ -63,13 +66,8 @@ def functionalise(program: Program) -> Program:
     if not any(map(written_operands, graph.nodes)):
         note(graph)
         return program.logged(graph, line)
-    module = fx.GraphModule(dict(program.constants), graph)
-    fakes = [node.meta["val"] for node in placeholders(program.graph)]
-    functional = dispatch_functionalize(_Again(module).run)
     try:
-        # no_grad: backward is in the graph already
-        with torch.no_grad(), preserve_node_meta():
-            traced = make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        traced = _again(fx.GraphModule(dict(program.constants), graph))
     except FzeroError:
         raise
     except Exception as error:
@@ -82,6 +80,7 @@ def functionalise(program: Program) -> Program:
     graph = traced.graph
     # make_fx leaves a calling convention of pytrees; a Program's inputs are flat
     graph.set_codegen(CodeGen())
+    program = _marked_again(program, graph)
     _restore_outputs(graph, operands(output_node(program.graph)))
     note(graph)
     # The second recording names constants anew.
@@ -92,6 +91,34 @@ def functionalise(program: Program) -> Program:
     }
     done = program.logged(graph, line)
     return Program(**{**vars(done), "constants": constants})
+
+
+def _again(module: fx.GraphModule) -> fx.GraphModule:
+    """A recording, recorded a second time, with functional tensors."""
+    fakes = [node.meta["val"] for node in placeholders(module.graph)]
+    functional = dispatch_functionalize(_Again(module).run)
+    # no_grad: backward is in the graph already
+    with torch.no_grad(), preserve_node_meta():
+        return make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+
+
+def _marked_again(program: Program, graph: fx.Graph) -> Program:
+    """The Program, with what is known of `graph`, its second recording: see [Note: dynamic dims].
+
+    Its numbers are those of other operators (of a write into a slice, those of what puts the slice
+    back), so the recording with symbols is made a second time as well.
+    """
+    known = program.dynamic
+    if known is None or known.twin is None:
+        return program
+    line, made = "dynamic: no more: ", None
+    try:
+        with quiet():
+            twin = _again(fx.GraphModule(known.twin, _writes_apart(known.twin.graph)))
+        made = marked(graph, twin, known.env, known.dims)
+    except Exception as error:  # then it is recorded for each size
+        program = program.logged(program.graph, f"{line}{type(error).__name__}: {error}")
+    return replace(program, dynamic=made)
 
 
 def _writes_apart(graph: fx.Graph) -> fx.Graph:
@@ -176,6 +203,8 @@ class _Again(fx.Interpreter):
         Of `x.cumsum_(0)` is left `y = x.cumsum(0)`, which chooses strides of its own: all that
         reads `x` from there on would read another layout than was recorded.
         """
+        if is_op(n, "aten::sym_size", "aten::sym_stride", "aten::sym_numel"):
+            return n.meta["val"]  # asked later, after `transpose_`, it may be another size
         result = super().run_node(n)
         for operand in written_operands(n):
             for x, said in zip(_tensors(self.env[operand]), tensors_of(operand), strict=True):
