@@ -249,7 +249,8 @@ def test_images_have_the_bits_of_a_recording_of_their_own(flat: bool) -> None:
     step_fn, state = make()
     for rows, side in ((4, 8), (3, 12)):
         step_fn(*state, images(rows, side))
-    for rows, side in ((2, 9), (7, 13), (1, 12)):
+    # pooling of torch 2.11 asks whether a side is even
+    for rows, side in ((2, 10 if OLD else 9), (7, 14 if OLD else 13), (1, 12)):
         batch = images(rows, side)
         before = len(calls)
         found = step_fn(*state, batch)
