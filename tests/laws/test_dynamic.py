@@ -54,8 +54,8 @@ def _shifted(net: Any, x: Tensor) -> Tensor:
 
 
 def _turned(net: Any, x: Tensor) -> Tensor:
-    rows = torch.stack([x @ net.w, x])  # its second size is the rows', and then it is not
-    return rows.transpose_(1, 2).flatten(0, 1) * x.shape[0]
+    both = torch.stack([x.sum(1), x.mean(1)])  # its second size is the rows', and then it is not
+    return net.inner(both.transpose_(0, 1)) @ net.w
 
 
 def _halves(net: Any, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ MODELS: Mapping[str, tuple[Callable[[], Net], bool]] = MappingProxyType(
         ),
         "joined": (lambda: Net(lambda net, x: torch.cat([x @ net.w, x[:, -1:]], 1)), True),
         "written slices": (lambda: Net(_shifted), True),
-        "turned in place": (lambda: Net(_turned), True),
+        "turned in place": (lambda: Net(_turned, nn.Linear(WIDTH, WIDTH)), True),
         "a size in a float": (lambda: Net(lambda net, x: (x @ net.w) / x.shape[1] ** 0.5), False),
         "branch": (
             lambda: Net(lambda net, x: (x @ net.w) * (2 if x.shape[1] > 6 else 3)),
@@ -189,8 +189,9 @@ def test_every_batch_has_the_bits_of_a_recording_of_its_own(
         state = found
 
 
+@pytest.mark.parametrize("more", [False, True], ids=["length", "rows and length"])
 @pytest.mark.parametrize("name", MODELS)
-def test_two_recordings_serve_all_lengths_where_nothing_else_changes(name: str) -> None:
+def test_two_recordings_serve_all_lengths_where_nothing_else_changes(name: str, more: bool) -> None:
     calls: list[int] = []
     net, serves = MODELS[name][0](), MODELS[name][1] and not (OLD and name in BATCHES_OF_MATRICES)
     net.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape[1]))
@@ -201,11 +202,11 @@ def test_two_recordings_serve_all_lengths_where_nothing_else_changes(name: str) 
 
     step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), fzero.Config(dynamic=True))
     state = step_fn.init(params)
-    for length in (5, 8):
-        state = step_fn(*state, _batch(3, length))
+    for rows, length in ((3, 5), (3 + more, 8)):
+        state = step_fn(*state, _batch(rows, length))
     before = len(calls)
-    for length in (13, 2, 9, 5, 8):
-        state = step_fn(*state, _batch(3, length))
+    for rows, length in ((2, 13), (5, 2), (3, 9), (4, 5)):
+        state = step_fn(*state, _batch(rows if more else 3, length))
     assert (len(calls) == before) == serves
 
 
