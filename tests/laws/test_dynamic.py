@@ -193,7 +193,9 @@ def test_every_batch_has_the_bits_of_a_recording_of_its_own(
 @pytest.mark.parametrize("name", MODELS)
 def test_two_recordings_serve_all_lengths_where_nothing_else_changes(name: str, more: bool) -> None:
     calls: list[int] = []
-    net, serves = MODELS[name][0](), MODELS[name][1] and not (OLD and name in BATCHES_OF_MATRICES)
+    # nor rows of a linear layer's input that is not dense
+    fails = OLD and (name in BATCHES_OF_MATRICES or (name == "turned in place" and more))
+    net, serves = MODELS[name][0](), MODELS[name][1] and not fails
     net.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape[1]))
     apply, params = fzero.functionalize(net)
 
