@@ -3,9 +3,10 @@
 [Note: dynamic dims] A function is recorded for the shapes of one call. When a second call differs
 in the sizes of some dims alone, the function is recorded twice: as ever, and once more with symbols
 in place of these sizes. Node by node the two are the same graph, and where the one has a number the
-other says how it follows from the sizes. Passes see the first graph alone, and carry along what is
-known of each node. In the end every node must be accounted for: recorded, with the numbers that it
-was recorded with, or made by a pass from values whose shapes do not follow the sizes. Then the
+other says how it follows from the sizes. If the first is recorded again, with functional tensors,
+so is the other, and they are compared anew. Passes see the first graph alone, and carry along what
+is known of each node. In the end every node must be accounted for: recorded, with the numbers that
+it was recorded with, or made by a pass from values whose shapes do not follow the sizes. Then the
 generated code asks for the numbers of each call. All that Python asked of the symbols while it was
 recorded (`if x.shape[1] > 16`) is a guard: sizes that would have been answered otherwise are not
 served, and are recorded as ever. Where anything is in doubt, so is everything.

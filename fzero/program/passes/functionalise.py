@@ -111,13 +111,15 @@ def _marked_again(program: Program, graph: fx.Graph) -> Program:
     known = program.dynamic
     if known is None or known.twin is None:
         return program
-    line, made = "dynamic: no more: ", None
+    made = None
     try:
         with quiet():
             twin = _again(fx.GraphModule(known.twin, _writes_apart(known.twin.graph)))
         made = marked(graph, twin, known.env, known.dims)
     except Exception as error:  # then it is recorded for each size
-        program = program.logged(program.graph, f"{line}{type(error).__name__}: {error}")
+        said = (str(error).splitlines() or [""])[0]
+        line = f"dynamic: no more: {type(error).__name__}: {said}"
+        program = program.logged(program.graph, line)
     return replace(program, dynamic=made)
 
 
