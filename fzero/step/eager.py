@@ -31,7 +31,7 @@ from fzero.functional.tasks import check_tasks
 from fzero.functional.torch_checkpoint import check_checkpoints, recomputing
 from fzero.layout import LeafLayout
 from fzero.numerics.casts import widened
-from fzero.numerics.rng import generator_of, mix, preserved
+from fzero.numerics.rng import mix
 from fzero.program.choice import Choice
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
@@ -42,6 +42,7 @@ from fzero.transforms.derivatives import loss_of
 from fzero.transforms.frames import stacked, take_apart
 from fzero.transforms.function import no_program
 from fzero.transforms.loss import summable, with_room
+from fzero.transforms.randomness import seeded
 from fzero.tree import PyTree
 
 
@@ -107,7 +108,7 @@ class Eager:
         losses, auxes = [], []
         for i, batch in enumerate(micro):
             key = mix(plan.cfg.seed, int(step), i, plan.mesh.rank)
-            with _seeded(key, leaves), _unchanged(leaves, batch, plan), self._looking():
+            with seeded(key, leaves), _unchanged(leaves, batch, plan), self._looking():
                 grads, loss, state, aux = self._one(leaves, state, batch, local)
             if total:
                 torch._foreach_add_(total, grads)
@@ -254,17 +255,6 @@ def _compiled_named() -> Iterator[None]:
             "uncompiled under executor='eager', or use Config(executor='inductor'), which compiles "
             "the whole step, fzero.Engine, which gathers around compiled blocks, or stage 2."
         ) from error
-
-
-@contextlib.contextmanager
-def _seeded(key: int, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """The generators of the leaves' devices, and the host's, start from `key`; as before after."""
-    devices = {x.device for x in leaves} | {torch.device("cpu")}
-    generators = [generator_of(device) for device in sorted(devices, key=str)]
-    with preserved(generators):
-        for generator in generators:
-            generator.manual_seed(key)
-        yield
 
 
 @contextlib.contextmanager

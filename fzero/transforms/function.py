@@ -26,6 +26,7 @@ from fzero.functional.differentiate import is_differentiated
 from fzero.functional.functionalize import calls_noted
 from fzero.functional.memory import storage_of
 from fzero.numerics.casts import refuse_outer_autocast
+from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.strides import layout_of
 from fzero.transforms.agreement import Agreement, Mine
@@ -112,7 +113,7 @@ class Function:
             with (
                 agreement.running(mesh),
                 told_to(journal.hear),
-                seeded(self.cfg.seed, rng, mesh, leaves),
+                seeded(mix(self.cfg.seed, rng, 0, mesh.rank), leaves),
                 _running(),
                 outside_inference(),
                 torch.enable_grad(),  # as while it is recorded

@@ -6,16 +6,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fzero.distributed.mesh import Mesh
-from fzero.numerics.rng import generator_of, mix, preserved
+from fzero.numerics.rng import generator_of, preserved
 
 
 @contextlib.contextmanager
-def seeded(seed: int, rng: int, mesh: Mesh, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """The generators of the leaves' devices start from (seed, rng, rank); as before after."""
+def seeded(key: int, leaves: Sequence[Tensor]) -> Iterator[None]:
+    """The generators of the leaves' devices, and the host's, start from `key`; as before after."""
     devices = {x.device for x in leaves} | {torch.device("cpu")}
     generators = [generator_of(device) for device in sorted(devices, key=str)]
     with preserved(generators):
         for generator in generators:
-            generator.manual_seed(mix(seed, rng, 0, mesh.rank))
+            generator.manual_seed(key)
         yield
