@@ -64,6 +64,10 @@ class Config:
             (`*` crosses dots), or a predicate.
         reshard_after_forward: free gathered parameters after forward and gather them again.
         bucket_mb: MiB of gathered bytes that share one collective.
+        layout: "rows" gives each rank rows of every leaf, as `Shard(dim)` does. "flat" lays small
+            leaves end to end and cuts them there, so that what is gathered needs no copy: see
+            docs/design.md. Results are the same; `layout="flat"` is faster for models of many small
+            leaves, and its DTensors have placements of their own.
         prefetch: how many buckets ahead gathers are launched. None: 1 in the Engine and on devices;
             in a Program over gloo up to 4, but for those around the end of forward, where early
             buffers would raise the peak.
@@ -130,6 +134,7 @@ class Config:
     frozen: Selection = ()
     reshard_after_forward: bool = True
     bucket_mb: float = 25
+    layout: Literal["rows", "flat"] = "rows"
     prefetch: int | None = None
     gather_together: str | Sequence[str] = ()
     opaque: str | Sequence[str] = ()
@@ -163,6 +168,7 @@ class Config:
             if not isinstance(getattr(self, field), bool):
                 self._refuse(field, "True or False")
         self._check_choice("on_nonfinite", ("report", "skip", "raise"))
+        self._check_choice("layout", ("rows", "flat"))
         self._check_choice("executor", ("traced", "eager", "inductor"))
         self._check_choice("offload", (None, "cpu", "activations", "all"))
         if self.offloads_activations and self.memory_limit is None:

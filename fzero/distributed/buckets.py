@@ -6,7 +6,9 @@ a part, each padded to the same rows on every rank:
     rank 0: [leaf a, padded rows of rank 0][leaf b, ...] | rank 1: [leaf a, ...][leaf b, ...] | ...
 
 A single leaf that is split evenly along dim 0 is laid out so already; it travels without a copy.
-Large leaves of this kind have buckets of their own: see `goes_alone`.
+Large leaves of this kind have buckets of their own: see `goes_alone`. Leaves of a flat travel by
+themselves, and their buffer is the flat, whichever of its leaves are asked for: see `layout`,
+[Note: flats]. There a leaf is in one piece, and what comes is not copied.
 
 [Note: what carries a bucket] A kind has a row in `KINDS`: how its buffer is filled and read, and
 which operators ask for one leaf of it. `bucket_of` settles how the bucket travels, `carrier` names
@@ -16,7 +18,7 @@ the operator of torch's that carries it. The Program's pass writes that operator
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fzero.distributed import works
-from fzero.distributed.collectives import as_wire, pad_rows
+from fzero.distributed.collectives import as_wire, leaf_of, pad_rows
 from fzero.distributed.mesh import Axis, is_gloo
 from fzero.distributed.whereabouts import Circle
 from fzero.layout import LeafLayout
@@ -84,12 +86,25 @@ class Bucket:
             return (sum(sends) - sends[self.rank]) * self.dtype.itemsize
         # a ring's all-reduce is a reduce-scatter and then an all-gather
         hops = 2 if self.kind == ALL_REDUCE else 1
-        return hops * self.nbytes * (self.world - 1) // self.world
+        # of a flat all travels, also what is not asked for
+        full = self.part * self.world * self.dtype.itemsize if self.is_flat else self.nbytes
+        return hops * full * (self.world - 1) // self.world
 
     def __repr__(self) -> str:
         first = self.leaves[0].name
         more = f" +{len(self.leaves) - 1}" if len(self.leaves) > 1 else ""
         return f"{self.kind}[{first}{more}]"
+
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """Whether its leaves are of one flat."""
+        return self.kind != ALL_REDUCE and self.leaves[0].home is not None
+
+    @functools.cached_property
+    def part(self) -> int:
+        """Elements that each rank has of its buffer; not of an all-reduce or exchange."""
+        home = self.leaves[0].home
+        return home.part if home is not None else sum(self.parts_of.sizes)
 
     @functools.cached_property
     def is_plain(self) -> bool:
@@ -99,7 +114,7 @@ class Bucket:
     @functools.cached_property
     def is_even(self) -> bool:
         """Whether every leaf's rows lie in the buffer as in its shards: none is padded or moved."""
-        return all(is_laid_out(leaf, self.world) for leaf in self.leaves)
+        return not self.is_flat and all(is_laid_out(leaf, self.world) for leaf in self.leaves)
 
     @functools.cached_property
     def is_around(self) -> bool:
@@ -111,8 +126,21 @@ class Bucket:
 
     @functools.cached_property
     def full(self) -> "Places":
-        """The full leaves, end to end."""
-        return Places.of([leaf.shape for leaf in self.leaves])
+        """The full leaves, end to end; of a flat, as they lie in it."""
+        places = Places.of([leaf.shape for leaf in self.leaves])
+        return places.at(leaf.home.offset for leaf in self.leaves if leaf.home and self.is_flat)
+
+    @functools.cached_property
+    def fills(self) -> "tuple[Fill, Fill]":
+        """How full leaves fill a flat, and this rank's shards its part of it."""
+        return Fill.of(self.full, self.part * self.world), Fill.of(self.own, self.part)
+
+    @functools.cached_property
+    def own(self) -> "Places":
+        """This rank's shards, as they lie in its part of a flat."""
+        places = Places.of([leaf.shard_shape(self.rank) for leaf in self.leaves])
+        start = self.rank * self.part
+        return places.at(max(leaf.home.offset - start, 0) for leaf in self.leaves if leaf.home)
 
     @functools.cached_property
     def parts_of(self) -> "Places":
@@ -141,6 +169,50 @@ class Places(NamedTuple):
             tuple(math.prod(shape[dim:]) for dim in range(1, len(shape) + 1)) for shape in shapes
         ]
         return cls(list(shapes), strides, list(accumulate(sizes, initial=0))[:-1], sizes)
+
+    def at(self, starts: Iterable[int]) -> "Places":
+        """The same tensors elsewhere; where they are, if no places are given."""
+        return self._replace(starts=list(starts) or self.starts)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors that lie there."""
+        first = buffer.storage_offset()
+        starts = [first + start for start in self.starts] if first else self.starts
+        return [*map(buffer.as_strided, self.shapes, self.strides, starts)]
+
+
+class Fill(NamedTuple):
+    """How a flat buffer is filled with tensors and, between them, zeros.
+
+    Args:
+        order: the tensors in which there is something, by index, as they lie.
+        gaps: elements before each of them, and after the last.
+    """
+
+    order: list[int]
+    gaps: list[int]
+
+    @classmethod
+    def of(cls, places: Places, numel: int) -> Self:
+        """Of a buffer of so many elements.
+
+        >>> Fill.of(Places([(2,), (0,), (4,)], [], [6, 0, 1], [2, 0, 4]), 9)
+        Fill(order=[2, 0], gaps=[1, 1, 1])
+        """
+        order = [i for i, size in enumerate(places.sizes) if size]
+        order.sort(key=places.starts.__getitem__)
+        starts = [*(places.starts[i] for i in order), numel]
+        ends = [0, *(places.starts[i] + places.sizes[i] for i in order)]
+        return cls(order, [start - end for start, end in zip(starts, ends, strict=True)])
+
+    def into(self, buffer: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Fill it; it is returned."""
+        parts = [tensors[i].flatten() for i in self.order]
+        if any(self.gaps):
+            zeros = buffer.new_zeros(max(self.gaps))
+            filled = [x for gap, part in zip(self.gaps, parts) for x in (zeros[:gap], part)]
+            parts = [*filled, zeros[: self.gaps[-1]]]
+        return torch.cat(parts, out=buffer)
 
 
 # ---------------------------------------------------------------------- what carries a bucket
@@ -228,13 +300,13 @@ def asked_for(operator: str, x: Tensor, arguments: Sequence[Any]) -> tuple[str, 
     if kind == EXCHANGE:
         _, _, world, group, names, rank, numel = arguments
         return kind, LeafLayout(names, (numel,), x.dtype), Axis(group, world, rank)
-    shape, dim, world, group, name, rank = arguments
-    return kind, LeafLayout(name, tuple(shape), x.dtype, dim, world), Axis(group, world, rank)
+    shape, dim, world, group, name, rank, home = arguments
+    return kind, leaf_of(x, shape, dim, world, name, home), Axis(group, world, rank)
 
 
 def is_laid_out(leaf: LeafLayout, world: int) -> bool:
     """Whether a leaf's memory is that of a bucket of its own: it travels without a copy."""
-    return leaf.dim == 0 and leaf.shape[0] % world == 0
+    return leaf.dim == 0 and leaf.home is None and leaf.shape[0] % world == 0
 
 
 def goes_alone(leaf: LeafLayout, nbytes: int, axis: Axis) -> bool:
@@ -261,6 +333,13 @@ def pack_shards(shards: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """The buffer to gather from, in a dtype that travels: see `Bucket.is_around`."""
     if bucket.is_plain and not bucket.exchanged:
         return as_wire(shards[0])
+    if bucket.is_flat:
+        if bucket.exchanged:
+            own = bucket.fills[1].into(shards[0].new_empty(bucket.part), shards)
+            return as_wire(own.repeat(bucket.world))
+        buffer = shards[0].new_empty(bucket.world, bucket.part)
+        bucket.fills[1].into(buffer[bucket.rank], shards)
+        return as_wire(buffer.view(-1))
     if bucket.is_even:  # without a line of Python for each leaf, as below for all even buckets
         parts = [*map(Tensor.flatten, shards)]
     else:
@@ -270,7 +349,7 @@ def pack_shards(shards: Sequence[Tensor], bucket: Bucket) -> Tensor:
             front = shard.movedim(leaf.dim, 0) if leaf.dim else shard
             parts.append(pad_rows(front, leaf.padded_rows).reshape(-1))
     if bucket.is_around:
-        buffer = parts[0].new_empty(bucket.world, sum(bucket.parts_of.sizes))
+        buffer = parts[0].new_empty(bucket.world, bucket.part)
         torch.cat(parts, out=buffer[bucket.rank])
         return as_wire(buffer.view(-1))
     # an all-to-all has a part for every rank
@@ -278,8 +357,10 @@ def pack_shards(shards: Sequence[Tensor], bucket: Bucket) -> Tensor:
 
 
 def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
-    """The full leaves from the gathered buffer, each contiguous."""
+    """The full leaves from the gathered buffer, each contiguous; views of it where that allows."""
     buffer = buffer.view(bucket.dtype)
+    if bucket.is_flat:
+        return bucket.full.views(buffer)
     if bucket.is_plain:
         return [buffer.view(bucket.leaves[0].shape)]
     sizes = bucket.parts_of.sizes
@@ -303,10 +384,7 @@ def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 def unpack_into(buffer: Tensor, bucket: Bucket, targets: Sequence[Tensor]) -> None:
     """Write the gathered leaves over `targets`, with no copy in between where memory allows it."""
     direct = bucket.kind == GATHER and all(
-        leaf.dim == 0
-        and leaf.shape[0] % bucket.world == 0
-        and target.is_contiguous()
-        and target.dtype == bucket.dtype
+        is_laid_out(leaf, bucket.world) and target.is_contiguous() and target.dtype == bucket.dtype
         for leaf, target in zip(bucket.leaves, targets, strict=True)
     )
     # then the rows that a rank has of a leaf are as long in the buffer as in the leaf: no padding,
@@ -324,6 +402,8 @@ def pack_full(grads: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """The buffer to reduce and scatter, from full gradients."""
     if bucket.is_plain:
         return grads[0].contiguous().view(-1)
+    if bucket.is_flat:
+        return bucket.fills[0].into(grads[0].new_empty(bucket.world * bucket.part), grads)
     fronts = [
         grad.movedim(leaf.dim, 0) if leaf.dim else grad
         for grad, leaf in zip(grads, bucket.leaves, strict=True)
@@ -348,6 +428,8 @@ def cut_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 
     See [Note: strides are part of a value].
     """
+    if bucket.is_flat:
+        return bucket.own.views(buffer)
     shapes, strides, starts, sizes = bucket.parts_of
     if bucket.is_even and not buffer.storage_offset():
         return [*map(buffer.as_strided, shapes, strides, starts)]

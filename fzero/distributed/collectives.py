@@ -35,7 +35,7 @@ from torch.autograd import Function
 
 from fzero.distributed import works
 from fzero.distributed.mesh import Axis
-from fzero.layout import LeafLayout
+from fzero.layout import Home, LeafLayout
 
 
 def all_gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
@@ -144,7 +144,7 @@ def _all_gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
     if leaf.dim is None or axis.size == 1:
         # a Function that gives its argument back must give another tensor
         return low.view_as(low)
-    return torch.ops.fzero.gather(low, *_op_args(leaf, axis), axis.rank)
+    return gather_leaf(low, leaf, axis)
 
 
 def dense(grad: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _scattered(full: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
         return high.view_as(high)
     if leaf.dim is None:
         return torch.ops.fzero.all_reduce(high, axis.size, axis.group, leaf.name)
-    return torch.ops.fzero.reduce_scatter(high, *_op_args(leaf, axis), axis.rank)
+    return torch.ops.fzero.reduce_scatter(high, *_op_args(leaf, axis))
 
 
 def _summed(x: Tensor, axis: Axis, name: str) -> Tensor:
@@ -212,9 +212,22 @@ def _tell(kind: str, leaf: str) -> None:
         hear(f"{kind} of {leaf}")
 
 
-def _op_args(leaf: LeafLayout, axis: Axis) -> tuple[list[int], int, int, str, str]:
+def _op_args(leaf: LeafLayout, axis: Axis) -> tuple[list[int], int, int, str, str, int, list[int]]:
     assert leaf.dim is not None
-    return list(leaf.shape), leaf.dim, axis.size, axis.group, leaf.name
+    home = list(leaf.home or ())
+    return list(leaf.shape), leaf.dim, axis.size, axis.group, leaf.name, axis.rank, home
+
+
+def leaf_of(
+    x: Tensor, shape: Sequence[int], dim: int, world: int, leaf: str, home: Sequence[int]
+) -> LeafLayout:
+    """The leaf that an operator of one leaf is about, from its arguments."""
+    return LeafLayout(leaf, tuple(shape), x.dtype, dim, world, home=Home(*home) if home else None)
+
+
+def gather_leaf(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
+    """All ranks' shards of a leaf that is split, as one operator; it has no derivative."""
+    return torch.ops.fzero.gather(shard, *_op_args(leaf, axis))
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
@@ -239,25 +252,48 @@ _WIRE_DTYPES = frozenset(
 
 
 def _gather(
-    shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str, rank: int
+    shard: Tensor,
+    shape: list[int],
+    dim: int,
+    world: int,
+    group: str,
+    leaf: str,
+    rank: int,
+    home: list[int],
 ) -> Tensor:
     _tell("all_gather", leaf)
-    rows = -(-shape[dim] // world)
+    layout = leaf_of(shard, shape, dim, world, leaf, home)
+    rows = layout.padded_rows
     send = pad_rows(shard.movedim(dim, 0), rows).contiguous()
-    full = works.wait(works.all_gather_into_tensor(as_wire(send), world, group))
-    full = full.view(send.dtype).narrow(0, 0, shape[dim]).movedim(0, dim)
+    full = works.wait(works.all_gather_into_tensor(as_wire(send), world, group)).view(send.dtype)
+    if home:  # any rank may have fewer rows than the rest
+        parts = full.view(world, rows, *shape[1:])
+        ends = map(layout.bounds, range(world))
+        return torch.cat([x[: stop - start] for x, (start, stop) in zip(parts, ends, strict=True)])
+    full = full.narrow(0, 0, shape[dim]).movedim(0, dim)
     # as `_fake_gather` says: see [Note: strides are part of a value]
     return full.contiguous()
 
 
 def _reduce_scatter(
-    full: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str, rank: int
+    full: Tensor,
+    shape: list[int],
+    dim: int,
+    world: int,
+    group: str,
+    leaf: str,
+    rank: int,
+    home: list[int],
 ) -> Tensor:
     _tell("reduce_scatter", leaf)
-    rows = -(-shape[dim] // world)
-    send = pad_rows(full.movedim(dim, 0), rows * world).contiguous()
+    layout = leaf_of(full, shape, dim, world, leaf, home)
+    rows, front = layout.padded_rows, full.movedim(dim, 0)
+    if home:
+        send = torch.cat([pad_rows(layout.split(front, i), rows) for i in range(world)])
+    else:
+        send = pad_rows(front, rows * world).contiguous()
     padded = works.wait(works.reduce_scatter_tensor(send, "sum", world, group))
-    start, stop = min(rank * rows, shape[dim]), min((rank + 1) * rows, shape[dim])
+    start, stop = layout.bounds(rank)
     return padded.narrow(0, 0, stop - start).movedim(0, dim).contiguous()
 
 
@@ -290,9 +326,7 @@ def _phase(name: str) -> None:
     return None
 
 
-def _fake_gather(
-    shard: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str, rank: int
-) -> Tensor:
+def _fake_gather(shard: Tensor, shape: list[int], *_: object) -> Tensor:
     return shard.new_empty(shape)
 
 
@@ -321,11 +355,16 @@ def _fake_gather_in_place(buffer: Tensor, *_: object) -> Tensor:
 
 
 def _fake_reduce_scatter(
-    full: Tensor, shape: list[int], dim: int, world: int, group: str, leaf: str, rank: int
+    full: Tensor,
+    shape: list[int],
+    dim: int,
+    world: int,
+    group: str,
+    leaf: str,
+    rank: int,
+    home: list[int],
 ) -> Tensor:
-    rows = -(-shape[dim] // world)
-    start, stop = min(rank * rows, shape[dim]), min((rank + 1) * rows, shape[dim])
-    return full.new_empty((*shape[:dim], stop - start, *shape[dim + 1 :]))
+    return full.new_empty(leaf_of(full, shape, dim, world, leaf, home).shard_shape(rank))
 
 
 def _fake_same(x: Tensor, *_: object) -> Tensor:
@@ -338,11 +377,12 @@ def _fake_exchange(x: Tensor, receives: list[int], *_: object) -> Tensor:
 
 def _define() -> torch.library.Library:
     lib = torch.library.Library("fzero", "DEF")
-    split = "int[] shape, int dim, int world, str group, str leaf"
-    lib.define(f"gather(Tensor shard, {split}, int rank) -> Tensor")
+    # home: as `layout.Home` has it, or empty
+    split = "int[] shape, int dim, int world, str group, str leaf, int rank, int[] home"
+    lib.define(f"gather(Tensor shard, {split}) -> Tensor")
     # of a bucket: a buffer in which this rank's own part lies where it belongs
     lib.define("gather_in_place(Tensor buffer, int world, int rank, str group) -> Tensor")
-    lib.define(f"reduce_scatter(Tensor full, {split}, int rank) -> Tensor")
+    lib.define(f"reduce_scatter(Tensor full, {split}) -> Tensor")
     # of a bucket: what carries its sums, or the parts that are still to be summed
     lib.define(
         "reduce_apart(Tensor buffer, str op, int world, str group, bool exchanged) -> Tensor"

@@ -7,6 +7,7 @@ results are there: its transport waits at once, and holds one bucket's buffers a
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -287,8 +288,8 @@ def _filled(
     >>> list(_filled([torch.float32] * 3, leaves, [True] * 3, [False] * 3, limit=32))
     [[0, 1], [2]]
     """
-    open_: dict[torch.dtype, list[int]] = {}
-    filled: dict[torch.dtype, int] = {}
+    open_: dict[Any, list[int]] = {}
+    filled: dict[Any, int] = {}
     for i, (dtype, leaf, want) in enumerate(zip(dtypes, leaves, wanted, strict=True)):
         if not want:
             continue
@@ -296,10 +297,13 @@ def _filled(
             yield [i]
             continue
         nbytes = leaf.numel * dtype.itemsize
-        if limit is not None and dtype in open_ and filled[dtype] + nbytes > limit:
-            yield open_.pop(dtype)
-        filled[dtype] = nbytes + (filled[dtype] if dtype in open_ else 0)
-        open_.setdefault(dtype, []).append(i)
+        # a flat travels as a whole, whatever of it is asked for
+        key = dtype, leaf.home and leaf.home.flat
+        full = leaf.home is None and key in open_ and filled[key] + nbytes > (limit or math.inf)
+        if limit is not None and full:
+            yield open_.pop(key)
+        filled[key] = nbytes + (filled[key] if key in open_ else 0)
+        open_.setdefault(key, []).append(i)
     # in the order in which leaves opened them: the same on every rank
     yield from open_.values()
 

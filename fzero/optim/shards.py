@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 # Private, and used as in `fzero.optim.whole`: a mesh is looked up outside of what is recorded.
 from torch.utils._python_dispatch import _disable_current_modes
@@ -21,6 +21,7 @@ from fzero import tree
 from fzero.distributed.collectives import all_reduce
 from fzero.distributed.dtensor import from_local_like, local_tensor
 from fzero.distributed.mesh import Axis, resolve_mesh
+from fzero.distributed.ragged import rows_of
 from fzero.errors import ShardError
 from fzero.layout import LeafLayout
 from fzero.optim.base import PyTree
@@ -93,7 +94,8 @@ def splits(values: PyTree, where: str) -> list[Split]:
                 "tell what it is a part of. Pass on the trees of params and gradients in the "
                 "structure that they came in."
             )
-        leaf = LeafLayout(name, known.shape, x.dtype, known.dim, given.axis.size)
+        size = given.axis.size
+        leaf = LeafLayout(name, known.shape, x.dtype, known.dim, size, home=known.home)
         found.append(Split(leaf, given.axis, given.device_type or x.device.type))
     return found
 
@@ -103,15 +105,16 @@ def _of_dtensor(x: DTensor, name: str, where: str) -> Split:
     mesh, shape = x.device_mesh, tuple(x.shape)
     if not split:
         return Split(LeafLayout(name, shape, x.dtype), Axis(), mesh.device_type)
-    placement = x.placements[split[0]]
-    if len(split) > 1 or type(placement) is not Shard or split[0] != mesh.ndim - 1:
+    known = rows_of(x) if split == [mesh.ndim - 1] else None
+    if known is None:
         raise ShardError(
             f"{where} has the placements {x.placements}; an optimizer takes leaves that are split "
             "along one dim over the last axis of the mesh, or whole. Make them with fzero.shard."
         )
     with _disable_current_modes():
         axis = resolve_mesh(mesh, mesh.device_type).axes.shard
-    leaf = LeafLayout(name, shape, x.dtype, placement.dim % x.dim(), axis.size)
+    dim, home = known
+    leaf = LeafLayout(name, shape, x.dtype, dim, axis.size, home=home)
     return Split(leaf, axis, mesh.device_type)
 
 

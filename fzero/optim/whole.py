@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fzero import tree
 from fzero.distributed.mesh import Axis
 from fzero.errors import ConfigError
+from fzero.layout import Home
 from fzero.optim.base import PyTree
 
 
@@ -35,12 +36,14 @@ class Whole(NamedTuple):
         dtype: in which the optimizer updates it.
         part: shape of what the optimizer is given of it on this rank.
         dim: along which ranks have parts of it; None: each has all of it.
+        home: its place in a flat, if it is in one.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     part: tuple[int, ...]
     dim: int | None = None
+    home: Home | None = None
 
 
 class Leaves(NamedTuple):

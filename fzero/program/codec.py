@@ -20,7 +20,7 @@ from fzero.distributed.buckets import KINDS, Bucket, unpack_into
 from fzero.distributed.mesh import Axis
 from fzero.errors import FzeroError
 from fzero.functional.remat import Region
-from fzero.layout import LeafLayout
+from fzero.layout import Home, LeafLayout
 from fzero.program.dynamic import DYNAMIC
 from fzero.program.graph import AGAIN, Held, Part
 from fzero.program.origin import Origin
@@ -61,7 +61,9 @@ def decoded(data: Json, constant: Callable[[Json], Tensor]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------- what may be in a file
-_RECORDS = {cls.__name__: cls for cls in (Axis, Bucket, Held, LeafLayout, Origin, Region, Source)}
+_RECORDS = {
+    cls.__name__: cls for cls in (Axis, Bucket, Held, Home, LeafLayout, Origin, Region, Source)
+}
 _CALLED = (
     *(operator.getitem, unpack_into, seed, generator),
     *(function for kind in KINDS.values() for function in kind[:2]),

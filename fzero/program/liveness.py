@@ -379,4 +379,4 @@ def _padded(node: fx.Node, nbytes: int) -> int:
     row = made.nbytes // max(made.shape[leaf.dim], 1) if leaf.dim is not None else made.nbytes
     if leaf.dim is None or not row:
         return nbytes
-    return row * -(-leaf.shape[leaf.dim] // axis.size)
+    return row * leaf.padded_rows

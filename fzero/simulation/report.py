@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -274,8 +273,7 @@ def _traffic(program: Program, mesh: Mesh, hardware: Hardware) -> list[Traffic]:
 def _padding(bucket: Bucket) -> int:
     if bucket.kind in (ALL_REDUCE, EXCHANGE):
         return 0
-    padded = sum(prod(leaf.padded_shape) for leaf in bucket.leaves) * bucket.world
-    return padded * bucket.dtype.itemsize - bucket.nbytes
+    return bucket.part * bucket.world * bucket.dtype.itemsize - bucket.nbytes
 
 
 def tokens_in(batch: PyTree) -> int:

@@ -14,6 +14,7 @@ from fzero import tree
 from fzero.config import Config
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import Axes, Mesh
+from fzero.distributed.ragged import placements_of
 from fzero.errors import ShardError
 from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
@@ -117,7 +118,7 @@ class Plan:
         if not self.splits_state or isinstance(x, DTensor):
             return x
         stride = torch.empty(leaf.shape, device="meta").stride()
-        placements = self.mesh.placements(leaf.dim)
+        placements = placements_of(leaf, self.mesh)
         spec = dtensor_spec(self.mesh.device_mesh, placements, leaf.shape, stride, x.dtype)
         return from_spec(x, spec)
 
@@ -132,6 +133,7 @@ class Plan:
                 (high if leaf.trainable else None) or leaf.dtype,
                 leaf.shard_shape(rank) if self.splits_state else leaf.shape,
                 leaf.dim if self.splits_state else None,
+                leaf.home,
             )
             for path, leaf in zip(self.sharding.paths, self.sharding.layout, strict=True)
         }

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fzero import tree
 from fzero.config import Config, as_config
+from fzero.distributed.collectives import gather_leaf
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
-from fzero.distributed.mesh import Mesh, group_along, resolve_mesh
+from fzero.distributed.mesh import Axis, Mesh, group_along, resolve_mesh
+from fzero.distributed.ragged import placements_of, rows_of
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, ShardError
 from fzero.functional.owners import (
@@ -28,7 +30,7 @@ from fzero.functional.owners import (
     noted_like,
     owners_of,
 )
-from fzero.layout import Layout, LeafLayout, plan_layout
+from fzero.layout import Home, Layout, LeafLayout, plan_flats, plan_layout
 from fzero.numerics.precision import Precision
 from fzero.tree import PyTree
 
@@ -93,6 +95,8 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
     )
     owners = tuple(map(owners_of, leaves))
     layout = _by_owners(layout, owners, paths, dtypes)
+    if cfg.layout == "flat":
+        layout = plan_flats(layout, int(cfg.bucket_mb * 2**20))
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
 
@@ -113,7 +117,7 @@ def read_sharding(values: PyTree, cfg: Config, mesh: Mesh, what: str = "params")
     leaves, spec = tree.flatten(values)
     paths = tree.paths(values)
     check_tensors(what, leaves, paths)
-    dims = [_split_dim(x, mesh, f"{what}{path}") for x, path in zip(leaves, paths, strict=True)]
+    splits = [_split(x, mesh, f"{what}{path}") for x, path in zip(leaves, paths, strict=True)]
     dtypes = cfg.dtypes
     layout = plan_layout(
         tree.names(values),
@@ -123,8 +127,10 @@ def read_sharding(values: PyTree, cfg: Config, mesh: Mesh, what: str = "params")
         compute=dtypes.param,
         reduce=dtypes.reduce,
     )
-    pairs = zip(layout, dims, strict=True)
-    layout = replace(layout, leaves=tuple(replace(leaf, dim=dim) for leaf, dim in pairs))
+    pairs = zip(layout, splits, strict=True)
+    layout = replace(
+        layout, leaves=tuple(replace(leaf, dim=dim, home=home) for leaf, (dim, home) in pairs)
+    )
     owners = tuple(map(owners_of, leaves))
     layout = _by_owners(layout, owners, paths, dtypes)
     specs = [x._spec if isinstance(x, DTensor) else None for x in leaves]
@@ -142,21 +148,20 @@ def refuse_complex(layout: Layout, paths: Sequence[str], what: str) -> None:
             )
 
 
-def _split_dim(x: Tensor, mesh: Mesh, where: str) -> int | None:
-    """Along which dim a leaf is split over the mesh's shard axis; None: whole on every rank."""
+def _split(x: Tensor, mesh: Mesh, where: str) -> tuple[int | None, Home | None]:
+    """The dim that a leaf is split along, and its place in a flat; None: whole on every rank."""
     if not isinstance(x, DTensor):
-        return None
+        return None, None
     if x.device_mesh != mesh.device_mesh:
         raise ShardError(
             f"{where} is a DTensor on {x.device_mesh}, and this function runs on "
             f"{mesh.device_mesh}; all trees of one function live on one mesh. Pass "
             "Config(mesh=...) with the mesh that fzero.shard was given, or shard both alike."
         )
-    *others, last = x.placements
-    if type(last) is Shard and all(type(other) is Replicate for other in others):
-        return last.dim % x.dim()
+    if (found := rows_of(x)) is not None:
+        return found
     if all(type(placement) is Replicate for placement in x.placements):
-        return None
+        return None, None
     raise ShardError(
         f"{where} is a DTensor with the placements {x.placements}; a leaf is split along one dim "
         "over the last axis of the mesh, or whole. Make it with fzero.shard(x.full_tensor(), cfg)."
@@ -197,7 +202,7 @@ def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
 
     Args:
         full: pytree of tensors of any shape and dtype.
-        cfg: only its mesh is used; None means all ranks.
+        cfg: only its mesh, its layout and its `bucket_mb` are used; None means all ranks, by rows.
 
     Returns:
         The same tree; every leaf a `DTensor` of its own memory.
@@ -210,7 +215,8 @@ def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
         >>> sharded["w"].shape, torch.equal(unshard(sharded)["w"], torch.ones(4, 2))
         (torch.Size([4, 2]), True)
     """
-    cfg = Config(mesh=as_config("shard", cfg).mesh)
+    cfg = as_config("shard", cfg)
+    cfg = Config(mesh=cfg.mesh, layout=cfg.layout, bucket_mb=cfg.bucket_mb)
     leaves = tree.leaves(full)
     check_tensors("full", leaves, tree.paths(full))
     mesh = resolve_mesh(cfg.mesh, leaves[0].device.type if leaves else "cpu")
@@ -264,20 +270,16 @@ def _in_its_memory(whole: Tensor, leaf: Tensor) -> bool:
 
 def _whole(leaf: DTensor) -> Tensor:
     """The full tensor; as `full_tensor`, but its wait sees what becomes of the other ranks."""
-    mesh, placements = leaf.device_mesh, leaf.placements
-    split = [i for i, placement in enumerate(placements) if type(placement) is Shard]
-    rest = [placement for placement in placements if type(placement) is not Shard]
-    plain = len(split) == 1 and all(type(placement) is Replicate for placement in rest)
+    mesh = leaf.device_mesh
+    last = mesh.ndim - 1
+    found = rows_of(leaf)
     # DTensor's own way leads back to a gradient, and knows every other placement.
-    if not plain or leaf.requires_grad or circle_of(mesh).alone:
+    if found is None or leaf.requires_grad or circle_of(mesh).alone:
         return leaf.full_tensor()
-    (axis,) = split
-    dim = placements[axis].dim  # pyright: ignore[reportAttributeAccessIssue]
-    group = group_along(mesh, axis).group_name
-    return torch.ops.fzero.gather(
-        *(local_tensor(leaf), list(leaf.shape), dim % leaf.dim(), mesh.size(axis), group, ""),
-        mesh.get_local_rank(axis),
-    )
+    dim, home = found
+    layout = LeafLayout("", tuple(leaf.shape), leaf.dtype, dim, mesh.size(last), home=home)
+    axis = Axis(group_along(mesh, last).group_name, mesh.size(last), mesh.get_local_rank(last))
+    return gather_leaf(local_tensor(leaf), layout, axis)
 
 
 def locals_of(leaves: Sequence[Any]) -> list[Any]:
@@ -316,7 +318,8 @@ def _remedy(leaf: Any) -> str:
 
 def _dtensor(leaf: LeafLayout, mesh: Mesh) -> DTensorSpec:
     stride = torch.empty(leaf.shape, device="meta").stride()
-    return dtensor_spec(mesh.device_mesh, mesh.placements(leaf.dim), leaf.shape, stride, leaf.dtype)
+    placements = placements_of(leaf, mesh)
+    return dtensor_spec(mesh.device_mesh, placements, leaf.shape, stride, leaf.dtype)
 
 
 def like(new: Any, old: Any) -> Any:

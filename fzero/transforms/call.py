@@ -140,7 +140,8 @@ def like(values: PyTree, params: Opened, cfg: Config, what: str) -> tuple[Tensor
         )
     rows = zip(found.values, params.values, found.layout, params.layout, params.paths, strict=True)
     for x, p, leaf, like, path in rows:
-        if leaf.shape != like.shape or leaf.dim != like.dim or x.dtype != p.dtype:
+        places = [(one.dim, one.home and one.home[1:]) for one in (leaf, like)]
+        if leaf.shape != like.shape or places[0] != places[1] or x.dtype != p.dtype:
             raise ShardError(
                 f"{what}{path} is {x.dtype} {leaf.shape} split along dim {leaf.dim}, and the "
                 f"parameter is {p.dtype} {like.shape} split along dim {like.dim}; it must live as "

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.config import Config
 from fzero.distributed.collectives import all_reduce, replicate
 from fzero.distributed.dtensor import from_local_like, local_tensor
 from fzero.distributed.mesh import Mesh
+from fzero.distributed.ragged import rows_of
 from fzero.errors import ConfigError, ShardError
 from fzero.layout import LeafLayout
 from fzero.numerics.rounding import random_bits
@@ -80,7 +81,7 @@ def tree_vdot(a: PyTree, b: PyTree) -> Tensor:
     dtypes = set()
     for x, y, path in zip(left[0], right[0], tree.paths(a), strict=True):
         one, other = _own(x), _own(y)
-        if one.shape != other.shape or _split(x) != _split(y):
+        if one.shape != other.shape or _place(x) != _place(y):
             raise ShardError(
                 f"tree_vdot: a{path} and b{path} live in different ways ({_told(x)}, {_told(y)}); "
                 "fzero.shard(tree, cfg) puts both where they belong."
@@ -240,12 +241,18 @@ def _own(x: Any) -> Tensor:
 
 def _split(x: Any) -> int | None:
     """Along which dim a leaf is split; None: whole."""
+    return _place(x)[0]
+
+
+def _place(x: Any) -> tuple[int | None, Any]:
+    """The dim that a leaf is split along, and where in a flat its rows are, if they are in one."""
     if isinstance(x, Part):
-        return x.leaf.dim
-    if not isinstance(x, DTensor):
-        return None
-    found = [placement.dim for placement in x.placements if isinstance(placement, Shard)]
-    return found[0] if found else None
+        return x.leaf.dim, x.leaf.home and x.leaf.home[1:]
+    found = rows_of(x) if isinstance(x, DTensor) else None
+    if found is None:
+        return None, None
+    dim, home = found
+    return dim, home and home[1:]
 
 
 def _mesh(x: Any) -> Mesh:

@@ -141,7 +141,8 @@ def groups_of(graph: fx.Graph, kind: str, size: int, growth: Growth = ALIKE) -> 
             continue
         asked = asked_of(node)
         # by segment too: a bucket over its border would keep leaves of forward for backward
-        key = (asked.dtype, asked.axis.group, number, depth[node])
+        home = asked.leaf.home
+        key = (asked.dtype, asked.axis.group, number, depth[node], home and home.flat)
         movable = not (in_place and phase == UPDATE)
         gathers = asked.axis.group in gathering
         group = open_groups.get(key)
@@ -155,7 +156,8 @@ def groups_of(graph: fx.Graph, kind: str, size: int, growth: Growth = ALIKE) -> 
             done.append(Group(kind, number, phase, movable, gathers, [node], asked.nbytes))
             continue
         most = growth.room(size, phase, between, gathers=KINDS[kind].gathers)
-        if group is None or group.nbytes + asked.nbytes > most:
+        # a flat travels as a whole, whatever of it is asked for
+        if group is None or (home is None and group.nbytes + asked.nbytes > most):
             if group is not None:
                 done.append(group)
             group = open_groups[key] = Group(kind, number, phase, movable, gathers)

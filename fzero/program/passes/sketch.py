@@ -313,6 +313,8 @@ class _Trial:
         itemsize, gathers = bucket.dtype.itemsize, bucket.kind == GATHER
         if not gathers and bucket.exchanged:
             buffer = self.fresh(_part(bucket))
+        if bucket.is_flat:  # views of it
+            return [buffer] * len(bucket.leaves)
         found = []
         for leaf in bucket.leaves:
             assert leaf.dim is not None
@@ -373,7 +375,7 @@ def _written_over(gathers: Sequence[Dot]) -> list[Dot]:
 
 def _part(bucket: Bucket) -> int:
     """Bytes of a rank's part of a buffer."""
-    return sum(math.prod(leaf.padded_shape) for leaf in bucket.leaves) * bucket.dtype.itemsize
+    return bucket.part * bucket.dtype.itemsize
 
 
 def _sends(bucket: Bucket) -> int:

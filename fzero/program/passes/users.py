@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from fzero.distributed.buckets import asked_for
+from fzero.distributed.collectives import gather_leaf
 from fzero.distributed.mesh import Axis
 from fzero.errors import FzeroError, TraceError
 from fzero.layout import LeafLayout
@@ -160,9 +161,7 @@ def gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
     Returns:
         A tensor of `leaf.shape`.
     """
-    return torch.ops.fzero.gather(
-        shard, list(leaf.shape), leaf.dim, axis.size, axis.group, leaf.name, axis.rank
-    )
+    return gather_leaf(shard, leaf, axis)
 
 
 def inline(graph: fx.Graph, fn: Callable[..., Any], *args: Any) -> Any:
