@@ -156,15 +156,35 @@ class RaggedDTensor(DTensor):
         ]
 
 
+@functools.cache
+def is_supported() -> bool:
+    """Whether this torch asks a subclass of DTensor about its operations.
+
+    2.13 does. 2.11 runs DTensor's own code, of which some takes a rank's rows for the whole; its
+    DTensor refuses to be delegated to, which is what tells.
+    """
+    try:
+        DTensor.__torch_dispatch__(torch.ops.aten.neg.default, (), (torch.ones(1),))
+    except NotImplementedError:
+        return False
+    return True
+
+
 def check_rows(spec: DTensorSpec) -> None:
     """Refuse a spec with `Rows` that no `RaggedDTensor` can have.
 
     Raises:
-        ShardError: not the leaf's rows, nor the axis's ranks, nor contiguous; or split once more.
+        ShardError: they don't fit the leaf or the ranks; it is split once more, or not contiguous;
+            or this torch can't have any.
     """
     found = [(axis, p) for axis, p in enumerate(spec.placements) if type(p) is Rows]
     if not found:
         return
+    if not is_supported():
+        raise ShardError(
+            f"placements {spec.placements}: Rows need torch 2.13, and this is {torch.__version__}. "
+            "Use Shard(0), or a newer torch."
+        )
     (axis, rows), shape = found[0], tuple(spec.shape)
     others = [p for i, p in enumerate(spec.placements) if i != axis]
     if not all(p.is_replicate() for p in others):
@@ -189,8 +209,8 @@ def redistribute(x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     >>> from fzero.distributed.mesh import resolve_mesh
     >>> mesh = resolve_mesh(None, "cpu").device_mesh
     >>> x = DTensor.from_local(torch.arange(3.0), mesh, [Replicate()])
-    >>> redistribute(x, mesh, [Rows((0, 3))]).placements
-    (Rows(borders=(0, 3)),)
+    >>> redistribute(x, mesh, [Replicate()]).full_tensor()
+    tensor([0., 1., 2.])
     """
     if x.device_mesh != mesh:
         raise ShardError(f"a DTensor with Rows stays on its mesh: {x.device_mesh}, not {mesh}.")
