@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 # shape=shape, stride=stride)`; tests/distributed/test_dtensor.py holds the two against each other.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fzero.distributed.ragged import RaggedDTensor, Rows, check_rows, redistribute
+
 
 def dtensor_spec(
     mesh: DeviceMesh,
@@ -27,13 +29,18 @@ def dtensor_spec(
 
     Args:
         mesh: the mesh that the leaf is spread over.
-        placements: one per axis of the mesh.
+        placements: one per axis of the mesh; at most one is `Rows`, beside copies.
         shape: of the full tensor.
         stride: of the full tensor, in elements.
         dtype: of the full tensor and of every shard.
+
+    Raises:
+        ShardError: `Rows` that do not fit the shape or the mesh.
     """
     meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    check_rows(spec)
+    return spec
 
 
 def from_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -41,7 +48,7 @@ def from_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
     Args:
         local: this rank's shard, outside of autograd; its shape must be what DTensor expects on
-            this rank (`torch.chunk`'s, without padding).
+            this rank (`torch.chunk`'s, without padding; with `Rows`, the rows between its borders).
         spec: from `dtensor_spec`.
 
     >>> from fzero.distributed.mesh import resolve_mesh
@@ -50,7 +57,8 @@ def from_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     >>> from_spec(torch.ones(2, 3), spec).full_tensor().shape
     torch.Size([2, 3])
     """
-    return DTensor(local, spec, requires_grad=False)
+    kind = RaggedDTensor if Rows in map(type, spec.placements) else DTensor
+    return kind(local, spec, requires_grad=False)
 
 
 def from_local_like(local: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -77,8 +85,10 @@ def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if not isinstance(other, DTensor):
         return whole_tensor(tensor)
     if isinstance(tensor, DTensor):
-        same = tensor.placements == other.placements
-        return tensor if same else tensor.redistribute(other.device_mesh, other.placements)
+        mesh, placements = other.device_mesh, other.placements
+        if isinstance(other, RaggedDTensor):
+            return redistribute(tensor, mesh, placements)
+        return tensor if tensor.placements == placements else tensor.redistribute(mesh, placements)
     if tensor.shape != other.shape:  # a 0-d factor, or what broadcasts: every rank needs it whole
         return tensor
     local = tensor.detach()
@@ -86,7 +96,10 @@ def shard_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     # without a process group there is one rank, which has no coordinate
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     for axis, placement in enumerate(other.placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, Rows):
+            start, stop = placement.of(coordinate[axis])
+            local = local[start:stop]
+        elif isinstance(placement, Shard):
             size, rank = mesh.size(axis), coordinate[axis]
             rows = local.shape[placement.dim]
             step = -(-rows // size)
@@ -127,7 +140,9 @@ def sum_over_parts(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(other, DTensor) or not is_split(other):
         return x
-    placements = [Partial() if isinstance(p, Shard) else Replicate() for p in other.placements]
+    placements = [
+        Partial() if isinstance(p, Shard | Rows) else Replicate() for p in other.placements
+    ]
     return DTensor.from_local(x, other.device_mesh, placements, run_check=False).full_tensor()
 
 
@@ -137,4 +152,4 @@ def is_split(x: torch.Tensor) -> bool:
     >>> is_split(torch.ones(2))
     False
     """
-    return isinstance(x, DTensor) and any(isinstance(p, Shard) for p in x.placements)
+    return isinstance(x, DTensor) and any(isinstance(p, Shard | Rows) for p in x.placements)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from fzero.distributed.ragged import Rows
 from fzero.errors import CheckpointError
 
 
@@ -130,7 +131,7 @@ def box_at(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
 ) -> Box:
-    """What the rank at a coordinate of the mesh holds of a DTensor, as `torch.chunk` deals it out.
+    """What the rank at a coordinate of the mesh holds of a DTensor.
 
     Args:
         key: the leaf's, for the message.
@@ -144,7 +145,10 @@ def box_at(
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for placement, world, number in zip(placements, mesh_shape, coordinate, strict=True):
-        if type(placement) is Shard:
+        if isinstance(placement, Rows):
+            start, stop = placement.of(number)
+            offsets[0], sizes[0] = start, stop - start
+        elif type(placement) is Shard:
             dim = placement.dim
             rows = -(-sizes[dim] // world)
             # as torch.chunk: the last ranks may have fewer rows, or none
@@ -153,8 +157,8 @@ def box_at(
             sizes[dim] = min(rows, sizes[dim] - start)
         elif not isinstance(placement, Replicate):
             raise CheckpointError(
-                f"{key} has the placement {placement}, and a checkpoint takes Shard and Replicate: "
-                "each rank must hold one box of the leaf. Call redistribute on it first."
+                f"{key} has the placement {placement}, and a checkpoint takes Shard, Rows and "
+                "Replicate: each rank must hold one box of the leaf. Call redistribute on it first."
             )
     return Box(tuple(offsets), tuple(sizes))
 
