@@ -9,11 +9,11 @@ Rows are dealt out as `torch.chunk` and `DTensor`'s `Shard(dim)` do: `ceil(rows 
 rank until none are left, so the last ranks may get fewer, or none. A leaf that has a `home` lies
 otherwise: see [Note: flats].
 
-[Note: flats] Where every leaf is cut into as many parts as there are ranks, what a gather brings has
-the parts of each leaf in different places, and they have to be copied together. So leaves can be
-laid end to end in a *flat* of some MiB, which is cut into equal parts, one a rank, whatever leaf a
-border meets. A part is what a rank sends; what comes is the flat, and each leaf is a view of it. A
-leaf is cut between rows only, so that a rank's part of it is rows of it, as everywhere: where a
+[Note: flats] Where every leaf is cut into as many parts as there are ranks, what a gather brings
+has the parts of each leaf in different places, and they have to be copied together. So leaves can
+be laid end to end in a *flat* of some MiB, which is cut into equal parts, one a rank, whatever leaf
+a border meets. A part is what a rank sends; what comes is the flat, and each leaf is a view of it.
+A leaf is cut between rows only, so that a rank's part of it is rows of it, as everywhere: where a
 border would fall into a row, the leaf begins a little later. The gaps travel, too: `plan_flats`
 leaves as they were what would need too large ones.
 
@@ -26,6 +26,7 @@ References:
 """
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -246,6 +247,31 @@ def plan_layout(
         )
 
     return Layout(tuple(map(one, names, leaves)), world)
+
+
+class Claims:
+    """What of a flat is spoken for: leaves of two trees may ask for the same place of theirs.
+
+    >>> claims = Claims()
+    >>> a, b = (LeafLayout("w", (3,), torch.float32, 0, 2, home=Home(0, 4, at)) for at in (0, 2))
+    >>> claims.claim(a), claims.claim(b)
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[int, int]] = []
+
+    def claim(self, leaf: LeafLayout) -> bool:
+        """Whether a leaf's place was free; then it is its own. What has no home needs none."""
+        if leaf.home is None:
+            return True
+        start, stop = leaf.home.offset, leaf.home.offset + leaf.numel
+        at = bisect_left(self.ends, (start, stop))
+        before = at > 0 and self.ends[at - 1][1] > start
+        after = at < len(self.ends) and self.ends[at][0] < stop
+        if not before and not after:
+            self.ends.insert(at, (start, stop))
+        return not before and not after
 
 
 def plan_flats(layout: Layout, most: int, least: int = 2**20) -> Layout:

@@ -210,8 +210,8 @@ class Fill(NamedTuple):
         parts = [tensors[i].flatten() for i in self.order]
         if any(self.gaps):
             zeros = buffer.new_zeros(max(self.gaps))
-            filled = [x for gap, part in zip(self.gaps, parts) for x in (zeros[:gap], part)]
-            parts = [*filled, zeros[: self.gaps[-1]]]
+            spaces = [zeros[:gap] for gap in self.gaps]
+            parts = [x for pair in zip(spaces, [*parts, zeros[:0]], strict=True) for x in pair]
         return torch.cat(parts, out=buffer)
 
 

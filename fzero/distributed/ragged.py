@@ -32,14 +32,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 # Private, as in dtensor.py, which holds it against the public constructor.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_flatten, tree_map
 
-from fzero.distributed.mesh import group_along
+from fzero.distributed.mesh import Mesh, group_along
 from fzero.errors import ShardError
+from fzero.layout import Home, LeafLayout
 
 
 class Rows(Placement):
@@ -53,10 +54,11 @@ class Rows(Placement):
     """
 
     borders: tuple[int, ...]
+    home: Home | None  # where the leaf travels; says nothing of values, so it is not compared
 
-    def __init__(self, borders: Sequence[int]) -> None:
+    def __init__(self, borders: Sequence[int], home: Home | None = None) -> None:
         super().__init__()
-        self.borders = tuple(borders)
+        self.borders, self.home = tuple(borders), home
         ordered = all(a <= b for a, b in itertools.pairwise(self.borders))
         if len(self.borders) < 2 or self.borders[0] != 0 or not ordered:
             raise ShardError(
@@ -84,7 +86,39 @@ class Rows(Placement):
     __str__ = __repr__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Rows, (self.borders,)
+        return Rows, (self.borders, self.home)
+
+
+def placements_of(leaf: LeafLayout, mesh: Mesh) -> tuple[Placement, ...]:
+    """The DTensor placements of a leaf.
+
+    >>> from fzero.distributed.mesh import resolve_mesh
+    >>> leaf = LeafLayout("w", (7, 3), torch.float32, dim=0, home=Home(0, 21, 0))
+    >>> placements_of(leaf, resolve_mesh(None, "cpu"))
+    (Rows(borders=(0, 7)),)
+    """
+    if leaf.home is None:
+        return mesh.placements(leaf.dim)
+    rows = Rows((0, *(leaf.bounds(rank)[1] for rank in range(leaf.world))), leaf.home)
+    return (Replicate(), rows) if mesh.is_hybrid else (rows,)
+
+
+def rows_of(x: DTensor) -> tuple[int, Home | None] | None:
+    """Along which dim a leaf is split over the last axis of its mesh, and its place in a flat.
+
+    None: it is not, or otherwise than a layout splits leaves.
+    """
+    *others, last = x.placements
+    if not all(type(other) is Replicate for other in others):
+        return None
+    if type(last) is Shard:
+        return last.dim % x.dim(), None
+    if type(last) is not Rows or last.home is None:
+        return None
+    leaf = LeafLayout("", tuple(x.shape), x.dtype, 0, len(last.borders) - 1, home=last.home)
+    # of another leaf's, if its rows were put elsewhere since
+    same = all(leaf.bounds(rank) == last.of(rank) for rank in range(leaf.world))
+    return (0, last.home) if same else None
 
 
 class RaggedDTensor(DTensor):

@@ -7,7 +7,6 @@ results are there: its transport waits at once, and holds one bucket's buffers a
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,7 +31,7 @@ from fzero.distributed.collectives import dense
 from fzero.distributed.journal import Journal
 from fzero.distributed.mesh import Axes, Axis, Mesh
 from fzero.distributed.whereabouts import circle_of
-from fzero.layout import LeafLayout
+from fzero.layout import Claims, LeafLayout
 
 Finish = Callable[[], list[Tensor]]
 
@@ -290,6 +289,7 @@ def _filled(
     """
     open_: dict[Any, list[int]] = {}
     filled: dict[Any, int] = {}
+    claims: dict[Any, Claims] = {}
     for i, (dtype, leaf, want) in enumerate(zip(dtypes, leaves, wanted, strict=True)):
         if not want:
             continue
@@ -298,12 +298,15 @@ def _filled(
             continue
         nbytes = leaf.numel * dtype.itemsize
         # a flat travels as a whole, whatever of it is asked for
-        key = dtype, leaf.home and leaf.home.flat
-        full = leaf.home is None and key in open_ and filled[key] + nbytes > (limit or math.inf)
-        if limit is not None and full:
+        key = dtype, leaf.home and leaf.home[:2]
+        full = leaf.home is None and limit is not None and filled.get(key, 0) + nbytes > limit
+        if key in open_ and (full or not claims[key].claim(leaf)):
             yield open_.pop(key)
-        filled[key] = nbytes + (filled[key] if key in open_ else 0)
-        open_.setdefault(key, []).append(i)
+        if key not in open_:
+            open_[key], filled[key], claims[key] = [], 0, Claims()
+            claims[key].claim(leaf)
+        filled[key] += nbytes
+        open_[key].append(i)
     # in the order in which leaves opened them: the same on every rank
     yield from open_.values()
 

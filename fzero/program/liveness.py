@@ -372,7 +372,7 @@ def _padded(node: fx.Node, nbytes: int) -> int:
         return nbytes
     target: Any = node.target
     (x,) = tensors_of(node.all_input_nodes[0])
-    kind, leaf, axis = asked_for(target._schema.name, x, node.args[1:])
+    kind, leaf, _ = asked_for(target._schema.name, x, node.args[1:])
     if kind == "all_reduce":  # of replicas: what it was given
         return nbytes
     (made,) = tensors_of(node)

@@ -19,7 +19,7 @@ from fzero.config import Config, as_config
 from fzero.distributed.collectives import gather_leaf
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import Axis, Mesh, group_along, resolve_mesh
-from fzero.distributed.ragged import placements_of, rows_of
+from fzero.distributed.ragged import is_supported, placements_of, rows_of
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, ShardError
 from fzero.functional.owners import (
@@ -96,6 +96,11 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
     owners = tuple(map(owners_of, leaves))
     layout = _by_owners(layout, owners, paths, dtypes)
     if cfg.layout == "flat":
+        if not is_supported():
+            raise ConfigError(
+                f"Config.layout='flat' needs torch 2.13 or later, and this is {torch.__version__}: "
+                "its DTensors are of a kind that an older torch can't run operators on. Use 'rows'."
+            )
         layout = plan_flats(layout, int(cfg.bucket_mb * 2**20))
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)

@@ -17,7 +17,7 @@ from torch import fx
 
 from fzero.distributed.buckets import EXCHANGE, KINDS, Bucket, asked_for, bucket_of, goes_alone
 from fzero.distributed.mesh import Axis
-from fzero.layout import LeafLayout
+from fzero.layout import Claims, LeafLayout
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE, is_mutable, is_op, segments, tensors_of
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
 
@@ -63,6 +63,7 @@ class Group:
     gathers: bool = False  # whether other leaves may be gathered meanwhile
     nodes: list[fx.Node] = field(default_factory=list)
     nbytes: int = 0
+    claims: Claims = field(default_factory=Claims)
 
 
 class Growth(NamedTuple):
@@ -142,7 +143,7 @@ def groups_of(graph: fx.Graph, kind: str, size: int, growth: Growth = ALIKE) -> 
         asked = asked_of(node)
         # by segment too: a bucket over its border would keep leaves of forward for backward
         home = asked.leaf.home
-        key = (asked.dtype, asked.axis.group, number, depth[node], home and home.flat)
+        key = (asked.dtype, asked.axis.group, number, depth[node], home and home[:2])
         movable = not (in_place and phase == UPDATE)
         gathers = asked.axis.group in gathering
         group = open_groups.get(key)
@@ -157,10 +158,12 @@ def groups_of(graph: fx.Graph, kind: str, size: int, growth: Growth = ALIKE) -> 
             continue
         most = growth.room(size, phase, between, gathers=KINDS[kind].gathers)
         # a flat travels as a whole, whatever of it is asked for
-        if group is None or (home is None and group.nbytes + asked.nbytes > most):
+        full = group is not None and home is None and group.nbytes + asked.nbytes > most
+        if group is None or full or not group.claims.claim(asked.leaf):
             if group is not None:
                 done.append(group)
             group = open_groups[key] = Group(kind, number, phase, movable, gathers)
+            group.claims.claim(asked.leaf)
         group.nodes.append(node)
         group.nbytes += asked.nbytes
     return done + list(open_groups.values())
