@@ -457,8 +457,6 @@ def _borders(tensors: list[Tensor], written: list[Tensor]) -> DTensorSpec | None
 
 
 def _run_on_rows(func: Any, args: Any, kwargs: Any, like: DTensorSpec) -> Any:
-    of_local: dict[int, Tensor] = {}
-
     def local(x: Any) -> Any:
         if isinstance(x, DTensor):
             if x.device_mesh != like.mesh:
@@ -466,9 +464,7 @@ def _run_on_rows(func: Any, args: Any, kwargs: Any, like: DTensorSpec) -> Any:
                     f"{func} mixes DTensors of {like.mesh} and {x.device_mesh}; they live on one."
                 )
             if x.dim() == len(like.shape) and x.shape[0] == like.shape[0]:
-                part = _placed(x, like.placements)._local_tensor
-                of_local[id(part)] = x
-                return part
+                return _placed(x, like.placements)._local_tensor
             with torch.no_grad():
                 return _full(x)
         if isinstance(x, Tensor) and x.numel() != 1:
@@ -478,14 +474,9 @@ def _run_on_rows(func: Any, args: Any, kwargs: Any, like: DTensorSpec) -> Any:
             )
         return x
 
-    # what was written comes back as the very tensor that was given
-    def back(out: Any) -> Any:
-        if not isinstance(out, Tensor):
-            return out
-        return of_local[id(out)] if id(out) in of_local else _wrap(out, like)
-
-    args, kwargs = tree_map(local, args), tree_map(local, kwargs)
-    return tree_map(back, func(*args, **kwargs))
+    found = func(*tree_map(local, args), **tree_map(local, kwargs))
+    # of what was written torch itself returns the very tensor that was given
+    return tree_map(lambda out: _wrap(out, like) if isinstance(out, Tensor) else out, found)
 
 
 # Of the whole tensor, and of the ranks' results once more.

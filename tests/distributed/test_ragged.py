@@ -150,6 +150,9 @@ def _come_back(case: Case) -> None:
         _holds(shard_like(plain, x), full, x)
         _same(shard_like(x, plain).to_local(), plain.to_local())  # pyright: ignore
     _holds(shard_like(full, x), full, x)
+    whole = _plain(full, mesh, Replicate())
+    part = shard_like(whole, x)._local_tensor  # pyright: ignore
+    assert part.untyped_storage().nbytes() == part.nbytes  # it keeps no full tensor
     other = _ragged(full, mesh, (*(0,) * (len(case.borders) - 1), len(full)))
     _holds(x.redistribute(placements=other.placements), full, other)
     _holds(shard_like(other, x), full, x)
@@ -300,6 +303,8 @@ def _elementwise(case: Case) -> None:
     if full.is_complex():
         _holds(torch.view_as_real(x), torch.view_as_real(full), x)
     assert x.detach().data_ptr() == x.data_ptr()
+    with torch.inference_mode():
+        assert torch.ops.aten.copy_.default(x, x) is x
 
 
 @pytest.mark.parametrize("case", CORNERS, ids=str)
