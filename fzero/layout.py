@@ -289,6 +289,8 @@ def plan_flats(layout: Layout, most: int, least: int = 2**20) -> Layout:
     c   float32 (4, 4)  flat 0: rows 0, 4
     d   float32 (5,)    flat 0: rows 0, 5
     """
+    if layout.world == 1:
+        return layout
     found = list(layout.leaves)
     for number, indices in enumerate(_alike(layout, most, least)):
         leaves = [found[i] for i in indices]

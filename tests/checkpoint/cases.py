@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import fzero
 from fzero import tree
+from fzero.distributed.dtensor import shard_like
 
 # Uneven over 2, 3 and 4 ranks, split along another dim than the first, too small to split, 0-d.
 SHAPES = {
@@ -34,6 +35,7 @@ class Job(NamedTuple):
         precision: as in Config.
         replicas: of an HSDP mesh; 1: one axis.
         accum: micro-batches.
+        layout: as in Config.
     """
 
     world: int
@@ -41,6 +43,7 @@ class Job(NamedTuple):
     precision: str | None = None
     replicas: int = 1
     accum: int = 1
+    layout: str = "rows"
 
 
 def make(
@@ -56,6 +59,7 @@ def make(
         mesh=mesh,
         precision=job.precision,
         accum_steps=job.accum,
+        layout=job.layout,
     )
     opt = fzero.optim.chain(fzero.optim.scale_by_adam(), fzero.optim.scale(-1e-3))
     step_fn = fzero.make_train_step(_loss, opt, cfg)
@@ -116,8 +120,7 @@ def _values(path: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def _set(leaf: Tensor, path: str, seed: int) -> None:
     values = (_values(path, tuple(leaf.shape), seed) * 1000).to(leaf.dtype)
     if isinstance(leaf, DTensor):
-        whole = distribute_tensor(values, leaf.device_mesh, leaf.placements, src_data_rank=None)
-        leaf._local_tensor.copy_(whole._local_tensor)
+        leaf.copy_(shard_like(values, leaf))
     else:
         leaf.copy_(values)
 

@@ -9,6 +9,7 @@ import torch
 import fzero
 from fzero.checkpoint.format import reader
 from fzero.checkpoint.format.pieces import pieces
+from fzero.distributed.ragged import is_supported
 from tests.checkpoint.cases import SHAPES, Job, differing, read, write
 from tests.ranks import run_ranks
 
@@ -22,6 +23,7 @@ JOBS = [
     Job(4, 3, replicas=2),
     Job(4, 2, "bf16", replicas=2),
     Job(4, 0),
+    *([Job(2, 3, layout="flat"), Job(4, 3, "bf16", replicas=2, layout="flat")] * is_supported()),
 ]
 
 

@@ -15,7 +15,7 @@ from fzero.distributed.journal import Journal
 from fzero.distributed.mesh import Axes, Axis, Mesh, resolve_mesh
 from fzero.distributed.transport import Transport
 from fzero.distributed.whereabouts import circle_of
-from fzero.layout import LeafLayout
+from fzero.layout import Layout, LeafLayout, plan_flats
 from tests.ranks import fake_ranks, run_ranks
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -31,6 +31,9 @@ KINDS = [
     ((2, 9), 1, BF16, None, F32),
     ((12, 3), 0, F16, None, None),  # even on 2, 3 and 4 ranks, and together in one bucket
     ((24,), 0, F16, None, None),
+    ((5, 4), 0, F32, None, None),
+    ((2, 3), 1, F32, None, None),
+    ((9,), 0, F32, None, None),
 ]
 
 
@@ -41,11 +44,13 @@ def _axes(mesh: Mesh) -> Axes:
     )
 
 
-def _leaves(world: int) -> list[LeafLayout]:
-    return [
+def _leaves(world: int, *, flat: bool = False) -> list[LeafLayout]:
+    leaves = [
         LeafLayout(f"leaf {i}", shape, dtype, dim, world, compute=compute, reduce=reduce)
         for i, (shape, dim, dtype, compute, reduce) in enumerate(KINDS)
     ]
+    # two trees whose leaves have the same places in their flats
+    return [*plan_flats(Layout(tuple(leaves), world), 2**20)] * 2 if flat else leaves
 
 
 def _values(leaf: LeafLayout, seed: int) -> Tensor:
@@ -66,11 +71,12 @@ def _parts(full: list[Tensor], leaves: list[LeafLayout], at: int) -> list[Tensor
     return [x if leaf.dim is None else leaf.split(x, at) for x, leaf in pairs]
 
 
-def _all_ways(hybrid: bool) -> None:
+def _all_ways(hybrid: bool, flat: bool) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = resolve_mesh(init_device_mesh("cpu", (2, world // 2)) if hybrid else None, "cpu")
     axes = _axes(mesh)
-    leaves, at = _leaves(axes.shard.size), axes.shard.rank
+    leaves, at = _leaves(axes.shard.size, flat=flat), axes.shard.rank
+    assert any(leaf.home is not None for leaf in leaves) == (flat and axes.shard.size > 1)
     journal = Journal(mesh, active=False)
     full = [_values(leaf, i) for i, leaf in enumerate(leaves)]
     shards = _parts(full, leaves, at)
@@ -98,9 +104,10 @@ def _all_ways(hybrid: bool) -> None:
                 _same(handle.wait(), [2 * x for x in wanted])
 
 
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(("world", "hybrid"), [(2, False), (3, False), (4, True), (2, True)])
-def test_values_are_those_of_plain_sums_and_joins(world: int, hybrid: bool) -> None:
-    run_ranks(world, _all_ways, hybrid)
+def test_values_are_those_of_plain_sums_and_joins(world: int, hybrid: bool, flat: bool) -> None:
+    run_ranks(world, _all_ways, hybrid, flat)
 
 
 @pytest.mark.parametrize("limit", [None, 1])
@@ -161,7 +168,7 @@ def test_a_large_leaf_travels_in_its_own_memory() -> None:
 
 def _one_buffer(world: int) -> bool:
     mesh = resolve_mesh(None, "cpu")
-    leaves = _leaves(world)[-2:]
+    leaves = [leaf for leaf in _leaves(world) if leaf.dtype == F16]
     bucket = buckets.bucket_of(buckets.GATHER, leaves, F16, _axes(mesh).shard)
     full = [_values(leaf, 1) for leaf in leaves]
     send = buckets.pack_shards(_parts(full, leaves, mesh.shard_rank), bucket)

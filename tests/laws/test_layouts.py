@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero import Config, optim
+from fzero.distributed.ragged import is_supported
 from tests.ranks import run_ranks
 
 F64 = torch.float64
@@ -65,6 +66,7 @@ class Case(NamedTuple):
     optimizer: str
     executor: str
     options: tuple[tuple[str, Any], ...] = ()
+    layout: str = "rows"
 
 
 shapes = st.one_of(
@@ -81,6 +83,7 @@ cases = st.builds(
     st.sampled_from(list(OPTIMIZERS)),
     st.sampled_from(["traced", "eager", "engine"]),
     st.sampled_from([(), (("clip_norm", 0.1),), (("offload", "cpu"),), (("donate", False),)]),
+    st.sampled_from(["rows", "flat"] if is_supported() else ["rows"]),
 )
 
 
@@ -158,7 +161,7 @@ def gaps(case: Case) -> tuple[float, ...]:
     joined = dist.is_initialized()
     world, rank = (dist.get_world_size(), dist.get_rank()) if joined else (1, 0)
     executor = "eager" if case.executor == "eager" else "traced"
-    options: dict[str, Any] = dict(case.options)
+    options: dict[str, Any] = dict(case.options, layout=case.layout)
     cfg = Config(stage=case.stage, accum_steps=case.accum, executor=executor, **options)
     train = by_engine if case.executor == "engine" else by_step
     pairs = zip(train(case, cfg, rank), by_torch(case, world), strict=True)
