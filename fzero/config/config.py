@@ -258,7 +258,8 @@ class Config:
 
     def __repr__(self) -> str:
         fields = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]
-        said = [f"{f.name}={value!r}" for f, value in fields if value != f.default]
+        # the stage in any case: it is what a reader asks first
+        said = [f"{f.name}={v!r}" for f, v in fields if v != f.default or f.name == "stage"]
         if self.passes:
             names = ", ".join(name for name, _ in self.named_passes)
             said = [text for text in said if not text.startswith("passes=")] + [f"passes=({names})"]

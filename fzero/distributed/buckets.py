@@ -74,6 +74,11 @@ class Bucket:
         return KINDS[self.kind].gathers
 
     @property
+    def lane(self) -> str:
+        """Name of what carries it: its group, or the lane of reductions beside it."""
+        return f"{self.group}, reductions" if self.apart else self.group
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the full side, without padding."""
         return sum(leaf.numel for leaf in self.leaves) * self.dtype.itemsize

@@ -534,12 +534,28 @@ class Engine:
         self._parts.stepper.set_rate(lr)
 
     @property
+    def momentum(self) -> float | None:
+        """The momentum of the next update, SGD's or the first beta of Adam and Lion.
+
+        None unless the optimizer keeps it in its state, and one alone:
+        `fzero.optim.inject_hyperparams(fzero.optim.sgd, momentum=True)(lr=0.1, momentum=0.9)`.
+
+        Raises:
+            FzeroError: it is set, and not in the optimizer's state.
+        """
+        return self._parts.stepper.momentum()
+
+    @momentum.setter
+    def momentum(self, momentum: float) -> None:
+        self._parts.stepper.set_momentum(momentum)
+
+    @property
     def optimizer(self) -> EngineOptimizer:
         """The engine as a `torch.optim.Optimizer`: for `torch.optim.lr_scheduler` and loggers.
 
-        One param group with all parameters, whose `lr` reads and sets `engine.lr`; `step` and
-        `zero_grad` are the engine's. Setting wants an optimizer made by
-        `fzero.optim.inject_hyperparams`. The same object each time.
+        One param group with all parameters, whose `lr` reads and sets `engine.lr`, its `momentum`
+        `engine.momentum` if there is one; `step` and `zero_grad` are the engine's. Setting wants an
+        optimizer made by `fzero.optim.inject_hyperparams`. The same object each time.
 
         Raises:
             FzeroError: the optimizer tells no learning rate.

@@ -16,6 +16,7 @@ class Stepped(Protocol):
     """What a face shows: an engine."""
 
     lr: Any
+    momentum: Any
 
     def step(self) -> None: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
@@ -23,7 +24,7 @@ class Stepped(Protocol):
 
 
 class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
-    """A param group whose learning rate is the engine's own.
+    """A param group whose learning rate, and momentum, are the engine's own.
 
     A dict, as torch's are, of which every way to read and write goes through the five methods here:
     a dict's own `update` and `items` would go past them.
@@ -34,17 +35,22 @@ class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
         self.engine = engine
 
     def __getitem__(self, key: str) -> Any:
-        engine = self.engine()
-        return engine.lr if key == "lr" and engine is not None else dict.__getitem__(self, key)
+        engine, there = self.engine(), dict.__getitem__(self, key)
+        if key not in ("lr", "momentum") or engine is None:
+            return there
+        return getattr(engine, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         engine = self.engine()
         if key == "lr" and engine is not None:
             engine.lr = value
+        elif key == "momentum" and key in self and engine is not None:
+            engine.momentum = value
         elif key in _numbers_of_optimizers():
             raise BackwardError(
                 f"engine.optimizer.param_groups[0][{key!r}] was assigned, and nothing would read "
-                "it: of what an update takes only 'lr' is set here. Give the optimizer a schedule, "
+                "it: of what an update takes 'lr' is set here, and 'momentum' of an optimizer made "
+                "by inject_hyperparams(..., momentum=True). Give the optimizer a schedule, "
                 f"or keep {key!r} in its state, where inject_hyperparams can: "
                 f"engine.state[1].inner.hyperparams[{key!r}].fill_(value) counts at the next step."
             )
@@ -87,7 +93,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(self, engine: Stepped) -> None:
         self._engine = weakref.ref(engine)
-        super().__init__(list(engine.parameters()), {"lr": engine.lr})
+        numbers = {"lr": engine.lr}
+        if engine.momentum is not None:  # of Adam, too: of two betas the second is not set here
+            numbers["momentum"] = engine.momentum
+        super().__init__(list(engine.parameters()), numbers)
         self.param_groups = [Group(self._engine, group) for group in self.param_groups]
 
     def _alive(self) -> Stepped:

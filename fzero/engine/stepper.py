@@ -15,7 +15,7 @@ from fzero.layout import LeafLayout
 from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
 from fzero.optim.compose import MultiState
 from fzero.optim.counts import has_counts, own_counts
-from fzero.optim.inject import InjectState
+from fzero.optim.inject import MOMENTA, InjectState
 from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState, OptState, refuse_spent
 from fzero.state.plan import Plan
@@ -156,7 +156,7 @@ class Stepper:
             self._set_rates(lr)
             return
         value = _number("engine.lr", lr)
-        rates = list(_injected(self.opt_state.inner))
+        rates = list(_injected(self.opt_state.inner, ("lr",)))
         before = [float(x) for x in rates]
         for x in rates:
             x.fill_(value)
@@ -174,7 +174,7 @@ class Stepper:
     def _set_rates(self, rates: Mapping[str, float | Tensor]) -> None:
         state = self.opt_state.inner
         parts = state.inner if isinstance(state, MultiState) else {}
-        found = {label: list(_injected(part)) for label, part in parts.items()}
+        found = {label: list(_injected(part, ("lr",))) for label, part in parts.items()}
         if not rates:
             raise ConfigError("engine.lr = {}: it names no label, so no rate would change.")
         for label, lr in rates.items():
@@ -189,6 +189,29 @@ class Stepper:
         for label, lr in rates.items():
             for x in found[label]:
                 x.fill_(float(lr))
+
+    def momentum(self) -> float | None:
+        """The momentum that the optimizer's state keeps; None if there is none, or several."""
+        found = {float(x) for x in _injected(self.opt_state.inner, MOMENTA)}
+        return found.pop() if len(found) == 1 else None
+
+    def set_momentum(self, momentum: float | Tensor) -> None:
+        """Write the momentum of the next updates.
+
+        Raises:
+            FzeroError: the optimizer has none in its state.
+            ConfigError: it is no number >= 0.
+        """
+        value = _number("engine.momentum", momentum)
+        found = list(_injected(self.opt_state.inner, MOMENTA))
+        if not found:
+            raise FzeroError(
+                "engine.momentum was assigned, and the optimizer's is a number of its own. Make it "
+                "with fzero.optim.inject_hyperparams(fzero.optim.sgd, momentum=True)(lr=0.1, "
+                "momentum=0.9): then it is a tensor of the state, and is read in each update."
+            )
+        for x in found:
+            x.fill_(value)
 
     def masters(self) -> dict[int, Tensor]:
         """This rank's masters, as the next update will find them, by index; or none."""
@@ -303,13 +326,13 @@ def _number(what: str, lr: Any) -> float:
     return value
 
 
-def _injected(state: PyTree) -> Iterator[Tensor]:
-    """The learning rates that `inject_hyperparams` keeps in a state."""
-    if isinstance(state, InjectState) and "lr" in state.hyperparams:
-        yield state.hyperparams["lr"]
+def _injected(state: PyTree, names: Sequence[str]) -> Iterator[Tensor]:
+    """What `inject_hyperparams` keeps in a state under one of these names."""
+    if isinstance(state, InjectState) and any(name in state.hyperparams for name in names):
+        yield from (state.hyperparams[name] for name in names if name in state.hyperparams)
     elif isinstance(state, (tuple, list)):
         for part in state:
-            yield from _injected(part)
+            yield from _injected(part, names)
     elif isinstance(state, dict):
         for part in state.values():
-            yield from _injected(part)
+            yield from _injected(part, names)

@@ -190,14 +190,14 @@ class _OnEngine:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        alone = not os.path.isdir(os.path.join(resume_from_checkpoint, FOLDER))
-        if alone and any(Path(resume_from_checkpoint).glob("**/*.safetensors")):
+        if os.path.isdir(os.path.join(resume_from_checkpoint, FOLDER)):
+            return  # weights and buffers come with the engine's state, once there is an engine
+        own = self.engine is not None and self.engine.module is self.model
+        if own or any(Path(resume_from_checkpoint).glob("**/*.safetensors")):
             # not as transformers does: it goes on where files have other names than the model
             self._load_weights(resume_from_checkpoint)
-        elif self.engine is None or self.engine.module is not self.model:
+        else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # pyright: ignore
-        elif alone:
-            self._load_weights(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

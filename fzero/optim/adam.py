@@ -19,8 +19,8 @@ from fzero.optim.foreach import (
     by_group,
     cast_like,
     leaves_like,
+    mixed,
     scale_each_,
-    scaled,
     zero_step,
     zeros_like,
 )
@@ -103,7 +103,7 @@ def scale_by_adam(
             *before, grads = rest[:kinds]
             steps = rest[kinds] if counts else [step]
             grads = cast_like(grads, mu)
-            mu = _mean(mu, grads, b1)
+            mu = mixed(mu, grads, b1)
             nu = list(torch._foreach_mul(nu, b2))
             torch._foreach_addcmul_(nu, grads, grads, 1.0 - b2)
             largest = [list(torch._foreach_maximum(old, nu)) for old in before]
@@ -129,7 +129,7 @@ def scale_by_adam(
 @arguments_by_name
 def adam(
     lr: Rate,
-    b1: float = 0.9,
+    b1: float | Tensor = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float | Tensor = 0.0,
@@ -142,7 +142,8 @@ def adam(
 
     Args:
         lr: A number, or a schedule of the step.
-        b1: Decay of the mean, in [0, 1).
+        b1: Decay of the mean, in [0, 1); or a 0-d tensor, which may change from step to step, at
+            the price of the fused kernel.
         b2: Decay of the mean square, in [0, 1).
         eps: Added to the root of the mean square.
         weight_decay: L2 regularisation.
@@ -170,7 +171,7 @@ def adam(
 @arguments_by_name
 def adamw(
     lr: Rate,
-    b1: float = 0.9,
+    b1: float | Tensor = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float | Tensor = 0.01,
@@ -184,7 +185,8 @@ def adamw(
 
     Args:
         lr: A number, or a schedule of the step.
-        b1: Decay of the mean, in [0, 1).
+        b1: Decay of the mean, in [0, 1); or a 0-d tensor, which may change from step to step, at
+            the price of the fused kernel.
         b2: Decay of the mean square, in [0, 1).
         eps: Added to the root of the mean square.
         weight_decay: Share of the params that goes per unit of learning rate.
@@ -213,7 +215,7 @@ def adamw(
 def _adam(
     name: str,
     lr: Rate,
-    b1: float,
+    b1: float | Tensor,
     b2: float,
     eps: float,
     weight_decay: float | Tensor,
@@ -222,7 +224,8 @@ def _adam(
     decoupled: bool,
 ) -> Optimizer:
     check.learning_rate(name, lr)
-    check.fraction(name, b1=b1, b2=b2)
+    check.decay_rate(name, b1=b1)
+    check.fraction(name, b2=b2)
     check.positive(name, eps=eps)
     check.decay(name, weight_decay)
     moments = scale_by_adam(b1, b2, eps, amsgrad)
@@ -239,7 +242,8 @@ def _adam(
             directions = decay_tree(directions, params, weight_decay, name)
         return scale_tree(directions, -rate), state
 
-    if isinstance(weight_decay, Tensor):  # which the kernels would have to read
+    # which the kernels would have to read
+    if isinstance(weight_decay, Tensor) or isinstance(b1, Tensor):
         return Optimizer(moments.init, update, in_place(update), rates=rate_by_step(lr))
     fixed: float = weight_decay
     fused = torch._fused_adamw_ if fixed and decoupled else torch._fused_adam_
@@ -291,14 +295,6 @@ def _adam(
         return state
 
     return Optimizer(moments.init, update, apply_, rates=rate_by_step(lr))
-
-
-def _mean(mu: list[Tensor], grads: list[Tensor], b1: float | Tensor) -> list[Tensor]:
-    """The running means with one more gradient in them."""
-    if not isinstance(b1, Tensor):
-        return list(torch._foreach_lerp(mu, grads, 1.0 - b1))
-    # a weight that is a tensor is lerp's only if it has the shape of its leaf
-    return list(torch._foreach_add(scaled(mu, b1), scaled(grads, 1.0 - b1)))
 
 
 def _moments(spec: tree.Spec, state: AdamState) -> tuple[list[Tensor], ...]:

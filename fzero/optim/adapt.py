@@ -6,6 +6,7 @@ every rank, and of what they return every rank keeps its part. The tensors are c
 such an optimizer does to them, nothing has changed if it raises.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,7 +40,8 @@ def as_optimizer(obj: Any) -> Optimizer:
         spread again.
 
     Raises:
-        ConfigError: `init` or `update` is missing, or not callable.
+        ConfigError: `init` or `update` is missing, or not callable; or, once it is called, one of
+            optax wants arrays of JAX.
 
     Examples:
         >>> class Descent:
@@ -56,13 +58,33 @@ def as_optimizer(obj: Any) -> Optimizer:
     missing = [name for name in ("init", "update") if not callable(getattr(obj, name, None))]
     if missing or isinstance(obj, type):
         raise ConfigError(_complaint(obj, missing))
-    update = _adapted(obj.update)
-    init = _own_memory(obj.init)
+    init, update = obj.init, obj.update
+    if type(obj).__module__.partition(".")[0] == "optax":
+        init, update = _on_tensors(init), _on_tensors(update)
+    update = _adapted(update)
+    init = _own_memory(init)
     if isinstance(obj, Optimizer) and not obj.foreign:
         return Optimizer(init, update, in_place(update), rates=obj.rates)
     update = _on_whole_leaves(update)
     whole = Optimizer(_init_on_whole_leaves(init), update, in_place(update), foreign=True)
     return whole._replace(rates=obj.rates) if isinstance(obj, Optimizer) else whole
+
+
+def _on_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of optax: some compute with whatever has operators, most with JAX arrays."""
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                "opt is one of optax, which computes on arrays of JAX, and was given tensors of "
+                f"torch ({str(error).splitlines()[0]}). fzero.optim has optax's protocol and "
+                "names: take fzero.optim.adamw(...) for optax.adamw(...)."
+            ) from error
+
+    return called
 
 
 def _own_memory(init: Callable[[Params], PyTree]) -> Callable[[Params], PyTree]:

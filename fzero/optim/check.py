@@ -58,6 +58,11 @@ def decay_rate(where: str, **fields: Any) -> None:
     fraction(where, **{field: x for field, x in fields.items() if not _scalar(x)})
 
 
+def momentum(where: str, **fields: Any) -> None:
+    """Every field is a finite number of at least 0; or a 0-d tensor, which nobody reads."""
+    non_negative(where, **{field: x for field, x in fields.items() if not _scalar(x)})
+
+
 def state(where: str, value: Any, kind: type) -> None:
     """The state is what this optimizer keeps."""
     if not isinstance(value, kind):

@@ -138,6 +138,14 @@ def scaled(leaves: Leaves, factor: float | Tensor) -> list[Tensor]:
     return [value if value.dtype == dtype else value.to(dtype) for value in products]
 
 
+def mixed(means: Leaves, leaves: Leaves, share: float | Tensor) -> list[Tensor]:
+    """New tensors `share * mean + (1 - share) * leaf`, in the dtype of the means."""
+    if not isinstance(share, Tensor):
+        return list(torch._foreach_lerp(means, leaves, 1.0 - share))
+    # a weight that is a tensor is lerp's only if it has the shape of its leaf
+    return list(torch._foreach_add(scaled(means, share), scaled(leaves, 1.0 - share)))
+
+
 def scaled_each(leaves: Leaves, factors: list[Tensor]) -> list[Tensor]:
     """New tensors `leaf * factor`, of its own or the one of all. The leaves are of one group."""
     if len(factors) == 1:

@@ -29,25 +29,35 @@ class InjectState(NamedTuple):
     inner: PyTree
 
 
-def inject_hyperparams(factory: Callable[..., Any]) -> Callable[..., Optimizer]:
+MOMENTA = ("momentum", "b1")
+"""What a scheduler cycles against the rate: SGD's; Adam's and Lion's."""
+
+
+def inject_hyperparams(
+    factory: Callable[..., Any], *, momentum: bool = False
+) -> Callable[..., Optimizer]:
     """An optimizer's factory whose numbers are tensors in the state.
 
     Of the arguments that are given, all are injected that the factory takes as a 0-d tensor: of
     ours `lr` and `weight_decay`, of your own function what it passes on as such. Numbers that it
     takes as numbers only stay what they are. Schedules are injected, too: they are called with the
-    step, and what they gave is shown. A decay that is a tensor costs Adam its fused kernel.
+    step, and what they gave is shown. A decay or a beta that is a tensor costs Adam its fused
+    kernel.
 
     Set one between steps by writing into it, which costs nothing:
     `opt_state.inner.hyperparams["lr"].fill_(1e-4)`.
 
     Args:
         factory: Such as `optim.adamw`, or a function that puts an optimizer together.
+        momentum: Inject the momentum of ours as well, given or not: `momentum` of `sgd`, `b1` of
+            `adam`, `adamw` and `lion`. Schedulers that cycle it (`OneCycleLR`, `CyclicLR`) then
+            drive `engine.optimizer`.
 
     Returns:
         A function of the same arguments, whose optimizer keeps an `InjectState`.
 
     Raises:
-        ConfigError: The factory takes none of its arguments as a tensor.
+        ConfigError: The factory takes none of its arguments as a tensor, or no momentum.
 
     Examples:
         >>> from fzero.optim import sgd
@@ -66,9 +76,13 @@ def inject_hyperparams(factory: Callable[..., Any]) -> Callable[..., Optimizer]:
 
     def make(*args: Any, **kwargs: Any) -> Optimizer:
         given = inspect.signature(factory).bind(*args, **kwargs)
+        if momentum:
+            _fill_in_momentum(factory, given)
         # what is wrong with a number is told now, not of the tensor that it becomes
         plain = as_optimizer(factory(*args, **kwargs))
         named = {k: v for k, v in given.arguments.items() if _injectable(factory, k)}
+        if _is_ours(factory) and not momentum:  # for it costs Adam its kernel
+            named = {k: v for k, v in named.items() if k not in MOMENTA}
         schedules: dict[str, Any] = {k: v for k, v in named.items() if callable(v)}
         numbers = {k: v for k, v in named.items() if _is_number(v) and _takes(factory, given, k)}
         if not schedules and not numbers:
@@ -130,6 +144,23 @@ def inject_hyperparams(factory: Callable[..., Any]) -> Callable[..., Optimizer]:
         return Optimizer(init, update, apply_, plain.foreign, rates)
 
     return make
+
+
+def _fill_in_momentum(factory: Callable[..., Any], given: inspect.BoundArguments) -> None:
+    """Of a momentum that was not given, its default."""
+    parameters = given.signature.parameters
+    for name in MOMENTA:
+        if name in parameters and _is_number(parameters[name].default):
+            given.arguments.setdefault(name, parameters[name].default)
+    if not any(name in given.arguments and _takes(factory, given, name) for name in MOMENTA):
+        raise ConfigError(
+            f"inject_hyperparams: {getattr(factory, '__name__', factory)} takes no momentum as a "
+            "0-d tensor. Of fzero.optim sgd, adam, adamw and lion do."
+        )
+
+
+def _is_ours(factory: Callable[..., Any]) -> bool:
+    return getattr(factory, "__module__", "").startswith(f"{__package__}.")
 
 
 def _value(schedule: Schedule, step: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from fzero.optim.foreach import (
     by_group,
     cast_like,
     leaves_like,
+    mixed,
     scale_,
     subtract_,
     temporary_bytes,
@@ -39,11 +40,12 @@ class LionState(NamedTuple):
 
 
 @arguments_by_name
-def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> Optimizer:
+def scale_by_lion(b1: float | Tensor = 0.9, b2: float = 0.99) -> Optimizer:
     """Lion's direction: the sign of the gradients mixed into their running mean.
 
     Args:
-        b1: Share of the mean in the mix, in [0, 1).
+        b1: Share of the mean in the mix, in [0, 1); or a 0-d tensor, which may change from step to
+            step.
         b2: Decay of the mean, in [0, 1).
 
     Raises:
@@ -57,7 +59,8 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> Optimizer:
     References:
         Chen et al., arXiv:2302.06675, algorithm 2.
     """
-    check.fraction("scale_by_lion", b1=b1, b2=b2)
+    check.decay_rate("scale_by_lion", b1=b1)
+    check.fraction("scale_by_lion", b2=b2)
 
     def init(params: Params) -> LionState:
         return LionState(zero_step(params), zeros_like(params))
@@ -67,7 +70,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> Optimizer:
     ) -> tuple[PyTree, LionState]:
         def kernel(mu: list[Tensor], grads: list[Tensor]) -> Any:
             grads = cast_like(grads, mu)
-            directions = torch._foreach_lerp(mu, grads, 1.0 - b1)
+            directions = mixed(mu, grads, b1)
             torch._foreach_sign_(directions)
             return directions, torch._foreach_lerp(mu, grads, 1.0 - b2)
 
@@ -83,7 +86,10 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99) -> Optimizer:
 
 @arguments_by_name
 def lion(
-    lr: Rate, b1: float = 0.9, b2: float = 0.99, weight_decay: float | Tensor = 0.0
+    lr: Rate,
+    b1: float | Tensor = 0.9,
+    b2: float = 0.99,
+    weight_decay: float | Tensor = 0.0,
 ) -> Optimizer:
     """Lion: `params -= lr * (sign(mix of mean and gradient) + weight_decay * params)`.
 
@@ -91,7 +97,8 @@ def lion(
 
     Args:
         lr: A number, or a schedule of the step.
-        b1: Share of the mean in the mix, in [0, 1).
+        b1: Share of the mean in the mix, in [0, 1); or a 0-d tensor, which may change from step to
+            step.
         b2: Decay of the mean, in [0, 1).
         weight_decay: Share of the params that goes per unit of learning rate.
 
@@ -112,7 +119,8 @@ def lion(
         Chen et al., arXiv:2302.06675, algorithm 2.
     """
     check.learning_rate("lion", lr)
-    check.fraction("lion", b1=b1, b2=b2)
+    check.decay_rate("lion", b1=b1)
+    check.fraction("lion", b2=b2)
     check.decay("lion", weight_decay)
     signs = scale_by_lion(b1, b2)
 
@@ -132,7 +140,7 @@ def lion(
 
         def kernel(params: list[Tensor], grads: list[Tensor], mu: list[Tensor]) -> None:
             grads = cast_like(grads, params)
-            directions = torch._foreach_lerp(mu, grads, 1.0 - b1)
+            directions = mixed(mu, grads, b1)
             torch._foreach_sign_(directions)
             # after the direction, which is mixed from the mean of the steps before
             torch._foreach_lerp_(mu, grads, 1.0 - b2)

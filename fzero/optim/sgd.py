@@ -18,6 +18,7 @@ from fzero.optim.foreach import (
     by_group,
     cast_like,
     leaves_like,
+    scaled,
     scaled_each,
     subtract_,
     temporary_bytes,
@@ -48,14 +49,15 @@ class TraceState(NamedTuple):
 
 
 @arguments_by_name
-def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optimizer:
+def trace(decay: float | Tensor, nesterov: bool = False, dampening: float = 0.0) -> Optimizer:
     """Momentum: `trace = decay * trace + (1 - dampening) * grads`, and the trace is the update.
 
     The first gradient of each leaf enters undamped. With `nesterov` the update is
     `grads + decay * trace`. Without it, updates and the new state share their tensors.
 
     Args:
-        decay: How much of the trace stays; at least 0.
+        decay: How much of the trace stays; at least 0. Or a 0-d tensor, which may change from step
+            to step.
         nesterov: Look one step ahead.
         dampening: Share of each gradient that is left out.
 
@@ -72,7 +74,8 @@ def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optim
         Sutskever et al., "On the importance of initialization and momentum in deep learning",
         ICML 2013. Unlike the paper, the learning rate stays outside the trace, as in torch.
     """
-    check.non_negative("trace", decay=decay, dampening=dampening)
+    check.momentum("trace", decay=decay)
+    check.non_negative("trace", dampening=dampening)
     _check_nesterov("trace", nesterov, "decay", decay, dampening)
 
     def init(params: Params) -> TraceState:
@@ -90,9 +93,9 @@ def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optim
             traces: list[Tensor], grads: list[Tensor], *each: list[Tensor]
         ) -> tuple[list[Tensor], list[Tensor]]:
             grads = cast_like(grads, traces)
-            new = list(torch._foreach_mul(traces, decay))
+            new = scaled(traces, decay)
             _accumulate_(new, grads, each[0] if each else undamped)
-            ahead = torch._foreach_add(grads, new, alpha=decay) if nesterov else new
+            ahead = _ahead(grads, new, decay) if nesterov else new
             return list(ahead), new
 
         traces = leaves_like(spec, state.trace, "the optimizer's state")
@@ -106,7 +109,7 @@ def trace(decay: float, nesterov: bool = False, dampening: float = 0.0) -> Optim
 @arguments_by_name
 def sgd(
     lr: Rate,
-    momentum: float = 0.0,
+    momentum: float | Tensor = 0.0,
     nesterov: bool = False,
     weight_decay: float | Tensor = 0.0,
     dampening: float = 0.0,
@@ -115,7 +118,8 @@ def sgd(
 
     Args:
         lr: A number, or a schedule of the step.
-        momentum: Decay of the trace; 0 keeps no trace.
+        momentum: Decay of the trace; 0 keeps no trace. Or a 0-d tensor, which may change from step
+            to step.
         nesterov: Nesterov's momentum.
         weight_decay: L2 regularisation.
         dampening: Share of each gradient but the first that the trace leaves out.
@@ -138,13 +142,15 @@ def sgd(
         Sutskever et al., ICML 2013; see `trace`.
     """
     check.learning_rate("sgd", lr)
-    check.non_negative("sgd", momentum=momentum, dampening=dampening)
+    check.momentum("sgd", momentum=momentum)
+    check.non_negative("sgd", dampening=dampening)
     check.decay("sgd", weight_decay)
     _check_nesterov("sgd", nesterov, "momentum", momentum, dampening)
     accumulate = trace(momentum, nesterov, dampening)
+    moving = isinstance(momentum, Tensor) or momentum != 0
 
     def init(params: Params) -> TraceState:
-        if momentum:
+        if moving:
             return accumulate.init(params)
         return TraceState(zero_step(params), None)
 
@@ -154,15 +160,16 @@ def sgd(
         check.state("sgd", state, TraceState)
         rate = rate_at(lr, state.step)
         grads = decay_tree(grads, params, weight_decay, "sgd")
-        if momentum:
+        if moving:
             directions, state = accumulate.update(grads, state)
         else:
             directions, state = grads, TraceState(state.step + 1, None)
         return scale_tree(directions, -rate), state
 
-    if isinstance(weight_decay, Tensor):  # which the kernels would have to read
+    # which the kernels would have to read
+    if isinstance(weight_decay, Tensor) or isinstance(momentum, Tensor):
         return Optimizer(init, update, in_place(update), rates=rate_by_step(lr))
-    fixed: float = weight_decay
+    fixed, decay = weight_decay, momentum
 
     @torch.no_grad()
     def apply_(grads: PyTree, state: TraceState, params: Params, **_: Any) -> TraceState:
@@ -173,23 +180,23 @@ def sgd(
         undamped = _undamped(counts or [state.step], dampening)
 
         def kernel(params: list[Tensor], grads: list[Tensor], *rest: list[Tensor]) -> None:
-            momenta, shares = rest[: bool(momentum)], rest[-1] if counts else undamped
+            momenta, shares = rest[: bool(decay)], rest[-1] if counts else undamped
             directions = cast_like(grads, params)
             if fixed:
                 directions = torch._foreach_add(directions, params, alpha=fixed)
             for traces in momenta:  # one list, or none without momentum
-                torch._foreach_mul_(traces, momentum)
+                torch._foreach_mul_(traces, decay)
                 _accumulate_(traces, directions, shares)
                 if not nesterov:
                     directions = traces
                 elif fixed:  # the directions are a temporary already
-                    torch._foreach_add_(directions, traces, alpha=momentum)
+                    torch._foreach_add_(directions, traces, alpha=decay)
                 else:
-                    directions = torch._foreach_add(directions, traces, alpha=momentum)
+                    directions = torch._foreach_add(directions, traces, alpha=decay)
             subtract_(params, directions, rate)
 
         columns = [leaves_like(spec, params, "params"), leaves]
-        if momentum:
+        if moving:
             columns.append(leaves_like(spec, state.trace, "the optimizer's state"))
         numbers = [undamped] if counts else []
         by_group(kernel, *columns, max_bytes=temporary_bytes, numbers=numbers)
@@ -212,10 +219,17 @@ def _accumulate_(traces: list[Tensor], grads: Leaves, shares: list[Tensor]) -> N
     torch._foreach_add_(traces, scaled_each(grads, shares) if shares else grads)
 
 
+def _ahead(grads: Leaves, traces: list[Tensor], decay: float | Tensor) -> list[Tensor]:
+    if isinstance(decay, Tensor):
+        return list(torch._foreach_add(grads, scaled(traces, decay)))
+    return list(torch._foreach_add(grads, traces, alpha=decay))
+
+
 def _check_nesterov(
-    where: str, nesterov: bool, field: str, momentum: float, dampening: float
+    where: str, nesterov: bool, field: str, momentum: float | Tensor, dampening: float
 ) -> None:
-    if nesterov and (momentum == 0 or dampening != 0):
+    unread = isinstance(momentum, Tensor)
+    if nesterov and (dampening != 0 or (not unread and momentum == 0)):
         raise ConfigError(
             f"{where}: nesterov=True with {field}={momentum!r} and dampening={dampening!r}, but "
             f"nesterov needs {field} > 0 and dampening = 0."

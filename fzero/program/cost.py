@@ -7,9 +7,10 @@ move. A masked half of attention counts in full, as there; its time is that of t
 An operator takes the longer of its FLOPs at the hardware's rate and its bytes at the memory's
 bandwidth, and an overhead; operators run one after another (the roofline model). A collective takes
 a latency for each hop of its ring and its bytes at the link's bandwidth (the alpha-beta model); it
-runs beside the operators from its launch, after those of its group that were launched before, and
-what waits for it stands still until it is done. So do copies to the host and back, each way on a
-link of its own. See `fzero.program.hardware`.
+runs beside the operators from its launch, after those of its lane that were launched before, and
+what waits for it stands still until it is done. Lanes share the links: see [Note: lanes share
+links] in `fzero.program.links`. So do copies to the host and back, each way on a link of its own.
+See `fzero.program.hardware`.
 
 References: Williams, Waterman, Patterson, Roofline, CACM 52(4), 2009.
 """
@@ -28,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from fzero.distributed.buckets import Bucket
 from fzero.program.graph import Part, dense_of, is_again, phases, tensors_of, written_operands
 from fzero.program.hardware import Hardware
+from fzero.program.links import Flight, Links, Load
 from fzero.program.memory import is_wait, storages
 from fzero.program.origin import origin_of
 from fzero.program.sections import pattern
@@ -42,7 +44,7 @@ class NodeCost(NamedTuple):
         flops: of matrix products, convolutions, attention.
         bytes_moved: that it reads and writes in this rank's memory.
         sent: bytes that this rank sends.
-        seconds: estimated; of a collective, on its link.
+        seconds: estimated; of a collective, with its links for itself.
         crossed: bytes that it copies between this rank's device and its host's memory.
     """
 
@@ -132,8 +134,7 @@ class Span(NamedTuple):
 
     Args:
         node: of the Program's graph.
-        lane: "compute", the name of the process group that it sends over, or "to host" or
-            "from host".
+        lane: "compute", the lane that it sends in (`Bucket.lane`), or "to host" or "from host".
         start: seconds from the start of the part.
         end: the same.
         cost: of the node.
@@ -156,25 +157,43 @@ COMPUTE = "compute"
 def spans(part: Part, hardware: Hardware) -> Iterator[Span]:
     """Each node of a part's graph on the estimated time line of one run; see the module's text."""
     now = 0.0
-    free: dict[str, float] = {}  # from when on a group's link is
-    done: dict[fx.Node, float] = {}
-    phase = phases(part.graph)
+    links = Links()
+    flights: dict[fx.Node, Flight] = {}
+    rows: list[tuple[fx.Node, NodeCost, str, float, float]] = []
     for node in part.graph.nodes:
         if node.op != "call_function":
             continue
-        cost = node_cost(node, hardware)
-        bucket: Bucket | None = node.meta.get("bucket")
-        lane = way_of(node) if bucket is None else bucket.group
+        cost, lane = node_cost(node, hardware), lane_of(node)
+        start = now
         if lane is not None:
-            start = max(now, free.get(lane, 0.0))
-            done[node] = free[lane] = start + cost.seconds
-            yield Span(node, lane, start, done[node], cost, phase[node])
-            continue
-        end = now + cost.seconds
-        if waits := is_wait(node):
-            end = max(now, *(done.get(x, 0.0) for x in node.all_input_nodes))
-        yield Span(node, COMPUTE, now, end, cost, phase[node], waits)
-        now = end
+            flights[node] = links.launch(lane, _load(node, hardware), now)
+        elif is_wait(node):
+            awaited = [flights[x] for x in node.all_input_nodes if x in flights]
+            now = max([now, *map(links.landing, awaited)])
+        else:
+            now += cost.seconds
+        rows.append((node, cost, lane or COMPUTE, start, now))
+    links.finish()
+    phase = phases(part.graph)
+    for node, cost, lane, start, end in rows:
+        # when something in flight ends is known only after what is launched later
+        if flight := flights.get(node):
+            start, end = flight.start, flight.end
+        yield Span(node, lane, start, end, cost, phase[node], is_wait(node))
+
+
+def lane_of(node: fx.Node) -> str | None:
+    """The lane that a node sends in; None if it does not."""
+    bucket: Bucket | None = node.meta.get("bucket")
+    return way_of(node) if bucket is None else bucket.lane
+
+
+def _load(node: fx.Node, hardware: Hardware) -> Load:
+    bucket: Bucket | None = node.meta.get("bucket")
+    if bucket is not None:
+        return hardware.load(bucket)
+    (x,) = tensors_of(node)
+    return hardware.crossing(x.nbytes, way_of(node) or "")
 
 
 # ----------------------------------------------------------------------------------- as a report

@@ -22,6 +22,7 @@ import torch
 
 from fzero.distributed.buckets import ALL_REDUCE, EXCHANGE, Bucket
 from fzero.errors import ConfigError, fields_by_name
+from fzero.program.links import Load
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -153,9 +154,13 @@ class Hardware:
         waves = math.ceil(tiles / self.units) * self.units if tiles > self.units else tiles
         return max(waves * self.tile[0] * self.tile[1] / max(math.prod(shape), 1), 1.0)
 
+    def crossing(self, nbytes: int, way: str) -> Load:
+        """What a copy between the device and its host's memory takes of that way of the link."""
+        return Load(self.overhead, {way: nbytes / self.host_bandwidth})
+
     def crossing_time(self, nbytes: int) -> float:
-        """Seconds of a copy between the device and its host's memory."""
-        return self.overhead + nbytes / self.host_bandwidth
+        """Seconds of such a copy alone."""
+        return self.crossing(nbytes, "").seconds
 
     # ---------------------------------------------------------------------------- communicating
     def nodes_of(self, bucket: Bucket) -> tuple[int, int]:
@@ -174,8 +179,8 @@ class Hardware:
             between = bucket.wire_bytes * (bucket.world - near) // (bucket.world - 1)
         return Sent(bucket.wire_bytes - between, between)
 
-    def send_time(self, bucket: Bucket) -> float:
-        """Seconds of one collective."""
+    def load(self, bucket: Bucket) -> Load:
+        """What one collective takes of the links inside a node and between nodes."""
         nodes, _ = self.nodes_of(bucket)
         inside, between = self.sent(bucket)
         rounds = 2 if bucket.kind == ALL_REDUCE else 1
@@ -184,7 +189,13 @@ class Hardware:
         far_latency = self.link_latency if self.node_latency is None else self.node_latency
         latency = hops * self.link_latency + far * far_latency
         far_bandwidth = self.node_bandwidth or self.link_bandwidth
-        return latency + max(inside / self.link_bandwidth, between / far_bandwidth)
+        return Load(
+            latency, {"inside": inside / self.link_bandwidth, "between": between / far_bandwidth}
+        )
+
+    def send_time(self, bucket: Bucket) -> float:
+        """Seconds of one collective alone."""
+        return self.load(bucket).seconds
 
 
 _RATES = (

@@ -1,7 +1,7 @@
 """The estimated time line of a step as a trace for ui.perfetto.dev or chrome://tracing.
 
-One lane computes, each process group has a lane for what it carries, and a counter has the bytes
-alive by category. The format is the Trace Event Format's JSON.
+One lane computes, each process group has one for what it carries and one for reductions beside it,
+and a counter has the bytes alive by category. The format is the Trace Event Format's JSON.
 """
 
 import json

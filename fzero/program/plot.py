@@ -120,9 +120,9 @@ def _draw_memory(axes: Any, line: _Line) -> None:
 
 def _draw_lanes(axes: Any, line: _Line) -> None:
     found = dict.fromkeys(s.lane for s in line.spans)
-    groups = [lane for lane in found if lane not in (COMPUTE, DOWN, UP)]
+    sends = [lane for lane in found if lane not in (COMPUTE, DOWN, UP)]
     ways = [lane for lane in (DOWN, UP) if lane in found]
-    lanes = [COMPUTE, *groups, *ways]
+    lanes = [COMPUTE, *sends, *ways]
     for place, lane in enumerate(lanes):
         kinds: dict[str, list[Span]] = {}
         for span in line.spans:
@@ -138,8 +138,11 @@ def _draw_lanes(axes: Any, line: _Line) -> None:
                 linewidth=0,
             )
     _draw_layers(axes, line)
-    # names of groups are torch's own, and tell a reader nothing
-    names = ["communicates"] if len(groups) == 1 else [f"group {i + 1}" for i in range(len(groups))]
+    # names of groups are torch's own, and tell a reader nothing: what a lane carries does
+    names = ["communicates"]
+    if len(sends) > 1:
+        carried = {lane: [_kind(s) for s in line.spans if s.lane == lane] for lane in sends}
+        names = ["\n".join(dict.fromkeys(carried[lane])) for lane in sends]
     axes.set_yticks(range(len(lanes)), ["computes", *names, *ways], fontsize=8)
     axes.set_ylim(len(lanes) - 0.4, -1.1)
     axes.set_xlabel("ms, estimated")

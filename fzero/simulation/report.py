@@ -315,9 +315,12 @@ def _assumptions(hardware: Hardware, cfg: Config) -> Iterator[str]:
         bandwidth = hardware.node_bandwidth or hardware.link_bandwidth
         yield (
             f"a hop between nodes takes {seconds(latency)}, at {size(bandwidth)}/s for each "
-            "device; rings that do not disturb each other"
+            "device, whose rings do not disturb other devices'"
         )
-    yield "a collective runs beside what computes and slows nothing; no rank is late"
+    yield (
+        "gathers and reductions travel in two lanes, which share the links; what computes slows "
+        "neither and is slowed by neither; no rank is late"
+    )
     yield "no time for loading batches, logging, checkpoints"
     if cfg.offloads_state:
         yield (

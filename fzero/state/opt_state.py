@@ -40,13 +40,19 @@ class OptState(NamedTuple):
         def said(name: str) -> str:
             leaves = [x for x in tree.leaves(getattr(self, name)) if isinstance(x, Tensor)]
             mine = sum(local_tensor(x).nbytes for x in leaves)
-            return f"{name}={len(leaves)} tensors, {mine / 2**20:.1f} MiB here" if leaves else ""
+            whole = sum(x.numel() * x.itemsize for x in leaves)
+            sizes = f"{_size(mine)} here" + (f" of {_size(whole)}" if mine != whole else "")
+            return f"{name}={len(leaves)} tensors, {sizes}" if leaves else ""
 
         parts = [said("inner"), said("master"), said("model_state")]
         parts += ["a loss scale"] if self.loss_scale is not None else []
         parts += [f"metrics={list(self.metrics)}"] if self.metrics else []
         shown = [part for part in parts if part]
         return f"OptState({'; '.join([f'step={self.step}', *shown])})"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes:,} bytes" if nbytes < 2**20 else f"{nbytes / 2**20:,.1f} MiB"
 
 
 def spend(opt_state: OptState) -> None:

@@ -100,8 +100,11 @@ class TrainStep:
 
     def __repr__(self) -> str:
         name = getattr(self.model_fn, "__name__", type(self.model_fn).__name__)
-        ranks = "" if self._plan is None else f", world {self._plan.mesh.world_size}"
-        return f"TrainStep({name}, {self.cfg!r}{ranks})"
+        told = ""
+        if (plan := self._plan) is not None:
+            count = sum(leaf.numel for leaf in plan.sharding.layout.leaves)
+            told = f", world {plan.mesh.world_size}, {count:,} parameters"
+        return f"TrainStep({name}, {self.cfg!r}{told})"
 
     def __copy__(self) -> "TrainStep":
         """Another step function, which is staged out for itself: ranks all copy it, or none."""

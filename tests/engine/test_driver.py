@@ -25,7 +25,17 @@ SURFACE = {
     *("eval", "train", "local_forward", "gathered", "join", "has_data"),
     *("state", "state_dict", "load_state_dict", "full_params", "full_grad", "parameters"),
     *("full_param", "set_full_grad", "local_grad", "set_local_grad"),
-    *("module", "cfg", "device", "lr", "metrics", "global_steps", "release", "optimizer"),
+    *(
+        "module",
+        "cfg",
+        "device",
+        "lr",
+        "momentum",
+        "metrics",
+        "global_steps",
+        "release",
+        "optimizer",
+    ),
 }
 
 

@@ -68,6 +68,70 @@ def test_schedulers_of_torch_drive_an_engine(name: str) -> None:
     run_ranks(2, rates, name, 3)
 
 
+CYCLES: dict[str, Callable[[Any], Any]] = {
+    "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.3, total_steps=9),
+    "up and down": lambda opt: lr_scheduler.CyclicLR(opt, 0.1, 0.3, step_size_up=2),
+}
+
+
+def momenta(name: str, kind: str, stage: int) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    every = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    plain, module = nn.Linear(3, 2), nn.Linear(3, 2)
+    module.load_state_dict(plain.state_dict())
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    torchs = getattr(torch.optim, kind)(plain.parameters(), lr=0.1, **options)
+    make = fzero.optim.inject_hyperparams(getattr(fzero.optim, kind.lower()), momentum=True)
+    engine = fzero.Engine(module, make(0.1, **options), fzero.Config(stage=stage))
+    theirs, ours = CYCLES[name](torchs), CYCLES[name](engine.optimizer)
+    for _ in range(6):
+        (group,) = torchs.param_groups
+        momentum = group["momentum"] if kind == "SGD" else group["betas"][0]
+        assert engine.momentum == pytest.approx(momentum, rel=1e-6)
+        assert engine.optimizer.param_groups[0]["momentum"] == engine.momentum
+        torchs.zero_grad()
+        plain(every).square().mean().backward()
+        torchs.step()
+        theirs.step()
+        engine(every.chunk(2)[rank]).square().mean().backward()
+        engine.step()
+        ours.step()
+    for key, value in engine.full_params().items():
+        torch.testing.assert_close(value, plain.state_dict()[key])
+    saved, now = engine.optimizer.state_dict(), engine.momentum
+    engine.momentum = 0.1
+    engine.optimizer.load_state_dict(saved)
+    assert engine.momentum == pytest.approx(now)
+
+
+@pytest.mark.parametrize("name", CYCLES)
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_schedulers_that_cycle_momentum_drive_an_engine(name: str, kind: str) -> None:
+    run_ranks(2, momenta, name, kind, 3 if kind == "SGD" else 1)
+
+
+def test_a_momentum_that_is_not_in_the_state_says_how_it_comes_there() -> None:
+    engine = fzero.Engine(nn.Linear(2, 1), SGD(lr=0.1, momentum=0.9))
+    assert engine.momentum is None
+    with pytest.raises(FzeroError, match=r"inject_hyperparams\(fzero.optim.sgd, momentum=True\)"):
+        engine.momentum = 0.8
+    with pytest.raises(ValueError, match="must support momentum"):  # torch's own
+        lr_scheduler.OneCycleLR(engine.optimizer, 0.1, 9)
+    injected = fzero.optim.inject_hyperparams(fzero.optim.sgd, momentum=True)
+    engine = fzero.Engine(nn.Linear(2, 1), injected(lr=0.1))
+    for value in (-0.1, float("nan"), "much", True):
+        with pytest.raises(ConfigError, match=r"engine\.momentum = "):
+            engine.momentum = value  # pyright: ignore[reportAttributeAccessIssue]
+    engine.momentum = 0.5
+    assert engine.momentum == 0.5
+    # a number of this name that is none: nothing takes it for momentum
+    mine = fzero.optim.inject_hyperparams(
+        lambda lr, decay: fzero.optim.adamw(lr, weight_decay=decay)
+    )
+    assert fzero.Engine(nn.Linear(2, 1), mine(0.1, 0.2)).momentum is None
+
+
 def test_no_scheduler_warns_where_the_engine_itself_is_stepped() -> None:
     engine = fzero.Engine(nn.Linear(3, 2), SGD(lr=0.1))
     schedule = lr_scheduler.StepLR(engine.optimizer, 1)

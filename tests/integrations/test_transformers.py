@@ -1,5 +1,6 @@
 """`fzero.integrations.transformers`: every run beside the same run of transformers' own Trainer."""
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -339,6 +340,33 @@ def test_weights_are_read_whatever_names_their_files_have(
     with pytest.warns(UserWarning, match="has no folder 'fzero'"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     for name, x in other.model.state_dict().items():
+        assert torch.equal(x, wanted[name]), name
+
+
+@pytest.mark.parametrize(("make", "data"), [(_vit, Images()), (_mixture, Tokens(24, 1))])
+def test_a_run_resumes_from_its_whole_state_without_a_word(
+    make: Callable[[], Any], data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever names the files of its weights have: they are not read."""
+    options: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "steps", "save_steps": 1}
+
+    def trained(folder: str, **resume: Any) -> dict[str, torch.Tensor]:
+        args = _arguments(str(tmp_path / folder), max_steps=2, **options)
+        trainer = Trainer(make(), args, train_dataset=data)
+        trainer.train(**resume)
+        return trainer.model.state_dict()
+
+    torch.manual_seed(0)
+    wanted = trained("run")
+    torch.manual_seed(1)  # another start, which has to give way
+    told = logging.getLogger("transformers")
+    told.addHandler(caplog.handler)
+    try:
+        found = trained("other", resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    finally:
+        told.removeHandler(caplog.handler)
+    assert [row.getMessage() for row in caplog.records if row.levelno >= logging.WARNING] == []
+    for name, x in found.items():
         assert torch.equal(x, wanted[name]), name
 
 

@@ -1,6 +1,6 @@
 """Optimizers from elsewhere: TorchOpt's, and anything with init and update."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -195,3 +195,33 @@ def test_what_is_no_optimizer_is_told_what_is_missing(wrong, message):
         optim.as_optimizer(wrong)
     with pytest.raises(ConfigError, match=message):
         optim.chain(wrong)
+
+
+class _Optax(NamedTuple):
+    init: Any
+    update: Any
+
+
+_Optax.__module__ = "optax._src.base"
+
+
+def test_one_of_optax_that_wants_arrays_of_jax_is_told_in_our_words():
+    def refusing(*_: object) -> None:
+        raise TypeError("Cannot interpret 'torch.float32' as a data type\nand more")
+
+    params = {"w": torch.ones(2)}
+    said = r"optax, which computes on arrays of JAX.*\(Cannot interpret 'torch.float32'.* type\)"
+    with pytest.raises(ConfigError, match=said):
+        optim.as_optimizer(_Optax(refusing, refusing)).init(params)
+    updating = optim.as_optimizer(_Optax(lambda params: (), refusing))
+    with pytest.raises(ConfigError, match=r"take fzero.optim.adamw"):
+        updating.update(params, updating.init(params), params)
+    # some of its functions ask for no more than operators
+    plain = optim.as_optimizer(
+        _Optax(
+            lambda params: (),
+            lambda grads, state, params=None: (tree.map(lambda g: -0.1 * g, grads), state),
+        )
+    )
+    updates, _ = plain.update(params, plain.init(params), params)
+    assert torch.equal(updates["w"], torch.full((2,), -0.1))

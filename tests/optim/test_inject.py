@@ -95,3 +95,59 @@ def test_a_number_in_a_steps_state_is_refused(executor: str) -> None:
     state.inner.hyperparams["lr"] = 0.25
     with pytest.raises(fzero.FzeroError, match="hyperparams"):
         step_fn(params, state, torch.ones(2))
+
+
+MOMENTA = (0.9, 0.5, 0.95, 0.8, 0.85)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SGD", {"momentum": 0.9}),
+        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        ("SGD", {"momentum": 0.9, "dampening": 0.3}),
+        ("Adam", {}),
+        ("AdamW", {"weight_decay": 0.1}),
+    ],
+)
+def test_a_momentum_that_is_set_is_that_of_the_next_update(kind: str, options: Any) -> None:
+    make = optim.inject_hyperparams(getattr(optim, kind.lower()), momentum=True)
+    param = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
+    theirs = getattr(torch.optim, kind)([param], lr=0.1, **options)
+    (group,) = theirs.param_groups
+    opt, params = make(0.1, **options), {"w": param.detach().clone()}
+    state = opt.init(params)
+    name = "momentum" if kind == "SGD" else "b1"
+    assert set(state.hyperparams) >= {"lr", name}
+    for step, momentum in enumerate(MOMENTA):
+        state.hyperparams[name].fill_(momentum)
+        group |= {"momentum": momentum} if kind == "SGD" else {"betas": (momentum, 0.999)}
+        param.grad = torch.tensor([1.0, 0.5 - step, step * 0.3], dtype=torch.float64)
+        updates, state = opt.update({"w": param.grad}, state, params)
+        params = {"w": params["w"] + updates["w"]}
+        theirs.step()
+        torch.testing.assert_close(params["w"], param.detach(), rtol=1e-13, atol=1e-13)
+
+
+def test_lions_momentum_is_of_the_next_update_alone() -> None:
+    opt = optim.inject_hyperparams(optim.lion, momentum=True)(0.1)
+    params = {"w": torch.ones(2, dtype=torch.float64)}
+    state, plain = opt.init(params), optim.lion(0.1).init(params)
+    for step, momentum in enumerate(MOMENTA):
+        grads = {"w": torch.tensor([1.0 - step, 0.2], dtype=torch.float64)}
+        state.hyperparams["b1"].fill_(momentum)
+        found, state = opt.update(grads, state, params)
+        wanted, plain = optim.lion(0.1, b1=momentum).update(grads, plain, params)
+        assert torch.equal(found["w"], wanted["w"])
+
+
+def test_momentum_is_injected_where_it_is_asked_for() -> None:
+    assert set(optim.inject_hyperparams(optim.adam)(0.1, b1=0.8).init([]).hyperparams) == {"lr"}
+    asked = optim.inject_hyperparams(optim.adam, momentum=True)(0.1)
+    assert asked.init([]).hyperparams["b1"] == 0.9  # not given: its default
+    with pytest.raises(ConfigError, match="lamb takes no momentum"):
+        optim.inject_hyperparams(optim.lamb, momentum=True)(0.1)
+    with pytest.raises(ConfigError, match=r"sgd: momentum=-1"):
+        optim.inject_hyperparams(optim.sgd, momentum=True)(0.1, momentum=-1)
+    with pytest.raises(ConfigError, match="nesterov"):
+        optim.inject_hyperparams(optim.sgd, momentum=True)(0.1, nesterov=True)

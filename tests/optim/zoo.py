@@ -35,6 +35,10 @@ ELEMENTWISE: dict[str, Callable[[], optim.Optimizer]] = {
     "amsgrad": lambda: optim.adamw(0.1, b2=0.5, weight_decay=0.1, amsgrad=True),
     "ema": lambda: optim.chain(optim.ema(0.8), optim.scale(-0.1)),
     "injected": lambda: optim.inject_hyperparams(optim.lion)(lr=SCHEDULE, weight_decay=0.1),
+    "injected momentum": lambda: optim.inject_hyperparams(optim.sgd, momentum=True)(
+        lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "injected mean": lambda: optim.inject_hyperparams(optim.lion, momentum=True)(lr=SCHEDULE),
     "multi": lambda: optim.multi_transform(
         {"yes": optim.lion(0.1), "no": optim.sgd(0.1)},
         lambda values: tree.map(lambda leaf: "yes" if leaf.dim() > 1 else "no", values),

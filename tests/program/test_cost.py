@@ -1,17 +1,25 @@
 """FLOPs are torch's own count, bytes sent are the collectives', times follow from the hardware."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fzero
-from fzero.program.cost import COMPUTE, node_cost, spans
-from fzero.program.graph import is_op
+from fzero.distributed.buckets import Bucket
+from fzero.program import Program
+from fzero.program.cost import COMPUTE, cost, node_cost, spans
+from fzero.program.graph import copy_graph, is_op
 from fzero.program.hardware import CPU, Hardware
+from fzero.program.links import Load
+from fzero.program.pipeline import optimise
+from tests.program.programs import Recorded
 from tests.ranks import fake_ranks
 
 
@@ -106,3 +114,62 @@ def test_a_collective_runs_beside_what_computes_until_it_is_awaited() -> None:
     assert program.cost(slow).exposed > 0.9 * program.cost(slow).seconds
     assert program.cost(fast).exposed < 1e-6 * program.cost(fast).seconds
     assert "waiting for collectives" in str(program.cost(slow))
+
+
+def in_one_lane(program: Program) -> Program:
+    """The same, where reductions go after the gathers of their group."""
+    graph = copy_graph(program.graph)
+    for node in graph.nodes:
+        if bucket := node.meta.get("bucket"):
+            node.meta["bucket"] = replace(bucket, apart=False)
+    return program.logged(graph, "")
+
+
+class _Half(Hardware):
+    """On which reductions alone take time, or gathers alone."""
+
+    reductions = True
+
+    def load(self, bucket: Bucket) -> Load:
+        return super().load(bucket) if bucket.gathers != self.reductions else Load(0.0, {})
+
+
+class _OtherHalf(_Half):
+    reductions = False
+
+
+@settings(max_examples=15)
+@given(
+    widths=st.lists(st.integers(1, 60), min_size=2, max_size=7),
+    world=st.sampled_from([2, 3, 8]),
+    bucket=st.sampled_from([200, 2000, 20000]),
+    prefetch=st.sampled_from([0, 1, 2]),
+    latency=st.sampled_from([0.0, 1e-7, 1e-5]),
+    bandwidth=st.floats(7, 11).map(lambda x: 10**x),
+)
+def test_a_step_takes_no_longer_for_a_second_lane_and_no_less_than_for_either(
+    widths: list[int], world: int, bucket: int, prefetch: int, latency: float, bandwidth: float
+) -> None:
+    rates: dict[str, Any] = {"flops": 1e10, "memory_bandwidth": 1e10, "overhead": 0.0}
+    rates |= {"link_latency": latency, "link_bandwidth": bandwidth}
+    with fake_ranks(world):
+        program = optimise(
+            Recorded(widths).program,
+            reshard_after_forward=True, bucket_bytes=bucket, prefetch=prefetch, exact=True,
+        )  # fmt: skip
+    sent = [node.meta["bucket"] for node in program.graph.nodes if "bucket" in node.meta]
+    assert {x.apart for x in sent} == {True, False}
+    two = cost([program], Hardware("two", **rates)).seconds
+    for half in (_Half, _OtherHalf):
+        assert two >= cost([program], half("half", **rates)).seconds * (1 - 1e-9)
+    one = cost([in_one_lane(program)], Hardware("one", **rates)).seconds
+    if not prefetch:
+        assert two <= one * (1 + 1e-9)
+    # a reduction that comes later slows down a gather that was launched early
+    assert two <= one + sum(Hardware("one", **rates).load(x).transfer for x in sent if x.apart)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_where_nothing_is_gathered_meanwhile_there_is_one_lane(stage: int) -> None:
+    program = next(lowered(4, stage=stage).parts())
+    assert cost([program], CPU) == cost([in_one_lane(program)], CPU)

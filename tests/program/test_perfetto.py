@@ -38,6 +38,11 @@ def test_a_trace_has_every_node_in_its_lane(tmp_path: Path) -> None:
     lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     sends = {e["tid"] for e in spans if e["args"]["bytes sent"]}
     assert sends == {lane for lane, name in lanes.items() if name.startswith("group ")}
+    # what is gathered and what is reduced beside it, in backward at the same time
+    kinds = {lane: {e["name"].split("[")[0] for e in spans if e["tid"] == lane} for lane in sends}
+    assert {"reduce_scatter"} in kinds.values()
+    (beside,) = [lane for lane in sends if lanes[lane].endswith("reductions")]
+    assert kinds[beside] == {"reduce_scatter"}
     for lane in lanes:  # one after another
         mine = [e for e in spans if e["tid"] == lane]
         for one, following in itertools.pairwise(mine):

@@ -20,6 +20,7 @@ def test_a_picture_is_written(ending: str, start: bytes, tmp_path: Path) -> None
     if ending == "svg":
         text = path.read_text()
         assert text.count("<path") > 20
+        assert text.count("<!-- reduce_scatter -->") == 2  # in the legend, and the name of a lane
 
 
 def test_without_matplotlib_it_says_what_to_install(

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import fzero
 from fzero import Config, LossScale, Program, tree
 from fzero.state.init import checksum
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SGD = fzero.optim.sgd(0.1, momentum=0.9)
@@ -53,6 +53,16 @@ class _Counted:
 
 
 # ---- staging out
+def test_a_state_tells_what_is_on_this_rank_and_in_all() -> None:
+    with fake_ranks(4):
+        step_fn = fzero.make_train_step(
+            lambda p, x: (p["w"] * x).sum(), fzero.optim.sgd(0.1, momentum=0.9)
+        )
+        _, state = step_fn.init({"w": torch.ones(8, 2**20)})
+    assert "world 4, 8,388,608 parameters" in repr(step_fn)
+    assert repr(state) == "OptState(step=0; inner=2 tensors, 8.0 MiB here of 32.0 MiB)"
+
+
 def test_the_learning_rate_of_a_step_is_told() -> None:
     rates = fzero.optim.linear(0.5, 0.1, 4)
     opts = [
@@ -65,7 +75,7 @@ def test_the_learning_rate_of_a_step_is_told() -> None:
         for expected in (0.5, 0.4, 0.3):
             params, state = step_fn(params, state, torch.ones(3))
             assert float(state.metrics["lr"]) == pytest.approx(expected)
-        assert "world 1" in repr(step_fn)
+        assert repr(step_fn) == "TrainStep(<lambda>, Config(stage=3), world 1, 3 parameters)"
         assert repr(state).startswith("OptState(step=3; inner=")
     both = fzero.optim.chain(fzero.optim.sgd(0.1), fzero.optim.sgd(0.2))
     step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), both)

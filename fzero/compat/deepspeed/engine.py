@@ -147,6 +147,10 @@ class DeepSpeedEngine(Answers):
             gather_together=together, frozen=tuple(glob.escape(name) for name in apart)
         )
 
+    def _cycles(self) -> bool:
+        """Whether a scheduler changes the momentum, too."""
+        return self.groups is not None and self.groups.cycled is not None
+
     def _scheduler(self, given: Given, groups: Any) -> Any:
         scheduler, section = given.lr_scheduler, self.settings.scheduler
         if scheduler is None and section is not None and groups is not None:
@@ -253,7 +257,7 @@ class DeepSpeedEngine(Answers):
         if boundary and self.groups is not None:
             if rates := self.groups.rates():
                 self.inner.lr = rates
-            if self.groups.cycles:
+            if self.groups.cycled is not None:
                 self.groups.write_momenta(self.inner.state[1].inner)
         self.inner.step(boundary)
         self.micro_steps += 1
@@ -327,7 +331,7 @@ class DeepSpeedEngine(Answers):
             "client_state": client_state or {},
             "lr_scheduler": _state_of(self.lr_scheduler),
             "rates": self.get_lr() if self.groups is not None else [],
-            "momenta": self.get_mom() if self.groups is not None and self.groups.cycles else [],
+            "momenta": self.get_mom() if self._cycles() else [],
             "keys": saving.keys_of(self.module),
             "frozen": sorted(frozen),
             "global_steps": self.global_steps,
@@ -386,10 +390,11 @@ class DeepSpeedEngine(Answers):
         if whole and self.groups is not None:
             write_rates(self.optimizer.param_groups, kept["rates"])
             # of what is saved before momentum cycled there is none
-            for group, betas in zip(
+            for group, momentum in zip(
                 self.optimizer.param_groups, kept.get("momenta", ()), strict=False
             ):
-                group["betas"] = tuple(betas)
+                name = "betas" if "betas" in group else "momentum"
+                group[name] = tuple(momentum) if name == "betas" else momentum
             self.groups.forget()
         if not load_module_only:
             self.global_steps, self.skipped_steps = kept["global_steps"], kept["skipped_steps"]

@@ -139,10 +139,13 @@ class Rule(NamedTuple):
     Args:
         keys: of the group, those that decide beside `lr`.
         make: from the learning rate and the group.
+        cycled: from the learning rate, the momentum and the group, where a scheduler may change
+            both: SGD's momentum, the first of the betas otherwise.
     """
 
     keys: tuple[str, ...]
     make: Callable[[Any, Mapping[str, Any]], optim.Optimizer]
+    cycled: Callable[[Any, Any, Mapping[str, Any]], optim.Optimizer] | None = None
 
 
 def _adam(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
@@ -179,14 +182,20 @@ def _chained(lr: Any, b1: Any, group: Mapping[str, Any]) -> optim.Optimizer:
 
 
 def _sgd(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
-    return optim.sgd(
-        lr, group["momentum"], group["nesterov"], group["weight_decay"], group["dampening"]
-    )
+    return _sgd_cycled(lr, group["momentum"], group)
+
+
+def _sgd_cycled(lr: Any, momentum: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    nesterov, decay = group["nesterov"], group["weight_decay"]
+    return optim.sgd(lr, momentum, nesterov, decay, group["dampening"])
 
 
 def _lion(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
-    b1, b2 = group["betas"]
-    return optim.lion(lr, b1, b2, group["weight_decay"])
+    return _lion_cycled(lr, group["betas"][0], group)
+
+
+def _lion_cycled(lr: Any, b1: Any, group: Mapping[str, Any]) -> optim.Optimizer:
+    return optim.lion(lr, b1, group["betas"][1], group["weight_decay"])
 
 
 def _lamb(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
@@ -214,14 +223,15 @@ def _lamb(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
 
 
 _ADAM = ("betas", "eps", "weight_decay", "amsgrad")
+_SGD = ("momentum", "nesterov", "weight_decay", "dampening")
 _RULES: dict[type, Rule] = {
-    torch.optim.AdamW: Rule(_ADAM, _adamw),
-    torch.optim.Adam: Rule((*_ADAM, "decoupled_weight_decay"), _adam),
-    torch.optim.SGD: Rule(("momentum", "nesterov", "weight_decay", "dampening"), _sgd),
-    FusedAdam: Rule((*_ADAM, "adam_w_mode", "bias_correction"), _adam),
-    DeepSpeedCPUAdam: Rule((*_ADAM, "adam_w_mode", "bias_correction"), _adam),
-    FusedLion: Rule(("betas", "weight_decay"), _lion),
-    DeepSpeedCPULion: Rule(("betas", "weight_decay"), _lion),
+    torch.optim.AdamW: Rule(_ADAM, _adamw, _chained),
+    torch.optim.Adam: Rule((*_ADAM, "decoupled_weight_decay"), _adam, _chained),
+    torch.optim.SGD: Rule(_SGD, _sgd, _sgd_cycled),
+    FusedAdam: Rule((*_ADAM, "adam_w_mode", "bias_correction"), _adam, _chained),
+    DeepSpeedCPUAdam: Rule((*_ADAM, "adam_w_mode", "bias_correction"), _adam, _chained),
+    FusedLion: Rule(("betas", "weight_decay"), _lion, _lion_cycled),
+    DeepSpeedCPULion: Rule(("betas", "weight_decay"), _lion, _lion_cycled),
     FusedLamb: Rule(
         ("betas", "eps", "weight_decay", "max_coeff", "min_coeff", "bias_correction"), _lamb
     ),
@@ -298,7 +308,7 @@ class ClientGroups:
     Args:
         client: holds the groups.
         names: of the parameters, by id, as they were when the groups were made.
-        cycles: whether a scheduler changes the first of Adam's betas, too.
+        cycles: whether a scheduler changes the momentum, too.
 
     Attributes:
         transform: for the Engine; the rate of each group is in its state.
@@ -309,7 +319,7 @@ class ClientGroups:
         self, client: torch.optim.Optimizer, names: Mapping[int, str], *, cycles: bool = False
     ) -> None:
         self.client, self.rule = client, rule_of(client)
-        self.cycles = cycles and "amsgrad" in self.rule.keys  # Adam's kind
+        self.cycled = self.rule.cycled if cycles else None
         self.fixed = [self._numbers(group) for group in client.param_groups]
         self.owners: dict[str, str] = {}
         for label, group in self._labelled():
@@ -322,14 +332,17 @@ class ClientGroups:
                 self.owners[names[id(param)]] = label
         self.transform = self._transform()
         self.set: dict[str, float] = {label: float(g["lr"]) for label, g in self._labelled()}
-        self._betas = self._momenta()
+        self._set_momenta = self._momenta()
 
     def _labelled(self) -> Iterable[tuple[str, dict[str, Any]]]:
         return ((str(i), group) for i, group in enumerate(self.client.param_groups))
 
     def _numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
         numbers: dict[str, Any] = {key: group.get(key) for key in self.rule.keys}
-        return numbers | ({"betas": numbers["betas"][1:]} if self.cycles else {})
+        if self.cycled is not None:  # what is left is settled
+            numbers.pop("momentum", None)
+            numbers |= {"betas": numbers["betas"][1:]} if "betas" in numbers else {}
+        return numbers
 
     def _transform(self) -> optim.Optimizer:
         def factory(group: Mapping[str, Any]) -> optim.Optimizer:
@@ -337,9 +350,9 @@ class ClientGroups:
                 k: v for k, v in group.items() if k != "params"
             }  # of now: later changes are told by `rates`
             make = self.rule.make
-            if self.cycles:
-                cycled = optim.inject_hyperparams(lambda lr, b1: _chained(lr, b1, numbers))
-                return cycled(lr=float(group["lr"]), b1=float(group["betas"][0]))
+            if (cycled := self.cycled) is not None:
+                both = optim.inject_hyperparams(lambda lr, b1: cycled(lr, b1, numbers))
+                return both(lr=float(group["lr"]), b1=momentum_of(group))
             # the rate alone: a decay that is a tensor costs Adam its fused kernel
             return optim.inject_hyperparams(lambda lr: make(lr, numbers))(lr=float(group["lr"]))
 
@@ -367,8 +380,8 @@ class ClientGroups:
                     raise ConfigError(
                         f"param_groups[{label}][{key!r}] was changed from {fixed[key]!r} to "
                         f"{now!r} after deepspeed.initialize. Learning rates may change, and "
-                        "Adam's first beta by a scheduler with cycle_momentum=True that "
-                        "initialize knows; other numbers are settled when the engine is made."
+                        "momentum by a scheduler with cycle_momentum=True that initialize knows; "
+                        "other numbers are settled when the engine is made."
                     )
             lr = float(group["lr"])
             if lr != self.set[label]:
@@ -376,21 +389,26 @@ class ClientGroups:
         return changed
 
     def write_momenta(self, inner: PyTree) -> None:
-        """Write the betas that a scheduler has changed into the optimizer's state."""
+        """Write the momenta that a scheduler has changed into the optimizer's state."""
         now = self._momenta()
-        if now != self._betas:
+        if now != self._set_momenta:
             for label, b1 in now.items():
                 inner.inner[label].hyperparams["b1"].fill_(b1)
-            self._betas = now
+            self._set_momenta = now
 
     def forget(self) -> None:
-        """What was set is no longer there: the next step writes all rates and betas."""
+        """What was set is no longer there: the next step writes all rates and momenta."""
         self.set = dict.fromkeys(self.set, math.nan)
-        self._betas = {}
+        self._set_momenta = {}
 
     def _momenta(self) -> dict[str, float]:
-        groups = self._labelled() if self.cycles else ()
-        return {label: float(group["betas"][0]) for label, group in groups}
+        groups = self._labelled() if self.cycled is not None else ()
+        return {label: momentum_of(group) for label, group in groups}
+
+
+def momentum_of(group: Mapping[str, Any]) -> float:
+    """What a scheduler cycles against the rate."""
+    return float(group["betas"][0] if "betas" in group else group["momentum"])
 
 
 class LossScaler:

@@ -421,23 +421,29 @@ def test_the_loss_scale_moves_as_deepspeeds_does(stage: int, seed: int) -> None:
     assert optimizer.loss_scale_config.min_loss_scale == held.min_scale == 1.0
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
-@pytest.mark.parametrize("schedule", ["OneCycle", "OneCycleLR"])
+def _optimizer(kind: str, of: nn.Module) -> torch.optim.Optimizer:
+    if kind in ("AdamW", "Adam"):
+        return getattr(torch.optim, kind)(of.parameters(), 0.5, weight_decay=0.1)
+    options = {"momentum": 0.7, "nesterov": kind == "nesterov", "weight_decay": 0.1}
+    return torch.optim.SGD(of.parameters(), 0.5, **options)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "nesterov"])
+@pytest.mark.parametrize("schedule", ["OneCycle", "OneCycleLR", "CyclicLR"])
 def test_momentum_cycles_as_with_torchs_optimizer(kind: str, schedule: str, tmp_path: Path) -> None:
-    params: dict[str, Any] = {"max_lr": 0.1, "total_steps": 12}
-    if schedule == "OneCycle":
-        params = {"cycle_min_lr": 0.02, "cycle_max_lr": 0.1, "cycle_first_step_size": 4}
+    params: dict[str, Any] = {
+        # of this one DeepSpeed cycles the momentum of optimizers with betas alone
+        "OneCycle": {"cycle_min_lr": 0.02, "cycle_max_lr": 0.1, "cycle_first_step_size": 4},
+        "OneCycleLR": {"max_lr": 0.1, "total_steps": 12},
+        "CyclicLR": {"base_lr": 0.02, "max_lr": 0.1, "step_size_up": 2},
+    }[schedule]
     plain = nn.Linear(3, 1)
     module = copy.deepcopy(plain)
-
-    def optimizer(of: nn.Module) -> torch.optim.Optimizer:
-        return getattr(torch.optim, kind)(of.parameters(), 0.5, weight_decay=0.1)
-
-    opt = optimizer(plain)
+    opt = _optimizer(kind, plain)
     theirs = scheduler_of(Section(schedule, params), opt)
     engine = deepspeed.initialize(
         model=module,
-        optimizer=optimizer(module),
+        optimizer=_optimizer(kind, module),
         config={
             "train_batch_size": 2,
             "gradient_clipping": 0.0,
@@ -445,13 +451,16 @@ def test_momentum_cycles_as_with_torchs_optimizer(kind: str, schedule: str, tmp_
         },
         dist_init_required=False,
     )[0]
+    seen = set()
     for step in range(8):
         if step == 4:  # what it has reached is in a checkpoint
             engine.save_checkpoint(str(tmp_path))
             backward(engine)
             engine.step()
             engine.load_checkpoint(str(tmp_path))
-        assert engine.get_mom() == [opt.param_groups[0]["betas"]]
+        (group,) = opt.param_groups
+        assert engine.get_mom() == [group.get("betas", group.get("momentum"))]
+        seen.add(str(engine.get_mom()))
         backward(engine)
         engine.step()
         opt.zero_grad()
@@ -460,6 +469,46 @@ def test_momentum_cycles_as_with_torchs_optimizer(kind: str, schedule: str, tmp_
         theirs.step()
         for name, value in plain.named_parameters():
             torch.testing.assert_close(engine.inner.full_param(name), value.detach())
+    assert (len(seen) > 2) == (schedule != "OneCycle" or "Adam" in kind)
+
+
+def test_lions_first_beta_cycles_and_lambs_is_refused() -> None:
+    config = {
+        "train_batch_size": 2,
+        "gradient_clipping": 0.0,
+        "scheduler": {
+            "type": "OneCycle",
+            "params": {"cycle_min_lr": 0.02, "cycle_max_lr": 0.1, "cycle_first_step_size": 4},
+        },
+    }
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    params = {name: x.detach().clone() for name, x in module.named_parameters()}
+    lion = {"optimizer": {"type": "Lion", "params": {"lr": 0.5}}}
+    engine = deepspeed.initialize(model=module, config=config | lion, dist_init_required=False)[0]
+    state = fzero.optim.lion(0.1).init(params)
+    for _ in range(6):
+        ((b1, b2),), (lr,) = engine.get_mom(), engine.get_lr()
+        gradients = torch.func.grad(
+            lambda p: (
+                torch.func.functional_call(nn.Linear(3, 1), p, (torch.ones(2, 3),)).square().mean()
+            )
+        )(params)
+        updates, state = fzero.optim.lion(lr, b1, b2).update(gradients, state, params)
+        params = {name: x + updates[name] for name, x in params.items()}
+        backward(engine)
+        engine.step()
+        for name, value in params.items():
+            torch.testing.assert_close(engine.inner.full_param(name), value)
+    lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 0.5}}}
+    engine = deepspeed.initialize(
+        model=nn.Linear(3, 1), config=config | lamb, dist_init_required=False
+    )[0]
+    backward(engine)
+    engine.step()
+    backward(engine)
+    with pytest.raises(ConfigError, match="betas"):
+        engine.step()
 
 
 def test_torchs_schedulers_and_writes_to_groups_set_the_rate() -> None:

@@ -143,6 +143,19 @@ def test_a_step_waits_less_by_estimate_than_with_any_fixed_distance(stage: int) 
         assert found <= 1.02 * min(waits(prefetch=n) for n in (1, 2))
 
 
+def test_places_allow_for_what_shares_the_link() -> None:
+    # gathers and reductions fit under what computes, but not if each takes the link for its own
+    hardware = replace(CPU, link_bandwidth=6e8, link_latency=1e-6)
+    with fake_ranks(4):
+        cfg = fzero.Config(stage=3, bucket_mb=0.05, clip_norm=None, prefetch=0)
+        program = next(fzero_step(GPT, batch_of(GPT, 2), fzero.optim.sgd(0.1), cfg).lower().parts())
+        done = Overlap(1, hardware)
+        alone, _ = done._placed(program, {})  # pyright: ignore[reportPrivateUsage]
+    found = cost([done(program)], hardware)
+    assert found.exposed < 0.9 * cost([alone], hardware).exposed
+    assert found.seconds < 0.98 * cost([alone], hardware).seconds
+
+
 def test_what_is_no_cap_is_refused() -> None:
     for cap in (-1, float("nan"), True, "1GB"):
         with pytest.raises(ConfigError, match="cap_mb"):

@@ -325,7 +325,7 @@ def test_a_pass_is_known_by_a_name_that_all_ranks_have() -> None:
     assert "at 0x" not in str(fzero.Config(passes=(nothing, Sized(), copied_late)).describe())
     cfg = fzero.Config(passes=(Sized(2),))
     assert cfg == fzero.Config(passes=Sized(2)) != fzero.Config(passes=Sized(3))
-    assert repr(cfg) == "Config(passes=(Sized(block=2)))"
+    assert repr(cfg) == "Config(stage=3, passes=(Sized(block=2)))"
 
 
 def test_what_has_no_program_refuses_passes() -> None:
