@@ -225,7 +225,8 @@ def test_flats_become_smaller_towards_the_end() -> None:
     for leaf in leaves:
         assert leaf.home is not None
         sizes[leaf.home.flat] += leaf.nbytes
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 2**18 > 4 * sizes[-1]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 2**18 > 4 * sizes[-1]
 
 
 def test_what_would_need_large_gaps_stays_as_it_is() -> None:
