@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 import fzero
-from fzero.distributed.buckets import GATHER, REDUCE_SCATTER, pack_shards
+from fzero.distributed.buckets import GATHER, REDUCE_SCATTER, pack_shards, unpack_full
+from fzero.distributed.ragged import is_supported
 from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.graph import BACKWARD, FORWARD, copy_graph, is_op, order_of, output_node, phases
+from fzero.program.memory import storages
 from fzero.program.passes.bucket import bucket, bucket_at
 from fzero.program.passes.clean import clean
 from fzero.program.passes.functionalise import functionalise
@@ -304,3 +306,22 @@ def test_gathers_of_forward_are_early_in_every_precision(precision: Any) -> None
 def prepares_pack(node: fx.Node) -> bool:
     """Whether a node casts a shard for a bucket."""
     return is_op(node, "aten::_to_copy") and all(user.target is pack_shards for user in node.users)
+
+
+@pytest.mark.skipif(not is_supported(), reason="an older torch has no DTensors for flats")
+@pytest.mark.parametrize("micro", [1, 2])
+def test_what_is_gathered_of_a_flat_is_not_copied(micro: int) -> None:
+    def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        for w in params.values():
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    with fake_ranks(3):
+        cfg = fzero.Config(stage=3, layout="flat", accum_steps=micro)
+        step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), cfg)
+        state = step_fn.init({str(i): torch.ones(8, 8) for i in range(7)})
+        program = step_fn.lower(*state, torch.ones(2 * micro, 8))
+    unpacked = [node for node in program.graph.nodes if node.target is unpack_full]
+    assert len(unpacked) == 2  # all leaves are in one flat, in forward and in backward
+    for node in unpacked:
+        assert storages([node]) == storages([node.args[0]])
