@@ -54,7 +54,9 @@ class Updated(NamedTuple):
 
 
 def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
-    """The update of a plan: a function of trees, which `jit` stages out, or `Eager` calls.
+    """The update of a plan, for `jit`: a function of trees that writes into its first three.
+
+    With an optimizer that knows nothing of shards, and is not recorded, it is called as it is.
 
     Args:
         plan: of the step.

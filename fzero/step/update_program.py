@@ -47,11 +47,14 @@ class UpdateProgram:
     def __init__(self, plan: Plan, *, reduced: bool) -> None:
         self.plan, self.reduced = plan, reduced
         self._update = update_of(plan, reduced=reduced)
-        # what of the step's config an update knows: no module runs in it, and its ranks are there
-        counts = ("passes", "bucket_mb", "prefetch", "cuda_graph", "timeout")
-        cfg = Config(**{name: getattr(plan.cfg, name) for name in counts})
-        if plan.cfg.executor == "inductor":
-            cfg = cfg.replace(executor="inductor")
+        given = plan.cfg  # of which this counts: no module runs in an update
+        cfg = Config(
+            executor="inductor" if given.executor == "inductor" else "traced",
+            passes=given.passes,
+            bucket_mb=given.bucket_mb,
+            prefetch=given.prefetch,
+            cuda_graph=given.cuda_graph,
+        )
         self.fn = jit(self._update, cfg, donate_argnums=_DONATED)
         self._follow: Follower | None = None
         self._last: TracedFunction | None = None
@@ -76,20 +79,20 @@ class UpdateProgram:
         trained: Sequence[Tensor],
         local: LocalState,
         *rest: Any,
-        **how: Any,
+        **more: Any,
     ) -> TracedFunction | None:
         """What tensors like these are updated by; None of an optimizer that is not recorded.
 
         Args:
             trained, local, rest: as `__call__` will get them.
-            how: settled buckets, or bytes that may be held in any case: see `Function.staged`.
+            more: settled buckets, or bytes that may be held in any case: see `Function.staged`.
         """
         if self.plan.opt.foreign:
             return None
         groups = self._groups(trained, local, *rest)
         known = self._known(groups, local)
         with on_mesh(self.plan.mesh):
-            return self.fn.staged(*self._arguments(groups, local), known=known, **how)
+            return self.fn.staged(*self._arguments(groups, local), known=known, **more)
 
     def __call__(
         self,

@@ -161,7 +161,7 @@ class Function:
         *args: Any,
         choice: Choice | None,
         saved: tuple[Recorded, Frame] | None = None,
-        **known: Any,
+        **more: Any,
     ) -> TracedFunction:
         """What a call with such arguments would run, ahead of it: for who calls with the same kinds
         of arguments each time, on ranks that have agreed by themselves.
@@ -172,7 +172,7 @@ class Function:
             args: as for a call; fake tensors will do.
             choice: of buckets, settled by all ranks; None: the best up to `cfg.bucket_mb`.
             saved: what another process has recorded, if its notes hold.
-            known: see `TracedFunction`.
+            more: `budget` and `known` of `TracedFunction`.
 
         Raises:
             TraceError: the function can't be staged out.
@@ -185,7 +185,7 @@ class Function:
             if found is None:
                 self._warn_of_many(key)
         if found is None:
-            found = self._record(args, {}, mesh, choice=choice, saved=saved, **known)
+            found = self._record(args, {}, mesh, choice=choice, saved=saved, **more)
             self._recordings.add(((static, Choice(found.choice.gradients)), *rows), found)
         return found
 
@@ -216,7 +216,7 @@ class Function:
             changed = known[0].notes.differences() if known else ["the shapes of its arguments"]
             warn_of_recordings(self.name, self._count, changed)
 
-    def _record(self, args: Any, kwargs: Any, mesh: Mesh, **how: Any) -> TracedFunction:
+    def _record(self, args: Any, kwargs: Any, mesh: Mesh, **more: Any) -> TracedFunction:
         leaves, frame = take_apart((args, kwargs), "arguments")
         frame = _named(frame, self._arguments)
         for x, name in zip(leaves, frame.names, strict=True):
@@ -230,7 +230,7 @@ class Function:
             frame.of_inputs(leaves),
             self._donated(args, len(leaves)),
             mesh,
-            **how,
+            **more,
         )
 
     def _donated(self, args: Sequence[Any], count: int) -> list[bool]:

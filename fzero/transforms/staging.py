@@ -139,7 +139,7 @@ def staged_out(
                 exact=choice is not None,
                 passes=cfg.named_passes,
             )
-            return last(program)
+            return kept_dynamic(last(program))
         machine = machine_of(inputs) if cfg.offloads_activations else None
         if cfg.offloads_activations and machine is None:
             line = "offload: no activations, for the host's memory is the device's own"
