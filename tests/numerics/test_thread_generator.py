@@ -138,6 +138,15 @@ def _tags(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default").tags
 
 
+def test_operators_that_are_written_in_python_fall_through() -> None:
+    with drawing_from(_own()):
+        on = torch._C._dispatch_tls_local_include_set()
+        off = on - torch._C.DispatchKeySet(torch._C._dispatch_key_parse("CustomRNGKeyId"))
+        for operator in torch._ops._higher_order_ops.values():
+            keys = operator.non_fallthrough_keys
+            assert (on & keys).raw_repr() == (off & keys).raw_repr(), operator
+
+
 def test_it_nests_and_ends_with_an_exception() -> None:
     outer, inner = _own(1), _own(2)
     with drawing_from(outer):
