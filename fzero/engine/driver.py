@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from fzero.engine.phases import transition
 from fzero.engine.writes import Writes
 from fzero.functional.slots import ParameterSlots
 from fzero.functional.tasks import current_task
+from fzero.layout import LeafLayout
 
 
 class Driver:
@@ -165,14 +166,13 @@ class Driver:
         wishes.agree(plan)
         leaves = wishes.now()
         self.stepper.train(leaves)
-        self.reducer.leaves = leaves
-        self._group()
+        self._group(leaves)
 
-    def _group(self) -> None:
-        """Reduce what is trained, in the order in which it is likely to come."""
-        leaves, alone = self.reducer.leaves, self.stepper.plan.axes.world == 1
+    def _group(self, leaves: Sequence[LeafLayout]) -> None:
+        """Reduce what is trained of these, in the order in which it is likely to come."""
+        alone = self.stepper.plan.axes.world == 1
         grouping = plan_order(self._grouping, leaves, self._order, self.cfg, alone=alone)
-        self.reducer.buckets = grouping.buckets
+        self.reducer.group(leaves, grouping.buckets)
         self.rules = self.rules._replace(buckets=grouping.masks if self.rules.reduces else ())
 
     def _end(self) -> None:
@@ -487,7 +487,7 @@ class Driver:
         )
         order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
         self._order = list(order)
-        self._group()
+        self._group(reducer.leaves)
         (counts,) = reducer.anywhere(inside)
         self.rules = self.rules._replace(counts=counts)
 
