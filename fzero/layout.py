@@ -151,6 +151,22 @@ class LeafLayout:
         return shards[0] if self.dim is None else torch.cat(list(shards), self.dim)
 
 
+class Together(tuple[LeafLayout, ...]):
+    """Leaves that travel together again and again: their hash, by which plans are found, is kept.
+
+    >>> leaves = Together([LeafLayout("w", (7, 3), torch.float32)])
+    >>> {leaves: "a plan"}[tuple(leaves)]
+    'a plan'
+    """
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 @dataclass(frozen=True)
 class Layout:
     """One `LeafLayout` per leaf, in the tree's order. Printable and comparable.

@@ -94,8 +94,6 @@ LAWS = {
     "transforms/loss": "laws/test_precision.py: masters_equal_those_kept_by_hand",
     "transforms/micro": "laws/test_parity.py: training_equals_plain_torch",
     "transforms/parts": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
-    "transforms/randomness": "transforms/test_function.py: "
-    "random_numbers_are_a_function_of_the_call",
     "transforms/recorded": "transforms/test_notes.py: "
     "what_is_read_from_outside_counts_at_every_call",
     "transforms/saved_notes": "step/test_saved.py: what_the_model_function_reads_is_compared",

@@ -109,13 +109,10 @@ class Transport:
         """
         # before it travels, not after: half the bytes, and rounded as `collectives.all_gather`
         # rounds
-        low = [
-            shard.detach().to(leaf.compute or leaf.dtype)
-            for shard, leaf in zip(shards, leaves, strict=True)
-        ]
-        dtypes = [x.dtype for x in low]
+        dtypes = [leaf.compute or leaf.dtype for leaf in leaves]
+        low = [_in(shard.detach(), dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
         handle = self._handle(low)
-        for bucket, indices in self._buckets(GATHER, dtypes, leaves, self._split(leaves)):
+        for bucket, indices in self._buckets(GATHER, dtypes, leaves):
             send = KINDS[GATHER].pack(handle.take(indices), bucket)
             flying = launch(bucket, send, self.circle)
             handle.add(indices, self._gathered(flying, bucket))
@@ -140,23 +137,18 @@ class Transport:
             before, after: factors on the gradients and on their sums.
             over: whether the memory of `grads` may be written to.
         """
-        high = [
-            dense(grad).to(leaf.reduce or grad.dtype)
-            for grad, leaf in zip(grads, leaves, strict=True)
-        ]
-        dtypes = [x.dtype for x in high]
+        dtypes = [leaf.reduce or grad.dtype for grad, leaf in zip(grads, leaves, strict=True)]
+        high = [_in(dense(grad), dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
         handle = self._handle(high)
         if self.axes.world == 1:
             assert before == after == 1, "nobody to reduce with"
             return handle
-        split = self._split(leaves) if scatter else [False] * len(leaves)
-        for bucket, indices in self._buckets(REDUCE_SCATTER, dtypes, leaves, split):
+        for bucket, indices in self._buckets(REDUCE_SCATTER, dtypes, leaves, scatter):
             send = _times(_real(KINDS[REDUCE_SCATTER].pack(handle.take(indices), bucket)), before)
             flying = launch(bucket, send, self.circle)
             handle.add(indices, self._scattered(flying, bucket, after))
         # a whole leaf, or a shard of an axis of one rank, has only been left out so far
-        rest = [not there for there in split]
-        for bucket, indices in self._buckets(ALL_REDUCE, dtypes, leaves, rest):
+        for bucket, indices in self._buckets(ALL_REDUCE, dtypes, leaves, scatter):
             buffer = _times(_real(KINDS[ALL_REDUCE].pack(handle.take(indices), bucket)), before)
             handle.add(indices, self._summed(buffer, bucket, after, over=over))
         return handle
@@ -189,23 +181,20 @@ class Transport:
     def _handle(self, tensors: list[Any]) -> Handle:
         return Handle(tensors, at_once=self.limit is not None)
 
-    def _split(self, leaves: Sequence[LeafLayout]) -> list[bool]:
-        """Which leaves have a part on every rank of the shard axis."""
-        return [self.axes.shard.size > 1 and leaf.dim is not None for leaf in leaves]
-
     def _buckets(
         self,
         kind: str,
         dtypes: Sequence[torch.dtype],
         leaves: Sequence[LeafLayout],
-        wanted: Sequence[bool],
+        scatter: bool = True,
     ) -> Iterator[tuple[Bucket, list[int]]]:
-        """Buckets of the wanted tensors, each announced when it is asked for, just before it goes.
+        """Buckets of what this kind carries, each announced when asked for, just before it goes.
 
         A generator: who launches one before asking for the next has the ranks told in the order in
         which the collectives start.
         """
-        for bucket, indices in self._planned(kind, tuple(dtypes), tuple(leaves), tuple(wanted)):
+        leaves = leaves if isinstance(leaves, tuple) else tuple(leaves)
+        for bucket, indices in self._planned(kind, tuple(dtypes), leaves, scatter):
             self.journal.announce(bucket)
             yield bucket, indices
 
@@ -246,14 +235,21 @@ def _planned(
     kind: str,
     dtypes: tuple[torch.dtype, ...],
     leaves: tuple[LeafLayout, ...],
-    wanted: tuple[bool, ...],
+    scatter: bool,
     *,
     axes: Axes,
     limit: int | None,
     gathers: bool,
 ) -> list[tuple[Bucket, list[int]]]:
-    """Which of the wanted tensors travel together, with their indices."""
+    """Which of the tensors that this kind carries travel together, with their indices.
+
+    Args:
+        scatter: whether leaves are split that have a part on every rank of the shard axis; what is
+            not split is summed by an all-reduce.
+    """
     axis = axes.shard
+    split = [scatter and axis.size > 1 and leaf.dim is not None for leaf in leaves]
+    wanted = [not there for there in split] if kind == ALL_REDUCE else split
     if kind == ALL_REDUCE and axis.size == 1:
         # whole leaves are summed over both axes: where one has a single rank, the other carries
         axis = axes.replicate
@@ -309,6 +305,11 @@ def _filled(
         open_[key].append(i)
     # in the order in which leaves opened them: the same on every rank
     yield from open_.values()
+
+
+def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # a call of `to` that has nothing to do costs more than to ask
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _times(buffer: Tensor, factor: float) -> Tensor:

@@ -10,7 +10,8 @@ past it, to the shard: that is the second leaf of the graph, whose gradient arri
 leaf of autograd's graph. Below autograd, an operator that reads it gathers the unit that it belongs
 to. A view of it (`weight.t()`) is lazy again, so what autograd and checkpoints save for backward
 holds no memory either: backward gathers when it reads. A full parameter may therefore be freed at
-any time; that costs another gather, never a value.
+any time; that costs another gather, never a value. Only the views that autograd's own nodes make in
+backward are plain: the next line of their formula reads them, and nobody keeps them.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 from fzero.eager.memoryless import Memoryless
 from fzero.eager.owned import grad_of_owned, refuse_accumulate_hook
 from fzero.errors import FzeroError
+from fzero.functional.tasks import runs_own_node
 from fzero.layout import LeafLayout
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]  # sizes, strides and offset
@@ -217,6 +219,8 @@ class LazyParameter(Memoryless):
         # a view of what is gathered would keep that alive; operators of higher order have no such
         # attributes
         if getattr(func, "is_view", False) and isinstance(args[0], LazyParameter):
+            if runs_own_node():  # which reads the view at once and keeps nothing of it
+                return func(_placed(args[0]), *args[1:], **(kwargs or {}))
             return _view(args[0], func, args[1:], kwargs)
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:

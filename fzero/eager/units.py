@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fzero.distributed.transport import Handle, Transport
 from fzero.eager.lazy import outside_inference
-from fzero.layout import LeafLayout
+from fzero.layout import LeafLayout, Together
 
 
 class Order:
@@ -77,6 +77,7 @@ class Units:
     ) -> None:
         self.leaves, self.plan, self.shards = leaves, plan, shards
         self.transport, self.device, self.keep, self.prefetch = transport, device, keep, prefetch
+        self._together = [Together(leaves[i] for i in indices) for indices in plan]
         self.unit_of = {index: unit for unit, indices in enumerate(plan) for index in indices}
         self.here: dict[int, Tensor] = {}
         self.handles: dict[int, Handle] = {}
@@ -190,10 +191,8 @@ class Units:
                 self.handles[ahead] = self._launch(ahead)
 
     def _launch(self, unit: int) -> Handle:
-        indices = self.plan[unit]
-        return self.transport.gather(
-            [self.shards[i] for i in indices], [self.leaves[i] for i in indices]
-        )
+        shards = [self.shards[i] for i in self.plan[unit]]
+        return self.transport.gather(shards, self._together[unit])
 
 
 def _is_around(outer: str, inner: str) -> bool:

@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from fzero.engine.phases import transition
 from fzero.engine.writes import Writes
 from fzero.functional.slots import ParameterSlots
 from fzero.functional.tasks import current_task
+from fzero.layout import LeafLayout
 
 
 class Driver:
@@ -80,6 +81,8 @@ class Driver:
         self._came = False  # whether a backward has come to something of this engine
         # of an unsynced task, leaves that have their gradients; None: each arrival is an event
         self._deferred: list[int] | None = None
+        # of a synced one, those that were taken untold: see `phases.untold`
+        self._quiet, self._awaited, self._taken = -1, 0, 0
         self._correction = Correction(cfg.accum_steps, self.stepper)
         # of the running task: whether other ranks take part; a node that it runs through
         self._entered = False
@@ -165,14 +168,13 @@ class Driver:
         wishes.agree(plan)
         leaves = wishes.now()
         self.stepper.train(leaves)
-        self.reducer.leaves = leaves
-        self._group()
+        self._group(leaves)
 
-    def _group(self) -> None:
-        """Reduce what is trained, in the order in which it is likely to come."""
-        leaves, alone = self.reducer.leaves, self.stepper.plan.axes.world == 1
+    def _group(self, leaves: Sequence[LeafLayout]) -> None:
+        """Reduce what is trained of these, in the order in which it is likely to come."""
+        alone = self.stepper.plan.axes.world == 1
         grouping = plan_order(self._grouping, leaves, self._order, self.cfg, alone=alone)
-        self.reducer.buckets = grouping.buckets
+        self.reducer.group(leaves, grouping.buckets)
         self.rules = self.rules._replace(buckets=grouping.masks if self.rules.reduces else ())
 
     def _end(self) -> None:
@@ -323,9 +325,10 @@ class Driver:
         Raises:
             BackwardError: it was out of order; nothing has changed.
         """
+        self._tell_taken()
         busy, self._busy = self._busy, True
         before = self.state
-        self.state, actions = transition(self.rules, before, event)
+        actions = self._move(event)
         self._busy = busy
         try:
             for action in actions:
@@ -336,9 +339,20 @@ class Driver:
             untouched = isinstance(event, events.StepCalled) and self.reducer.present
             if isinstance(event, events.TaskEnded) or untouched:
                 self.state = before
+                self._quiet, self._awaited = phases.untold(self.rules, before)
             raise
         if self._gone and not busy:
             self._tell_gone()
+
+    def _move(self, event: events.Event) -> Sequence[events.Action]:
+        self.state, actions = transition(self.rules, self.state, event)
+        self._quiet, self._awaited = phases.untold(self.rules, self.state)
+        return actions
+
+    def _tell_taken(self) -> None:
+        if self._taken:
+            event, self._taken = events.GradientsTaken(self._taken, self._quiet), 0
+            self.on(event)
 
     def _do(self, action: events.Action) -> None:
         reducer = self.reducer
@@ -393,6 +407,7 @@ class Driver:
 
         # autograd's hold of a hook is hidden from the collector
         driver: weakref.ref[Any] = weakref.ref(self)
+        bit = 1 << index
 
         def take(param: Tensor) -> None:
             self: Driver | None = driver()
@@ -409,10 +424,19 @@ class Driver:
                 return
             set_raw_grad(param, None)
             grad, self._came = own(grad), True
-            event = events.GradientReady(index, current_task())
-            # what `on` does, without its calls: this runs once a parameter
+            number = current_task()
+            if number == self._quiet and not self._taken & bit:  # this runs once a parameter
+                if self._correction.factor is not None:
+                    self._correction.apply([grad])
+                self.reducer.take(index, grad)
+                self._taken |= bit
+                self._awaited &= ~bit
+                if not self._awaited:
+                    self._tell_taken()
+                return
+            self._tell_taken()
             self._busy = True
-            self.state, actions = transition(self.rules, self.state, event)
+            actions = self._move(events.GradientReady(index, number))
             self._busy = False
             for action in actions:
                 kind = type(action)
@@ -487,7 +511,7 @@ class Driver:
         )
         order = dict.fromkeys([*map(int, said.split()), *reversed(self._registered)])
         self._order = list(order)
-        self._group()
+        self._group(reducer.leaves)
         (counts,) = reducer.anywhere(inside)
         self.rules = self.rules._replace(counts=counts)
 

@@ -58,6 +58,16 @@ class GradientReady(NamedTuple):
     task: int
 
 
+class GradientsTaken(NamedTuple):
+    """More leaves have got gradients of the running task, which has taken them: `phases.untold`.
+
+    `leaves` is their bit mask.
+    """
+
+    leaves: int
+    task: int
+
+
 class LeafReached(NamedTuple):
     """A graph task has come to a leaf and has no gradient for it."""
 
@@ -183,6 +193,7 @@ Event = (
     | OutputReached
     | ScaleApplied
     | GradientReady
+    | GradientsTaken
     | LeafReached
     | GradientsReady
     | TaskEnded

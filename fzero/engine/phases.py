@@ -43,6 +43,7 @@ from fzero.engine.events import (
     ForwardStarted,
     GradientReady,
     GradientsReady,
+    GradientsTaken,
     GradientsZeroed,
     Launch,
     LeafReached,
@@ -99,6 +100,29 @@ def is_boundary(rules: Rules, state: BackwardState) -> bool:
     """
     # `fresh` stands for the micro-batch of now, which no backward has reached yet
     return len(state.reached) + state.fresh >= rules.accum_steps
+
+
+def untold(rules: Rules, state: BackwardState) -> tuple[int, int]:
+    """Which gradients are to be taken without a word, until there is something to do.
+
+    Returns:
+        A graph task, of which gradients can be taken; -1 is none. And a bit mask: when the last of
+        these leaves has come, or one for the second time, all that came are to be told at once.
+
+    Examples:
+        >>> rules = Rules(buckets=(0b11, 0b100))
+        >>> state, _ = transition(rules, BackwardState(), GradientReady(1, task=7))
+        >>> untold(rules, state)
+        (7, 1)
+        >>> transition(rules, state, GradientsTaken(0b101, task=7))[1]
+        (Launch(bucket=0), Launch(bucket=1))
+    """
+    task = state.task
+    if task is None or not task.synced or state.is_local or (rules.scaled and not task.scaled):
+        return -1, 0
+    if task.launched == len(rules.buckets):
+        return task.number, -1  # every bit there is: nothing is left to do before the task ends
+    return task.number, rules.buckets[task.launched] & ~task.complete
 
 
 # --- forward -------------------------------------------------------------------------------------
@@ -203,17 +227,34 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
             "loss scale every backward needs it: call engine.backward(loss), or "
             "engine.scale(loss).backward(). No gradient was changed."
         )
-    seen = count(task.seen, bit)
+    return _counted(rules, state, task, event.task, bit, (*actions, Take(event.leaf)))
+
+
+def _gradients_taken(rules: Rules, state: BackwardState, event: GradientsTaken) -> Result:
+    assert state.task is not None, "told before the first one"
+    return _counted(rules, state, state.task, event.task, event.leaves, ())
+
+
+def _counted(
+    rules: Rules,
+    state: BackwardState,
+    task: Task,
+    number: int,
+    bits: int,
+    actions: tuple[Action, ...],
+) -> Result:
+    """The running task has one more gradient of each of these leaves, from graph task `number`."""
+    seen = count(task.seen, bits)
     complete, inside = task.complete, task.inside
     # a nested task may come again for this leaf, and may yet come if it did the last time
-    if event.task == task.number:
-        complete |= bit & ~rarer(seen, state.last)
+    if number == task.number:
+        complete |= bits & ~rarer(seen, state.last)
     else:
         inside = True
         if rules.counts:
-            complete |= bit & as_often(seen, state.last)
-    actions, launched, sent, buckets = (*actions, Take(event.leaf)), task.launched, task.sent, ()
-    extra = task.extra | bit & sent
+            complete |= bits & as_often(seen, state.last)
+    launched, sent, buckets = task.launched, task.sent, ()
+    extra = task.extra | bits & sent
     if task.synced:
         buckets = rules.buckets
     # in their order only: a bucket that is complete waits for those before it, as on other ranks
@@ -384,6 +425,7 @@ _HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {
     OutputReached: _output_reached,
     ScaleApplied: _scale_applied,
     GradientReady: _gradient_ready,
+    GradientsTaken: _gradients_taken,
     LeafReached: _leaf_reached,
     GradientsReady: _gradients_ready,
     TaskEnded: _task_ended,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fzero.distributed.transport import Handle, Transport
 from fzero.errors import FzeroError
-from fzero.layout import LeafLayout
+from fzero.layout import LeafLayout, Together
 
 # Reductions that are under way at once: each holds its bucket twice.
 _UNDER_WAY = 1
@@ -61,7 +61,8 @@ class Reducer:
         accumulates: bool,
         on_sent: Callable[[Sequence[int]], None] = lambda indices: None,
     ) -> None:
-        self.leaves, self.buckets, self.transport = leaves, buckets, transport
+        self.transport = transport
+        self.group(leaves, buckets)
         self.scatter, self.factors, self.device, self.on_sent = scatter, factors, device, on_sent
         self.share = factors[0] * factors[1]  # of the mean, or the sum, in each gradient
         self.accumulates = accumulates
@@ -81,6 +82,11 @@ class Reducer:
         self.reduced: dict[int, Tensor] = {}
         self.arrived: dict[int, None] = {}  # leaves of the running task, in order
         self.present: set[int] = set()  # leaves that have a gradient of this rank
+
+    def group(self, leaves: Sequence[LeafLayout], buckets: Sequence[Sequence[int]]) -> None:
+        """From now on reduce these together, as a constructor's arguments."""
+        self.leaves, self.buckets = leaves, buckets
+        self._together = [Together(leaves[i] for i in indices) for indices in buckets]
 
     def take(self, index: int, grad: Tensor) -> None:
         """A gradient for the running task."""
@@ -113,7 +119,8 @@ class Reducer:
         """Reduce a bucket: what is unreduced and what the task has; zeros where nothing is."""
         indices = self.buckets[bucket]
         self._land(_UNDER_WAY - 1)  # before the next takes memory
-        self.handles.append((indices, self._send(indices, [self._local(i) for i in indices])))
+        handle = self._send(indices, self._together[bucket], [self._local(i) for i in indices])
+        self.handles.append((indices, handle))
         self.on_sent(indices)  # its full parameters may be freed
 
     def commit(self) -> None:
@@ -246,7 +253,7 @@ class Reducer:
         total = self.reduced.get(index)
         if total is None:
             total = self.zeros(index, full=not self.scatter)
-        return total + self._send([index], [self.local(index)]).wait()[0] if unreduced else total
+        return total + self._alone(index).wait()[0] if unreduced else total
 
     def local(self, index: int) -> Tensor:
         """A copy of what is unreduced of a leaf: full, and this rank's own."""
@@ -271,11 +278,17 @@ class Reducer:
             grad = brought if grad is None else grad.add_(brought)
         return grad
 
-    def _send(self, indices: Sequence[int], grads: list[Tensor]) -> Handle:
+    def _alone(self, index: int) -> Handle:
+        return self._send([index], (self.leaves[index],), [self.local(index)])
+
+    def _send(
+        self, indices: Sequence[int], leaves: Sequence[LeafLayout], grads: list[Tensor]
+    ) -> Handle:
         before, after = self.factors
-        leaves = [self.leaves[i] for i in indices]
         # the same on every rank, whoever has got what
-        grads = [grad.to(self.travels[i]) for i, grad in zip(indices, grads, strict=True)]
+        for at, index in enumerate(indices):
+            if grads[at].dtype != self.travels[index]:
+                grads[at] = grads[at].to(self.travels[index])
         return self.transport.reduce(
             grads, leaves, scatter=self.scatter, before=before, after=after
         )

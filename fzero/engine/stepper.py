@@ -101,12 +101,10 @@ class Stepper:
             refuse_nonfinite(loss, grads, plan, int(state.step))
         trained, _ = plan.sharding.layout.divide(self.locals)
         if now.half is None:
-            now.half = UpdateProgram(plan, local, reduced=self.reduced)
-        if not now.half.hold():
-            size = int(cfg.bucket_mb * 2**20)
-            now.half.trace(trained, local, grads, loss, [], bucket_bytes=size)
+            now.half = UpdateProgram(plan, reduced=self.reduced)
+        size = int(cfg.bucket_mb * 2**20)
         lr = rate_of(plan.opt, state.inner)  # before the update writes over the state
-        updated = now.half(trained, local, grads, loss, [])
+        updated = now.half.in_buckets(size, trained, local, grads, loss, [])
         self.buffers.agree()
         # the update wants some loss; of one that nobody named nothing can be told
         loss = updated.loss if losses else torch.full_like(updated.loss, torch.nan)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.errors import TraceError
 from fzero.functional.library import is_library
 from fzero.functional.outside import is_generator
+from fzero.numerics.thread_generator import thread_generator
 
 T = TypeVar("T")
 
@@ -276,7 +277,10 @@ _HOST_READS = frozenset(
 
 def refuse_generator(generator: Any) -> None:
     """Raise a TraceError if the user made this generator."""
-    if is_generator(generator) and generator is not torch.default_generator:
+    if is_generator(generator) and generator not in (
+        thread_generator(),
+        torch._C.default_generator,
+    ):
         raise TraceError(
             f"a torch.Generator was passed to a random function{users_line()}. Its state goes on "
             "from call to call, and a step is a pure function: the same inputs give the same "

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 Part = tuple[Any, str, Callable[[Any], Any]]
+ABSENT = object()
 
 
 class Patch:
@@ -14,7 +15,8 @@ class Patch:
     replacement must ask for itself whether the thread that calls it is concerned.
 
     Args:
-        parts: (owner, name, replacement of the original). A name that its owner lacks is left out.
+        parts: (owner, name, replacement of the original). A name that its owner lacks is left out;
+            one whose replacement is `ABSENT` is taken away.
 
     Examples:
         >>> import math
@@ -39,7 +41,8 @@ class Patch:
                     if name in vars(owner):  # as it stands there: a classmethod stays one
                         original = vars(owner)[name]
                         self.originals.append((owner, name, original))
-                        setattr(owner, name, replace(original))
+                        new = replace(original)
+                        delattr(owner, name) if new is ABSENT else setattr(owner, name, new)
 
     def __exit__(self, *_: object) -> None:
         with self.lock:

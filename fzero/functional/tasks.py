@@ -1,6 +1,8 @@
 """Which backward is running: autograd calls it a graph task."""
 
 import functools
+import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,27 @@ def current_task() -> int:
         (-1, 2, False)
     """
     return torch._C._current_graph_task_id()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# What calls autograd's engine. Private in torch, without alternative; where it has another name,
+# no node is known to be autograd's own.
+_run: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_RUN = getattr(_run, "__code__", None)
+
+
+def runs_own_node() -> bool:
+    """Whether a node of autograd's own called an operator, in a backward that records nothing.
+
+    Such a node is a formula in C++, which keeps nothing of what it computes but the gradients.
+    Hooks and `backward` of a user's Function are no such nodes. To be asked by what the operator
+    called.
+    """
+    if torch.is_grad_enabled() or current_task() == -1:
+        return False
+    try:
+        return sys._getframe(2).f_code is _RUN  # nothing of Python's between the engine and there
+    except ValueError:  # nothing at all, in the thread of a device
+        return _RUN is not None
 
 
 @functools.cache

@@ -73,7 +73,9 @@ def _by_rows(xs: list[Tensor]) -> Tensor:
             continue
         table = flat.as_strided((sum(counts), _ROW), (_ROW, 1))
         rows = _norms_of_rows(table)
-        sums.update(zip(run, rows.split(counts), strict=True))
+        # at world 1 each leaf is a run of its own, and nothing is left to split
+        parts = [rows] if len(run) == 1 else rows.split(counts)
+        sums.update(zip(run, parts, strict=True))
         if more := last.numel() % _ROW:
             flat = flat if last is first else last.view(-1)
             rest[run[-1]] = flat.narrow(0, last.numel() - more, more)
@@ -84,7 +86,8 @@ def _by_rows(xs: list[Tensor]) -> Tensor:
 
 
 def _norms_of_rows(table: Tensor) -> Tensor:
-    if not _GRAIN < len(table) <= _WORTH_WAKING or torch.get_num_threads() == 1:
+    # its shape: `len` of a tensor takes as long as a small norm
+    if not _GRAIN < table.shape[0] <= _WORTH_WAKING or torch.get_num_threads() == 1:
         return torch.linalg.vector_norm(table, dim=1)
     # torch would wake its other threads for this, which takes longer than the sum: on two cores
     # 70 us for 512 rows, and 9 us for each half of them by this thread alone

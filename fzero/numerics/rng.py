@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from fzero.numerics.thread_generator import thread_generator
+
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that random operators on `device` draw from."""
+    """The generator that random operators on `device` draw from in this thread."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
-    return torch.default_generator
+    return thread_generator()
 
 
 def mix(*words: int) -> int:

@@ -149,7 +149,11 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     # by name, since an argument that is written may come by position or by keyword
     given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
     found: list[fx.Node] = []
+    # theirs say more than is so: gradients are written where they are unscaled on the way
+    unscaled = schema.name.startswith("aten::_fused_") and given.get("grad_scale") is None
     for argument in schema.arguments:
+        if unscaled and argument.name == "grads":
+            continue
         if argument.alias_info is not None and argument.alias_info.is_write:
             map_arg(given.get(argument.name), found.append)
     return found

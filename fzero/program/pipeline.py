@@ -17,7 +17,7 @@ from fzero.program.passes.recompute import recompute
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_gather, is_reduction
 from fzero.program.passes.schedule import Early
-from fzero.program.passes.seed import insert_seeds, number_sites
+from fzero.program.passes.seed import draws, insert_seeds, number_sites
 from fzero.program.passes.users import Named, run_passes
 from fzero.program.program import Program
 
@@ -104,6 +104,40 @@ def optimise(
     else:
         done = fitting.under(limit) if thrift is None else fitting.settled(limit, thrift)
     return replace(done, fitting=fitting)
+
+
+def in_place(
+    program: Program,
+    *,
+    bucket_bytes: int,
+    prefetch: int | None,
+    budget: int = 0,
+    exact: bool = False,
+    passes: Named = (),
+) -> Program:
+    """Make a Program fit to run that writes into its inputs, such as an update.
+
+    Its operators stay as they were recorded: in place, and so in their order. Collectives are
+    shared, for what reads and what writes a value is known of all of them.
+
+    Args:
+        bucket_bytes, prefetch, exact, passes: as for `optimise`.
+        budget: bytes that the peak may reach in any case.
+
+    Raises:
+        TraceError: a user's pass is wrong.
+    """
+    if draws(program):
+        program = number_sites(program)
+    program = share_collectives(
+        run_passes(program, passes, late=False),
+        bucket_bytes=bucket_bytes,
+        prefetch=prefetch,
+        slack=0.0 if budget else 0.1,
+        budget=budget,
+        exact=exact,
+    )
+    return run_passes(insert_seeds(program), passes, late=True)
 
 
 def _laid(program: Program) -> Program:

@@ -56,14 +56,14 @@ class Eager:
 
     collectives = "those of the eager executor"
 
-    def __init__(self, model_fn: ModelFn, plan: Plan, local: LocalState) -> None:
+    def __init__(self, model_fn: ModelFn, plan: Plan) -> None:
         check_checkpoints("eager")
         check_tasks()
         self.model_fn = model_fn
         self.plan = plan
         self.limit = int(plan.cfg.bucket_mb * 2**20)
         self.choice = Choice(self.limit, update=self.limit)
-        self.update_program = UpdateProgram(plan, local, reduced=True)
+        self.update_program = UpdateProgram(plan, reduced=True)
         # below stage 3 leaves are reduced in a fixed order, whatever the model function does
         self.journal = Journal(plan.mesh, EAGER, active=plan.cfg.stage == 3, limit=plan.cfg.timeout)
         self.transport = Transport(plan.mesh, plan.axes, self.journal, limit=self.limit)
@@ -135,10 +135,7 @@ class Eager:
     ) -> Updated:
         """Overwrite `trained` and what `local` has of masters and optimizer state."""
         self.journal.leave("update after micro-batch")
-        half = self.update_program
-        if not half.hold():
-            half.trace(trained, local, grads, loss, state, bucket_bytes=self.limit)
-        return half(trained, local, grads, loss, state)
+        return self.update_program.in_buckets(self.limit, trained, local, grads, loss, state)
 
     def _one(
         self, leaves: Sequence[Tensor], state: Sequence[Tensor], batch: PyTree, local: LocalState

@@ -24,13 +24,14 @@ from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.step.alternatives import alternatives
 from fzero.step.eager import Eager
-from fzero.step.gradients import ModelFn
+from fzero.step.gradients import ModelFn, reduces_once
 from fzero.step.saved import SavedPrograms, save_programs
 from fzero.step.traced import Traced, signature_for
+from fzero.step.update_program import UpdateProgram
 from fzero.transforms.agreement import Agreement, Mine
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import ONE_AT_A_TIME, warn_of_recordings
-from fzero.transforms.recorded import MAX_RECORDINGS, Recorded, Recordings
+from fzero.transforms.recorded import MAX_RECORDINGS, Recordings
 from fzero.tree import PyTree
 
 Executor = Traced | Eager
@@ -48,6 +49,7 @@ class Executors:
         self.model_fn, self.cfg = model_fn, cfg
         self._traced: Recordings[Traced] = Recordings()
         self._eager: dict[Any, Eager] = {}
+        self._update: UpdateProgram | None = None  # of batches of all shapes: it sees none
         self._warned = False
         self._agreement = Agreement("step function", cfg.timeout)
         self.saved: SavedPrograms | None = None
@@ -75,7 +77,7 @@ class Executors:
         self._agreement.clear()
 
     def _drop(self) -> None:
-        self._traced, self._eager = Recordings(), {}
+        self._traced, self._eager, self._update = Recordings(), {}, None
 
     def settle(self, choice: Choice) -> None:
         """Take buckets that were found elsewhere."""
@@ -100,7 +102,7 @@ class Executors:
         """
         if self.cfg.executor == "eager":  # one for all shapes
             if local.state_spec not in self._eager:
-                self._eager[local.state_spec] = Eager(self.model_fn, plan, local)
+                self._eager[local.state_spec] = Eager(self.model_fn, plan)
             return self._eager[local.state_spec]
         batch, frame = take_apart(micro)
         frame = frame.of_inputs(batch)
@@ -114,6 +116,8 @@ class Executors:
             # where only the optimizer's reads have changed, the half of the gradients still holds
             like = next((one for one in known if one.notes.hold()), None)
             dynamic = self._traced.dynamic(key, self.cfg)
+            if self._update is None:
+                self._update = UpdateProgram(plan, reduced=not reduces_once(self.cfg))
             with ONE_AT_A_TIME:
                 traced = self._resumed(key, plan, leaves, local, batch, frame)
                 if traced is not None:
@@ -136,10 +140,11 @@ class Executors:
         if self.saved is None:
             return None
         settled = self._agreement.choice
+        assert self._update is not None
         make = partial(Traced, self.model_fn, plan, leaves, local, batch, frame, settled)
         signature = signature_for(plan, local, frame)
         with collector_paused():
-            return self.saved.find(key, make, self.model_fn, plan, signature, settled)
+            return self.saved.find(key, make, self.model_fn, self._update, signature, settled)
 
     def _record(
         self,
@@ -162,8 +167,8 @@ class Executors:
                 frame,
                 settled,
                 like,
+                self._update,
                 dynamic=dynamic,
-                other=self._update_of_others(settled),
             )
         except NothingFits as error:
             if settled is not None and settled.thrift is not None:
@@ -179,13 +184,6 @@ class Executors:
 
         ways_on = alternatives(peak, plan, leaves, local, batch, frame)
         raise NothingFits(refusal.program, refusal.limit, ways_on) from None
-
-    def _update_of_others(self, settled: Choice | None) -> Recorded | None:
-        """The newest update that was recorded with these buckets, whatever the batch was."""
-        if settled is None or self.cfg.limit is not None:  # what a batch leaves free decides more
-            return None
-        known = [one for _, one in self._traced if one.choice.update == settled.update]
-        return known[-1].update_program.recorded if known else None
 
     def agreed(
         self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree

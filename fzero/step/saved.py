@@ -26,9 +26,11 @@ from fzero.program.file import read, write
 from fzero.state.plan import Plan
 from fzero.step.gradients import Signature
 from fzero.step.traced import GradientHalf, Traced
+from fzero.step.update_program import UpdateProgram
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.recorded import Recorded
 from fzero.transforms.saved_notes import Gone, Resumed, Saved, source_of
+from fzero.transforms.staging import TracedFunction
 
 Json = Any
 
@@ -47,12 +49,12 @@ def save_programs(path: Path, plan: Plan, every: Sequence[tuple[Any, Traced]]) -
     tensors: dict[str, Tensor] = {}
     entries = []
     for key, traced in every:
-        update, aux = traced.update_program.recorded, traced.signature.aux_out
+        update, aux = traced.updating, traced.signature.aux_out
         entries.append(
             {
                 "key": repr(key),
                 "gradients": _half(traced.gradient_fn, tensors),
-                "update": None if update is None else _half(update, tensors),
+                "update": None if update is None else _update(update, tensors),
                 "aux": None if aux is None else _aux_as_data(aux),
                 "choice": traced.choice.encoded(),
             }
@@ -77,7 +79,7 @@ class SavedPrograms:
         key: Any,
         make: Callable[..., Traced],
         model_fn: Any,
-        plan: Plan,
+        update: UpdateProgram,
         signature: Signature,
         settled: Choice | None,
     ) -> Traced | None:
@@ -85,11 +87,12 @@ class SavedPrograms:
 
         Args:
             key: the kind of batch.
-            make: `(like, update)` -> a step, of what holds; the rest of it is recorded.
-            model_fn, plan: that it is of.
+            make: `(like, saved)` -> a step, of what holds; the rest of it is recorded.
+            model_fn, update: that it is of.
             signature: of its gradients, as far as it is known without recording it.
             settled: buckets that ranks have settled, if they have, and the plan for a limit.
         """
+        plan = update.plan
         if self._read is None or self._read[0] is not plan:
             self._read = (plan, *self._open(plan))
         _, entries, tensors = self._read
@@ -101,7 +104,7 @@ class SavedPrograms:
             if settled is not None and Choice.decoded(entry["choice"]) != settled:
                 continue  # the ranks have others: not a change that anybody made
             try:
-                traced, changed = _resumed(entry, tensors, make, model_fn, plan, signature)
+                traced, changed = _resumed(entry, tensors, make, model_fn, update, signature)
             except Gone as gone:
                 reasons += gone.differences
             except _DAMAGE as error:
@@ -244,26 +247,34 @@ def _half(recorded: Recorded, tensors: dict[str, Tensor]) -> Json:
     return {"program": program.encoded(constant), "notes": saved.data, "params": params}
 
 
+def _update(traced: TracedFunction, tensors: dict[str, Tensor]) -> Json:
+    """The update, and the form of what it returns."""
+    assert traced.result is not None
+    return {**_half(traced.recorded, tensors), "result": _aux_as_data(traced.result)}
+
+
 def _resumed(
     entry: Json,
     tensors: Mapping[str, Tensor],
     make: Callable[..., Traced],
     model_fn: Any,
-    plan: Plan,
+    update: UpdateProgram,
     signature: Signature,
 ) -> tuple[Traced, list[str]]:
     """The step, and what has changed of its update alone, which is recorded then."""
+    plan = update.plan
     gradient_fn = _recorded(entry["gradients"], {"model_fn": model_fn}, tensors, plan)
     signature.state_out = signature.state
     signature.aux_out = None if entry["aux"] is None else _aux_of_data(entry["aux"])
-    update, changed = None, []
+    saved, changed = None, []
     if entry["update"] is not None:
         try:
-            update = _recorded(entry["update"], {"the optimizer": plan.opt}, tensors, plan)
+            recorded = _recorded(entry["update"], update.fn.reads, tensors, plan)
+            saved = (recorded, _aux_of_data(entry["update"]["result"]))
         except Gone as gone:
             changed = gone.differences
     half = GradientHalf(signature, gradient_fn)
-    return make(like=half, update=update), changed
+    return make(like=half, update=update, saved=saved), changed
 
 
 def _recorded(
@@ -337,5 +348,5 @@ def _file_of(mesh: Mesh) -> str:
 
 
 _PLACE: Any = object()
-_FORMAT = 4
+_FORMAT = 5
 _DAMAGE = (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError)

@@ -1,7 +1,8 @@
 """One step, staged out for one shape of batch: its Programs, compiled, and how they are run."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from fzero.program import Program
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS
 from fzero.program.choice import Choice
 from fzero.program.dynamic import InputDim
-from fzero.program.fitting import NothingFits
+from fzero.program.fitting import RESERVE, NothingFits
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
@@ -23,7 +24,6 @@ from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, stacked, take_apart
 from fzero.transforms.notes import Notes
 from fzero.transforms.recorded import Recorded, check_inputs
-from fzero.transforms.saved_notes import Gone
 from fzero.tree import PyTree
 
 
@@ -50,8 +50,8 @@ class Traced:
     Args:
         like: one for the same shapes, whose gradients' half can be shared if its notes hold.
         choice: of buckets, settled by all ranks; None: this rank's own.
-        update: of another process, if it is not to be recorded.
-        other: of an update beside another batch, which is shared if it is the same.
+        update: of this plan, which steps of other batches have as well; None: one of its own.
+        saved: an update of another process, if it is not to be recorded.
         dynamic: dims of leaves of the batch, (leaf, dim), whose sizes may be others at other steps,
             if that can be had.
 
@@ -69,9 +69,9 @@ class Traced:
         batch_spec: Frame,
         choice: Choice | None = None,
         like: "Traced | GradientHalf | None" = None,
-        update: Recorded | None = None,
+        update: UpdateProgram | None = None,
+        saved: tuple[Recorded, Frame] | None = None,
         dynamic: Iterable[InputDim] = (),
-        other: Recorded | None = None,
     ) -> None:
         self.plan = plan
         self._fed_from = len(leaves) + len(local.state)
@@ -110,58 +110,41 @@ class Traced:
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
         self.shared = shared_outputs(gradients)[: len(plan.trained)]
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
-        self.update_program = UpdateProgram(plan, local, reduced=not reduces_once(cfg))
-        # an optimizer that knows nothing of shards runs as it is, and is not recorded
-        if not plan.opt.foreign:
-            grads, loss, state, _ = self.signature.results(fakes)
-            given: list[Held] = []
-            if not cfg.donate:
-                pairs = zip(trained, plan.names[0], strict=True)
-                given = [Held(x.nbytes, PARAMETERS, name) for x, name in pairs]
-                given += held_rows(plan, local)
-            resident = [
-                Held(cfg.accum_steps * fed, BATCH, "batch"),
-                *(
-                    Held(x.nbytes, PARAMETERS, name)
-                    for x, name in zip(frozen, plan.names[1], strict=True)
-                ),
-                *given,
-            ]
-            inputs = (trained, local, grads, loss, state)
-            if update is not None:
-                self.update_program.resume(update, *inputs)
-            elif other is None or not self._shares(other, inputs, resident):
-                self.update_program.trace(
-                    *inputs,
-                    budget=gradients.peak_bytes(),
-                    resident=resident,
-                    bucket_bytes=choice.update if choice else None,
-                )
+        self.update_program = update or UpdateProgram(plan, reduced=not reduces_once(cfg))
+        grads, loss, state, _ = self.signature.results(fakes)
+        given: list[Held] = []
+        if not cfg.donate:
+            pairs = zip(trained, plan.names[0], strict=True)
+            given = [Held(x.nbytes, PARAMETERS, name) for x, name in pairs]
+            given += held_rows(plan, local)
+        rows = zip(frozen, plan.names[1], strict=True)
+        still = [Held(x.nbytes, PARAMETERS, name) for x, name in rows]
+        self.resident = (Held(cfg.accum_steps * fed, BATCH, "batch"), *still, *given)
+        inputs = (trained, local, grads, loss, state)
+        # up to where the gradients come in any case, memory is free
+        room = gradients.peak_bytes() if cfg.limit is None else cfg.limit - RESERVE
+        self.updating = self.update_program.staged(
+            *inputs,
+            choice=choice and Choice(choice.update),
+            budget=max(room - sum(row.bytes for row in self.resident), 0),
+            saved=saved,
+        )
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
             raise NothingFits(self.program, cfg.limit)
         self.choice = Choice.of(self.program)
         self.collectives = signature_of(self.program, plan.mesh, cfg.named_passes)
 
-    def _shares(self, other: Recorded, inputs: Sequence[Any], resident: Sequence[Held]) -> bool:
-        """Go on with the update of another shape of batch, if it is for gradients like these."""
-        if not other.hold():
-            return False
-        try:
-            self.update_program.resume(other.beside(resident), *inputs)
-        except Gone:
-            return False
-        return True
-
     @property
     def program(self) -> Program:
         """The Program of the gradients, and that of the update after it."""
-        gradients, update = self.gradient_fn.program, self.update_program.recorded
-        if update is None:
-            return gradients
+        if self.updating is None:
+            return self.gradient_fn.program
+        gradients, update = self.gradient_fn.program, self.updating.program
         made = self._whole
         # not for good: inductor notes in a Program's log what it could not compile
-        if made is None or made[0] is not gradients or made[1] is not update.program:
-            made = self._whole = (gradients, update.program, gradients.then(update.program))
+        if made is None or made[0] is not gradients or made[1] is not update:
+            whole = gradients.then(replace(update, resident=self.resident))
+            made = self._whole = (gradients, update, whole)
         return made[2]
 
     @property
@@ -171,7 +154,8 @@ class Traced:
 
     def hold(self) -> bool:
         """Whether all that was read from outside while recording is as it was."""
-        return self.gradient_fn.hold() and self.update_program.hold()
+        update = self.updating
+        return self.gradient_fn.hold() and (update is None or update.hold())
 
     @property
     def is_dynamic(self) -> bool:
@@ -185,7 +169,8 @@ class Traced:
 
     def differences(self) -> list[str]:
         """What is no longer as it was."""
-        return self.notes.differences() or self.update_program.differences()
+        update = self.updating
+        return self.notes.differences() or (update.notes.differences() if update else [])
 
     def gradients(
         self,
@@ -231,7 +216,7 @@ class Traced:
         state: Sequence[Tensor],
     ) -> Updated:
         """Overwrite `trained` and what `local` has of masters and optimizer state."""
-        return self.update_program(trained, local, grads, loss, state)
+        return self.update_program(self.updating, trained, local, grads, loss, state)
 
 
 def _sum_bytes(x: Tensor, leaf: LeafLayout, plan: Plan) -> int:

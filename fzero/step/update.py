@@ -6,18 +6,16 @@ grads ─▶ reduce (if not yet) ─▶ float32 ─▶ unscale ─▶ norm, fini
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero import tree
-from fzero.config import Config
 from fzero.distributed.collectives import all_gather, all_reduce
 from fzero.distributed.dtensor import local_tensor
-from fzero.distributed.mesh import Axes
-from fzero.layout import Layout, LeafLayout
+from fzero.layout import LeafLayout
 from fzero.numerics import loss_scale as scales
 from fzero.numerics.casts import widened
 from fzero.numerics.loss_scale import LossScaleState
@@ -26,8 +24,9 @@ from fzero.numerics.norms import sum_of_squares
 from fzero.numerics.rounding import random_bits, stochastically
 from fzero.optim import tree_norm
 from fzero.optim.base import Optimizer
-from fzero.optim.whole import Leaves, whole_leaves
-from fzero.state import model_state
+from fzero.optim.whole import whole_leaves
+from fzero.state import model_state as states
+from fzero.state.plan import Plan
 from fzero.tree import PyTree
 from fzero.zero import all_sum, scatter
 
@@ -54,98 +53,101 @@ class Updated(NamedTuple):
     inner: tuple[Any, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Update:
-    """The update of one plan, as a function of lists of local tensors.
+def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
+    """The update of a plan, for `jit`: a function of trees that writes into its first three.
+
+    With an optimizer that knows nothing of shards, and is not recorded, it is called as it is.
 
     Args:
-        opt: the optimizer.
-        cfg: the step's.
-        layout: of the params.
-        axes: the mesh.
+        plan: of the step.
         reduced: whether the gradients come summed over the ranks already.
-        treedef: makes the optimizer's tree of the trained leaves: plain shards, or DTensors for an
-            optimizer that knows nothing of shards.
-        inner_spec: structure of the optimizer's state.
-        whole: the whole leaves, for functions of users that the optimizer calls.
-        bucket_bytes: most bytes of params that are gathered at once, at stages 1 and 2.
-        device_type: of the mesh, whose collectives move what is there.
     """
+    opt, cfg, shards = plan.opt, plan.cfg, Shards(plan)  # `opt` by itself: what it reads is noted
 
-    opt: Optimizer
-    cfg: Config
-    layout: Layout
-    axes: Axes
-    reduced: bool
-    treedef: Callable[[Sequence[Tensor]], PyTree]
-    inner_spec: tree.Spec
-    whole: Leaves
-    bucket_bytes: int
-    device_type: str = "cpu"
-
-    def __call__(
-        self,
+    @torch.no_grad()
+    def update(
         params: Sequence[Tensor],
-        masters: Sequence[Tensor],
-        inner: Sequence[Any],
-        grads: Sequence[Tensor],
+        master: Sequence[Tensor],
+        inner: PyTree,
+        grad: Sequence[Tensor],
         loss: Tensor,
-        state: Sequence[Tensor],
+        model_state: Sequence[Tensor],
         loss_scale: LossScaleState | None,
-        before: Sequence[Tensor] = (),
-        step: Tensor | None = None,
-    ) -> Updated:
-        """Overwrite `params`, `masters` and `inner`.
+        model_state_before: Sequence[Tensor],
+        step: Tensor | None,
+    ) -> dict[str, Any]:
+        """Overwrite `params`, `master` and `inner`; the rest of `Updated` is returned.
 
         Args:
             params: the trained leaves as they live between steps: shards at stage 3, else full.
-            masters: what the optimizer updates instead, if the config keeps any.
+            master: what the optimizer updates instead, if the config keeps any.
             inner: the optimizer's state.
-            grads: the sum over this rank's micro-batches, each scaled to make the mean of all; or
+            grad: the sum over this rank's micro-batches, each scaled to make the mean of all; or
                 that sum over all ranks, if `reduced`.
             loss: 0-d, this rank's share of the mean.
-            state: the model state that the last micro-batch left.
+            model_state: leaves, as the last micro-batch left them.
             loss_scale: the scale that is on the gradients, or None.
-            before: the model state before the step, for a config that may skip one.
+            model_state_before: before the step, for a config that may skip one.
             step: 0-d int64, for a config that rounds stochastically.
         """
-        if not self.reduced:
-            reduce = all_sum if self.cfg.stage == 0 else scatter
-            grads = reduce(grads, self.layout, self.axes)
-        grads = [widened(grad) for grad in grads]  # float16 has no room below the scale
+        grads = grad if reduced else shards.summed(grad)
+        grads = [widened(x) for x in grads]  # float16 has no room below the scale
         if loss_scale is not None:
-            assert self.cfg.scaling is not None
+            assert cfg.scaling is not None
             grads = _times(grads, loss_scale.scale.to(_widest(grads)).reciprocal())
-            if self.cfg.scaling.external:
+            if cfg.scaling.external:
                 loss = loss / loss_scale.scale
-        loss, exact = self._statistics(loss, grads)
+        loss, exact = shards.statistics(loss, grads)
         norm = exact.to(_widest(grads))
         # one bad element makes the norm bad: gradients need no pass of their own
         nonfinite = ~(torch.isfinite(norm) & torch.isfinite(loss))
-        if self.cfg.clip_norm is not None:
+        if cfg.clip_norm is not None:
             # the same small term as in torch.nn.utils.clip_grad_norm_
-            factor = (self.cfg.clip_norm / (exact + 1e-6)).clamp(max=1.0)
+            factor = (cfg.clip_norm / (exact + 1e-6)).clamp(max=1.0)
             grads = _times(grads, factor.to(norm.dtype))  # rounded once, as ZeRO-3's
-        targets = list(masters) if masters else self._shards(params)
-        skips = self.cfg.nonfinite_policy == "skip"
-        inner = list(inner)
-        numbers = not all(isinstance(x, Tensor) for x in inner)
-        apply = self._apply_unless if skips else self._apply
-        apply(nonfinite, grads, inner, targets, step)
-        if masters or self.cfg.stage in (1, 2):
-            self._publish(targets, params)
-        joined = [self._one_for_all_ranks(x, i) for i, x in enumerate(state)]
-        if skips:
-            pairs = zip(joined, before, strict=True)
+        targets = master or shards.parts(params)
+        # masters may be in host memory, and are updated there
+        grads = [g.to(x.device) for g, x in zip(grads, targets, strict=True)]
+        skip = nonfinite if cfg.nonfinite_policy == "skip" else None
+        numbers = shards.apply(opt, grads, inner, targets, step, skip)
+        if master or cfg.stage in (1, 2):
+            shards.publish(targets, params)
+        joined = [shards.one_for_all_ranks(x, i) for i, x in enumerate(model_state)]
+        if skip is not None:
+            pairs = zip(joined, model_state_before, strict=True)
             joined = [torch.where(nonfinite, old, new) for new, old in pairs]
         if loss_scale is not None:
-            assert self.cfg.scaling is not None
-            loss_scale = scales.update(loss_scale, ~nonfinite, self.cfg.scaling)
-        return Updated(
-            loss, norm, nonfinite, tuple(joined), loss_scale, tuple(inner) if numbers else None
-        )
+            assert cfg.scaling is not None
+            loss_scale = scales.update(loss_scale, ~nonfinite, cfg.scaling)
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "nonfinite": nonfinite,
+            "model_state": joined,
+            "loss_scale": None if loss_scale is None else tuple(loss_scale),
+            "inner": numbers,
+        }
 
-    def _statistics(self, loss: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return update
+
+
+class Shards:
+    """What an update does with this rank's parts of all leaves, and with other ranks.
+
+    Args:
+        plan: of the step.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.cfg, self.axes = plan, plan.cfg, plan.axes
+        self.layout = plan.sharding.layout
+
+    def summed(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Gradients of this rank, summed over all: its parts, or at stage 0 whole ones."""
+        reduce = all_sum if self.cfg.stage == 0 else scatter
+        return reduce(grads, self.layout, self.axes)
+
+    def statistics(self, loss: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Loss over all ranks, and the norm of the whole gradient in double: one small all-reduce
         an axis.
         """
@@ -183,7 +185,7 @@ class Update:
         rest = tree_norm(list(whole), p).double()
         return tree_norm([stats[1:], rest.to(stats.device)], p)
 
-    def _shards(self, params: Sequence[Tensor]) -> list[Tensor]:
+    def parts(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The parts of `params` that this rank updates; views where the memory allows it."""
         if self.cfg.stage in (0, 3):
             return list(params)
@@ -191,43 +193,65 @@ class Update:
         leaves = self.layout.trained
         return [leaf.split(p, rank).contiguous() for p, leaf in zip(params, leaves, strict=True)]
 
-    def _apply(
+    def apply(
         self,
-        nonfinite: Tensor,
+        opt: Optimizer,
         grads: Sequence[Tensor],
-        inner: list[Any],
-        targets: list[Tensor],
+        inner: PyTree,
+        targets: Sequence[Tensor],
         step: Tensor | None,
-    ) -> None:
-        """One step of the optimizer, in float32 where masters of 16 bits need it."""
-        del nonfinite
-        assert self.opt.apply_ is not None
-        # masters may be in host memory, and are updated there
-        grads = [g.to(x.device) for g, x in zip(grads, targets, strict=True)]
-        wide, given = targets, list(inner)
+        skip: Tensor | None,
+    ) -> list[Any] | None:
+        """One step of the optimizer; taken back where `skip` is true, which no host has to read.
+
+        Returns:
+            Leaves of its state, if some are numbers; what are tensors was overwritten.
+        """
+        if skip is None:
+            return self._applied(opt, grads, inner, targets, step)
+        if opt.foreign:  # it runs eagerly and may keep numbers: here the host does
+            return None if bool(skip) else self._applied(opt, grads, inner, targets, step)
+        overwritten = [*tree.leaves(inner), *targets]
+        before = [x.clone() for x in overwritten]
+        found = self._applied(opt, grads, inner, targets, step)
+        for now, old in zip(overwritten, before, strict=True):
+            now.copy_(torch.where(skip.to(now.device), old, now))
+        return found
+
+    def _applied(
+        self,
+        opt: Optimizer,
+        grads: Sequence[Tensor],
+        inner: PyTree,
+        targets: Sequence[Tensor],
+        step: Tensor | None,
+    ) -> list[Any] | None:
+        """In float32 where masters of 16 bits need it."""
+        assert opt.apply_ is not None
+        leaves, spec = tree.flatten(inner)
+        wide, state = list(targets), inner
         if self._widens:
             wide = [widened(x) for x in targets]
-            given = [widened(x) if isinstance(x, Tensor) else x for x in inner]
-        state = tree.unflatten(self.inner_spec, given)
-        with whole_leaves(self.whole), self._noise(grads, wide):
-            new = self.opt.apply_(
-                self.treedef(grads), state, self.treedef(wide), global_norm=self.global_norm
-            )
-        for index, (old, leaf) in enumerate(zip(inner, tree.leaves(new), strict=True)):
-            if not isinstance(old, Tensor):
-                inner[index] = leaf
-            elif leaf is not old:
+            given = [widened(x) if isinstance(x, Tensor) else x for x in leaves]
+            state = tree.unflatten(spec, given)
+        in_tree = self.plan.foreign_tree if opt.foreign else self.plan.trained_tree
+        with whole_leaves(self.plan.whole), self._noise(opt, grads, wide):
+            new = opt.apply_(in_tree(grads), state, in_tree(wide), global_norm=self.global_norm)
+        after = tree.leaves(new)
+        for i, (old, leaf) in enumerate(zip(leaves, after, strict=True)):
+            if isinstance(old, Tensor) and leaf is not old:
                 local_tensor(old).copy_(local_tensor(leaf))
-        leaves = self.layout.trained
-        for old, x, leaf in zip(targets, wide, leaves, strict=True):
+                after[i] = old
+        for old, x, leaf in zip(targets, wide, self.layout.trained, strict=True):
             if x is not old:
                 old.copy_(self._rounded(x, old, leaf, step))
+        return None if all(isinstance(x, Tensor) for x in leaves) else after
 
     def _noise(
-        self, grads: Sequence[Tensor], targets: Sequence[Tensor]
+        self, opt: Optimizer, grads: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> contextlib.AbstractContextManager[Any]:
         """What makes random numbers those of the whole leaf, where leaves are split."""
-        if self.opt.foreign or self.cfg.stage == 0 or self.axes.shard.size == 1:
+        if opt.foreign or self.cfg.stage == 0 or self.axes.shard.size == 1:
             return contextlib.nullcontext()
         leaves = self.layout.trained
         return WholeLeafNoise(leaves, (grads, targets), self.axes.shard.rank)
@@ -245,29 +269,11 @@ class Update:
         rank = self.axes.shard.rank if self.cfg.stage > 0 and leaf.dim is not None else None
         return stochastically(x, random_bits(self.cfg.seed, step, leaf, x, rank))
 
-    def _apply_unless(
-        self,
-        skip: Tensor,
-        grads: Sequence[Tensor],
-        inner: list[Any],
-        targets: list[Tensor],
-        step: Tensor | None,
-    ) -> None:
-        """Apply, and take it back where `skip` is true: no host has to read it."""
-        if self.opt.foreign:  # it runs eagerly and may keep numbers: here the host does
-            if not bool(skip):
-                self._apply(skip, grads, inner, targets, step)
-            return
-        before = [x.clone() for x in (*inner, *targets)]
-        self._apply(skip, grads, inner, targets, step)
-        for now, old in zip((*inner, *targets), before, strict=True):
-            now.copy_(torch.where(skip.to(now.device), old, now))
-
     def global_norm(self, values: PyTree) -> Tensor:
         """The norm over whole leaves of a tree that is like the trained shards."""
         leaves = [local_tensor(x) for x in tree.leaves(values)]
         # a masked tree has some of them
-        by_path = dict(zip(self.whole.by_path, self.layout, strict=True))
+        by_path = dict(zip(self.plan.whole.by_path, self.layout, strict=True))
         layout = [by_path[path] for path in tree.paths(values)]
         split = self.cfg.stage > 0
         parts = [
@@ -275,14 +281,14 @@ class Update:
         ]
         whole = [x for x, leaf in zip(leaves, layout, strict=True) if not split or leaf.dim is None]
         # of masters in host memory, too
-        squares = sum_of_squares(parts).to(self.device_type)
+        squares = sum_of_squares(parts).to(self.plan.mesh.device_type)
         squares = all_reduce(squares, self.axes.shard, "global_norm")
         if leaves:
             squares = squares.to(leaves[0].device)
         total = squares + sum_of_squares(whole).to(squares.device)
         return total.sqrt().to(_widest(leaves))
 
-    def _publish(self, targets: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    def publish(self, targets: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         """Write what was updated into the params: full ones on every rank, a bucket at a time."""
         if not params:
             return
@@ -298,7 +304,7 @@ class Update:
         # as they are kept, not as they are computed with: autocast keeps float32
         leaves = [replace(leaf, compute=None) for leaf in leaves]
         start = 0
-        for stop in _borders(leaves, self.bucket_bytes):
+        for stop in _borders(leaves, int(self.cfg.bucket_mb * 2**20)):
             full = [
                 all_gather(targets[i].to(params[i].dtype), leaves[i], self.axes.shard)
                 for i in range(start, stop)
@@ -306,15 +312,15 @@ class Update:
             torch._foreach_copy_(list(params[start:stop]), full)
             start = stop
 
-    def _one_for_all_ranks(self, x: Tensor, index: int) -> Tensor:
+    def one_for_all_ranks(self, x: Tensor, index: int) -> Tensor:
         """See [Note: one model state] in `fzero.state.model_state`."""
         name, axes = f"model_state {index}", self.axes
         if axes.world == 1:
             return x
         first = axes.shard.rank == axes.replicate.rank == 0
-        part = model_state.columns(x, world=axes.world, first=first)
+        part = states.columns(x, world=axes.world, first=first)
         total = all_reduce(all_reduce(part, axes.shard, name), axes.replicate, name)
-        return model_state.joined(total, x, world=axes.world)
+        return states.joined(total, x, world=axes.world)
 
 
 def _times(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:

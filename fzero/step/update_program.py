@@ -1,14 +1,12 @@
-"""The update, staged out: gradients in, parameters and optimizer state overwritten."""
+"""The update of a step as a function of shards: gradients in, parameters and state overwritten."""
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fzero import tree
+from fzero.config import Config
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import ShardError
 from fzero.numerics.loss_scale import LossScaleState
@@ -24,84 +22,81 @@ from fzero.program.categories import (
     SCALE,
     STATE,
 )
-from fzero.program.fitting import RESERVE
+from fzero.program.choice import Choice
 from fzero.program.graph import Held, output_node, tensors_of
-from fzero.program.passes.seed import draws, insert_seeds, number_sites
-from fzero.program.passes.users import run_passes
-from fzero.program.pipeline import share_collectives
-from fzero.program.trace import trace_program
 from fzero.state.follow import Follower
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
-from fzero.step.update import Update, Updated
-from fzero.transforms.notes import Notes, warn_of_recordings
-from fzero.transforms.recorded import MAX_RECORDINGS, Recorded, Recordings, check_inputs
+from fzero.step.update import Updated, update_of
+from fzero.transforms.function import jit
+from fzero.transforms.parts import on_mesh
+from fzero.transforms.staging import TracedFunction
 
 
 class UpdateProgram:
-    """The update of a plan; once staged out, its Program runs, and `Update` itself before.
+    """The update half of a step: `jit` of `update_of`, to which all it writes into is donated.
+
+    It is staged out ahead of calls, which then hand in flat lists: kinds of arguments do not change
+    from step to step, and ranks have agreed.
 
     Args:
         plan: of the step.
-        local: shows the structure of the optimizer's state.
         reduced: whether gradients come summed over the ranks.
     """
 
-    def __init__(self, plan: Plan, local: LocalState, *, reduced: bool) -> None:
-        self.plan = plan
-        self.reduced = reduced
-        self.step_update = Update(
-            plan.opt,
-            plan.cfg,
-            plan.sharding.layout,
-            plan.axes,
-            reduced=reduced,
-            treedef=plan.foreign_tree if plan.opt.foreign else plan.trained_tree,
-            inner_spec=local.inner_spec,
-            whole=plan.whole,
-            bucket_bytes=int(plan.cfg.bucket_mb * 2**20),
-            device_type=plan.mesh.device_type,
+    def __init__(self, plan: Plan, *, reduced: bool) -> None:
+        self.plan, self.reduced = plan, reduced
+        self._update = update_of(plan, reduced=reduced)
+        given = plan.cfg  # of which this counts: no module runs in an update
+        cfg = Config(
+            executor="inductor" if given.executor == "inductor" else "traced",
+            passes=given.passes,
+            bucket_mb=given.bucket_mb,
+            prefetch=given.prefetch,
+            cuda_graph=given.cuda_graph,
         )
-        self.follow: Follower | None = None
-        self._recorded: Recordings[Recorded] = Recordings()
-        self._count = 0
+        self.fn = jit(self._update, cfg, donate_argnums=_DONATED)
+        self._follow: Follower | None = None
+        self._last: TracedFunction | None = None
 
-    def hold(self) -> bool:
-        """Whether there is a Program for what the optimizer reads from outside; it is used now."""
-        return self.plan.opt.foreign or self._recorded.find(None) is not None
-
-    def differences(self) -> list[str]:
-        """What the optimizer reads and is no longer as it was."""
-        return self.recorded.notes.differences() if self.recorded else []
-
-    @property
-    def recorded(self) -> Recorded | None:
-        """The Program that runs now; None of an optimizer that is not recorded."""
-        return next(iter(self._recorded.of(None)), None)
-
-    def resume(
+    def in_buckets(
         self,
-        recorded: Recorded,
+        size: int,
+        *inputs: Any,
+    ) -> Updated:
+        """An update in buckets of `size` bytes, on which no rank has to agree with others.
+
+        Args:
+            size: bytes.
+            inputs: as of `__call__`.
+        """
+        if self._last is None or not self._last.hold():
+            self._last = self.staged(*inputs, choice=Choice(size))
+        return self(self._last, *inputs)
+
+    def staged(
+        self,
         trained: Sequence[Tensor],
         local: LocalState,
-        grads: Sequence[Tensor],
-        loss: Tensor,
-        state: Sequence[Tensor],
-    ) -> Program:
-        """Go on with what was recorded in another process, or for another shape of batch.
+        *rest: Any,
+        **more: Any,
+    ) -> TracedFunction | None:
+        """What tensors like these are updated by; None of an optimizer that is not recorded.
 
-        Gradients have one shape for all of these, and more of the batch an update does not see.
-
-        Raises:
-            Gone: it was recorded for others.
+        Args:
+            trained, local, rest: as `__call__` will get them.
+            more: settled buckets, or bytes that may be held in any case: see `Function.staged`.
         """
-        groups = self._groups(trained, local, grads, loss, state)
-        check_inputs(recorded.program, [x for group in groups for x in group])
-        self._recorded.add(None, recorded)
-        return recorded.program
+        if self.plan.opt.foreign:
+            return None
+        groups = self._groups(trained, local, *rest)
+        known = self._known(groups, local)
+        with on_mesh(self.plan.mesh):
+            return self.fn.staged(*self._arguments(groups, local), known=known, **more)
 
     def __call__(
         self,
+        staged: TracedFunction | None,
         trained: Sequence[Tensor],
         local: LocalState,
         grads: list[Tensor],
@@ -112,22 +107,24 @@ class UpdateProgram:
 
         Masters start from what was written into the parameters; see [Note: masters follow].
         """
-        if not self.plan.opt.foreign:
+        if staged is not None:
             _refuse_numbers(local)
         if local.masters:
             parts = self.plan.parts(trained)
-            self.follow = self.follow or Follower(local.masters, parts)
-            self.follow(local.masters, parts)
+            self._follow = self._follow or Follower(local.masters, parts)
+            self._follow(local.masters, parts)
         groups = self._groups(trained, local, grads, loss, state)
-        recorded = self.recorded
-        if recorded is None:
-            return self._eagerly(groups)
-        flat = [x for group in groups for x in group]
-        del groups
-        grads.clear()
-        # the same on all ranks: the noise is that of whole leaves
-        key = (self.plan.cfg.seed, int(local.step), _UPDATE) if recorded.seeded else ()
-        return _updated(recorded(flat, lambda: mix(*key)), len(state))
+        if staged is None:
+            found = self._update(*self._arguments(groups, local))
+        else:
+            flat = [x for group in groups for x in group]
+            del groups
+            grads.clear()
+            # the same on all ranks: the noise is that of whole leaves
+            found = staged(flat, lambda: mix(self.plan.cfg.seed, int(local.step), _UPDATE))
+        if (scale := found.pop("loss_scale")) is not None:
+            scale = LossScaleState(*scale)
+        return Updated(**found, loss_scale=scale)
 
     def _groups(
         self,
@@ -137,95 +134,44 @@ class UpdateProgram:
         loss: Tensor,
         state: Sequence[Tensor],
     ) -> list[Sequence[Tensor]]:
-        """All that an update reads, in the order of `Update`'s arguments."""
+        """The tensors of each argument of an update."""
         cfg = self.plan.cfg
         before = local.state if cfg.nonfinite_policy == "skip" else []
         step = [local.step] if cfg.dtypes.stochastic_rounding else []
         own = [trained, local.masters, local.inner]
-        parts = [*own, grads, [loss], state, local.scale, before, step]
-        return [list(part) for part in parts]
+        return [*own, grads, [loss], state, local.scale, before, step]
 
-    def _eagerly(self, groups: Sequence[Sequence[Tensor]]) -> Updated:
-        trained, masters, inner, grads, (loss,), state, scale, before, step = groups
+    def _arguments(self, groups: Sequence[Sequence[Any]], local: LocalState) -> tuple[Any, ...]:
+        """As `update_of` takes them."""
+        trained, masters, inner, grads, (loss,), state, scale, before, step = map(list, groups)
+        own = (trained, masters, tree.unflatten(local.inner_spec, inner), grads)
         scaling = LossScaleState(*scale) if scale else None
-        rest = (before, step[0] if step else None)
-        with torch.no_grad():
-            return self.step_update(trained, masters, inner, grads, loss, state, scaling, *rest)
+        return (*own, loss, state, scaling, before, step[0] if step else None)
 
-    def trace(
-        self,
-        trained: Sequence[Tensor],
-        local: LocalState,
-        grads: Sequence[Tensor],
-        loss: Tensor,
-        state: Sequence[Tensor],
-        *,
-        resident: Sequence[Held] = (),
-        budget: int = 0,
-        bucket_bytes: int | None = None,
-    ) -> Program:
-        """Stage it out for tensors like these, and run the Program from now on.
+    def _known(self, groups: Sequence[Sequence[Any]], local: LocalState) -> dict[str, Any]:
+        """Names and categories of what it reads, and over which ranks it sums gradients."""
+        trained = [leaf.name for leaf in self.plan.trained]
+        numbers = [[*map(str, range(len(group)))] for group in groups]
+        rows = (
+            ("", trained, PARAMETERS),
+            ("master.", trained[: len(local.masters)], MASTERS),
+            ("inner.", names_of_state(local), OPTIMIZER),
+            ("grad.", trained, GRADIENTS),
+            ("loss", [""], RESULTS),
+            ("model_state.", numbers[5], STATE),
+            ("loss_scale.", numbers[6], SCALE),
+            ("model_state_before.", numbers[7], STATE),
+            ("step", [""] * len(groups[8]), OPTIMIZER),
+        )
+        return {
+            "inputs": tuple(f"{prefix}{name}" for prefix, names, _ in rows for name in names),
+            "input_categories": tuple(kind for _, names, kind in rows for _ in names),
+            "reduced_over": () if self.reduced else self.plan.axes.groups,
+        }
 
-        Args:
-            trained, local, grads, loss, state: as `__call__` will get them.
-            resident: what a rank holds besides.
-            budget: bytes that the rest of the step needs in any case.
-            bucket_bytes: a settled size of buckets; None: the best up to `cfg.bucket_mb`.
-        """
-        groups = self._groups(trained, local, grads, loss, state)
-        cuts = [sum(map(len, groups[:i])) for i in range(len(groups) + 1)]
 
-        def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
-            new = self._eagerly([flat[i:j] for i, j in itertools.pairwise(cuts)])
-            return (*new[:3], *new.model_state, *(new.loss_scale or ()))
-
-        trained_names = [leaf.name for leaf in self.plan.trained]
-        names = [
-            *trained_names,
-            *[f"master.{name}" for name in trained_names[: len(local.masters)]],
-            *[f"inner.{name}" for name in names_of_state(local)],
-            *[f"grad.{name}" for name in trained_names],
-            "loss",
-            *[f"model_state.{i}" for i in range(len(state))],
-            *[f"loss_scale.{i}" for i in range(len(local.scale))],
-            *[f"model_state_before.{i}" for i in range(len(groups[-2]))],
-            *["step"] * len(groups[-1]),
-        ]
-        kinds = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS, RESULTS, STATE, SCALE, STATE, OPTIMIZER)
-        categories = [kind for kind, group in zip(kinds, groups, strict=True) for _ in group]
-        inputs = [x for group in groups for x in group]
-        self._count += 1
-        if self._count > MAX_RECORDINGS:
-            warn_of_recordings("the update", self._count, self.differences())
-
-        def record() -> Program:
-            return trace_program("update", [("make_fx", flat_fn)], inputs, names)
-
-        def passes(program: Program) -> Program:
-            if draws(program):
-                program = number_sites(program)
-            cfg = self.plan.cfg
-            program = replace(
-                program,
-                resident=tuple(resident),
-                input_categories=tuple(categories),
-                reduced_over=() if self.reduced else self.plan.axes.groups,
-            )
-            program = share_collectives(
-                run_passes(program, cfg.named_passes, late=False),
-                bucket_bytes=bucket_bytes or int(cfg.bucket_mb * 2**20),
-                prefetch=cfg.prefetch,
-                budget=budget,
-                exact=bucket_bytes is not None,
-                within=cfg.limit and cfg.limit - RESERVE,
-            )
-            return run_passes(insert_seeds(program), cfg.named_passes, late=True)
-
-        notes = Notes({"the optimizer": self.plan.opt})
-        cfg = self.plan.cfg
-        recorded = Recorded(notes, record, passes, cfg.executor, cuda_graph=cfg.cuda_graph)
-        self._recorded.add(None, recorded)
-        return recorded.program
+# parameters, masters, optimizer state, gradients; model state and loss scale go on as they came
+_DONATED = (0, 1, 2, 3, 5, 6)
 
 
 def _refuse_numbers(local: LocalState) -> None:
@@ -238,12 +184,6 @@ def _refuse_numbers(local: LocalState) -> None:
                 f"opt_state.inner, {name}: it is {x!r}, and a step's state holds tensors. Write "
                 "into the tensor that was there, such as hyperparams['lr'].fill_(x)."
             )
-
-
-def _updated(results: Sequence[Tensor], states: int) -> Updated:
-    loss, norm, nonfinite, *rest = results
-    scale = LossScaleState(*rest[states:]) if len(rest) > states else None
-    return Updated(loss, norm, nonfinite, tuple(rest[:states]), scale)
 
 
 def shared_outputs(program: Program) -> list[bool]:

@@ -28,6 +28,7 @@ from fzero.functional.memory import storage_of
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.rng import mix
 from fzero.program import Program
+from fzero.program.choice import Choice
 from fzero.program.strides import layout_of
 from fzero.transforms.agreement import Agreement, Mine
 from fzero.transforms.frames import Frame, first_places, take_apart
@@ -35,8 +36,8 @@ from fzero.transforms.micro import refuse_sparse
 from fzero.transforms.notes import warn_of_recordings
 from fzero.transforms.parts import has_parts, mesh_of
 from fzero.transforms.randomness import seeded
-from fzero.transforms.recorded import MAX_RECORDINGS, Recordings
-from fzero.transforms.staging import TracedFunction, changed_in_place
+from fzero.transforms.recorded import MAX_RECORDINGS, Recorded, Recordings
+from fzero.transforms.staging import TracedFunction, changed_in_place, detached
 from fzero.tree import PyTree
 
 
@@ -70,6 +71,7 @@ class Function:
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.name, self.body, self.cfg = name, body, cfg
+        self.reads = {name: fn}  # by what messages call it
         self.donate_argnums, self.takes_parts = tuple(donate_argnums), takes_parts
         self._arguments = _arguments(fn, second)
         self.__wrapped__ = fn
@@ -121,11 +123,14 @@ class Function:
             ):
                 result = self.body(*args, **kwargs)
             journal.leave(f"result of {self.name}")
-            for i, (old, new) in enumerate(zip(before, _versions(leaves), strict=True)):
-                if old != new:
+            donated = self._donated(args, len(leaves))
+            rows = zip(before, _versions(leaves), donated, strict=True)
+            for i, (old, new, given) in enumerate(rows):
+                if old != new and not given:
                     frame = take_apart((args, kwargs), "arguments")[1]
                     raise changed_in_place(self.name, _named(frame, self._arguments).names[i])
-            return _apart_from(leaves, result)
+            kept = [x for x, given in zip(leaves, donated, strict=True) if not given]
+            return _apart_from(kept, result)
         known = self._recordings
         mine = Mine(
             lambda: self._find(args, kwargs, leaves, key, mesh, exact=False),
@@ -134,8 +139,11 @@ class Function:
             known.clear,
         )
         traced = agreement.together(mine, mesh)
+        flat = [local_tensor(x) for x in leaves]
         with agreement.running(mesh):
-            return traced(leaves, rng)
+            traced.check_donated(flat)
+            flat = [detached(x) for x in flat]
+            return traced(flat, lambda: mix(self.cfg.seed, rng, 0, mesh.rank))
 
     def lower(self, *args: Any, rng: int = 0, **kwargs: Any) -> Program:
         """The Program for these arguments, without running it; asks no other rank.
@@ -147,6 +155,39 @@ class Function:
             raise no_program()
         leaves, key = _key(args, kwargs)
         return self._find(args, kwargs, leaves, key, mesh_of(leaves, self.cfg)).program
+
+    def staged(
+        self,
+        *args: Any,
+        choice: Choice | None,
+        saved: tuple[Recorded, Frame] | None = None,
+        **more: Any,
+    ) -> TracedFunction:
+        """What a call with such arguments would run, ahead of it: for who calls with the same kinds
+        of arguments each time, on ranks that have agreed by themselves.
+
+        It takes flat lists of local tensors, and asks nothing; a call asks the kind of each leaf.
+
+        Args:
+            args: as for a call; fake tensors will do.
+            choice: of buckets, settled by all ranks; None: the best up to `cfg.bucket_mb`.
+            saved: what another process has recorded, if its notes hold.
+            more: `budget` and `known` of `TracedFunction`.
+
+        Raises:
+            TraceError: the function can't be staged out.
+            Gone: what was saved was recorded for others.
+        """
+        leaves, (static, *rows) = _key(args, {})
+        mesh, found = mesh_of(leaves, self.cfg), None
+        if choice is not None and saved is None:
+            found = self._recordings.find(key := ((static, choice), *rows))
+            if found is None:
+                self._warn_of_many(key)
+        if found is None:
+            found = self._record(args, {}, mesh, choice=choice, saved=saved, **more)
+            self._recordings.add(((static, Choice(found.choice.gradients)), *rows), found)
+        return found
 
     def _find(
         self,
@@ -161,33 +202,36 @@ class Function:
         found = self._recordings.find(key)
         if found is None and not exact:
             found = self._recordings.serving(key)
-        if found is not None:
-            return found
+        if found is None:
+            self._warn_of_many(key)
+            dynamic, choice = self._recordings.dynamic(key, self.cfg), self._agreement.choice
+            found = self._record(args, kwargs, mesh, choice=choice, dynamic=dynamic)
+            self._recordings.add(key, found, dynamic)
+        return found
+
+    def _warn_of_many(self, key: Any) -> None:
         self._count += 1
         if self._count > MAX_RECORDINGS:
             known = self._recordings.of(key)
             changed = known[0].notes.differences() if known else ["the shapes of its arguments"]
             warn_of_recordings(self.name, self._count, changed)
+
+    def _record(self, args: Any, kwargs: Any, mesh: Mesh, **more: Any) -> TracedFunction:
         leaves, frame = take_apart((args, kwargs), "arguments")
         frame = _named(frame, self._arguments)
         for x, name in zip(leaves, frame.names, strict=True):
             refuse_sparse(x, f"the argument {name} of {self.name}")
-        frame = frame.of_inputs(leaves)
-        dynamic = self._recordings.dynamic(key, self.cfg)
-        traced = TracedFunction(
+        return TracedFunction(
             self.name,
             self.body,
-            {self.name: self.__wrapped__},
+            self.reads,
             self.cfg,
             leaves,
-            frame,
+            frame.of_inputs(leaves),
             self._donated(args, len(leaves)),
             mesh,
-            self._agreement.choice,
-            dynamic,
+            **more,
         )
-        self._recordings.add(key, traced, dynamic)
-        return traced
 
     def _donated(self, args: Sequence[Any], count: int) -> list[bool]:
         """One flag per tensor among the arguments."""
@@ -214,7 +258,9 @@ def jit(
     Args:
         fn: a pure function of trees of tensors.
         cfg: see `Config`.
-        donate_argnums: arguments whose memory the results may take; do not read them again.
+        donate_argnums: arguments whose memory the results may take; do not read them again. A
+            function that takes no derivative and gathers nothing may write into them itself, as an
+            optimizer's `apply_` does.
 
     Returns:
         A function of the same arguments; `.lower(...)` gives its Program.

@@ -1,6 +1,5 @@
 """A flat function, recorded once and compiled: what every staged-out function comes down to."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,7 +13,7 @@ from fzero.program.codegen import compile_program
 from fzero.program.collector import collector_paused
 from fzero.program.cuda_graph import replayed
 from fzero.program.dynamic import InputDim
-from fzero.program.graph import Held, placeholders, tensors_of
+from fzero.program.graph import placeholders, tensors_of
 from fzero.program.inductor import compile_stretches
 from fzero.program.program import Pass
 from fzero.program.sites import KEY
@@ -103,12 +102,6 @@ class Recorded:
     def hold(self) -> bool:
         """Whether all that was read from outside while recording is as it was."""
         return self.notes.hold()
-
-    def beside(self, resident: Sequence[Held]) -> "Recorded":
-        """The same where a rank holds `resident` besides."""
-        made = copy.copy(self)
-        made.program = replace(self.program, resident=tuple(resident))
-        return made
 
     def __call__(self, flat: Sequence[Any], key: Callable[[], int]) -> list[Any]:
         """Run it.

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,16 +20,16 @@ from fzero.distributed.mesh import Mesh
 from fzero.errors import FzeroError, ShardError
 from fzero.functional.memory import Apart
 from fzero.functional.owners import Owners, noted, owners_of
-from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.categories import BATCH, PARAMETERS, RESULTS
 from fzero.program.choice import Choice
 from fzero.program.dynamic import InputDim, kept_dynamic
 from fzero.program.fitting import NothingFits
+from fzero.program.graph import UPDATE, phases
 from fzero.program.passes.donate import own_outputs
 from fzero.program.passes.functionalise import written_inputs
 from fzero.program.passes.groups import Growth
-from fzero.program.pipeline import optimise
+from fzero.program.pipeline import in_place, optimise
 from fzero.program.program import Pass
 from fzero.program.trace import FrontEnd, trace_program, with_symbols
 from fzero.program.transfers import machine_of
@@ -36,7 +37,7 @@ from fzero.transforms.agreement import signature_of
 from fzero.transforms.frames import Frame, take_apart
 from fzero.transforms.notes import ONE_AT_A_TIME, Notes
 from fzero.transforms.parts import on_mesh
-from fzero.transforms.recorded import Recorded
+from fzero.transforms.recorded import Recorded, check_inputs
 from fzero.tree import PyTree
 
 # How a gradient is taken that nothing differentiates again; each front end of a recording has its
@@ -71,7 +72,9 @@ def staged_out(
     roles: Callable[[], dict[str, Any]],
     fixed: Mapping[str, torch.dtype],
     changed: Callable[[str], FzeroError],
+    donated: Mapping[str, torch.dtype] = MappingProxyType({}),
     choice: Choice | None = None,
+    budget: int = 0,
     slack: float = 0.1,
     last: Pass = lambda program: program,
     dynamic: Sequence[InputDim] = (),
@@ -91,8 +94,10 @@ def staged_out(
         fixed: names of the inputs that nobody may write to, and the dtypes in which the function
             gets them.
         changed: what to say where it does.
+        donated: the same of inputs that it may write to.
         choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`, and the first
             plan that fits.
+        budget: where it does, bytes that its peak may reach in any case.
         slack: share of the lowest peak that larger buckets may cost.
         last: a pass after all others.
         dynamic: dims of inputs whose sizes may be others at other calls, if that can be had.
@@ -122,6 +127,19 @@ def staged_out(
         program = replace(program, **roles())
         for label in written_inputs(program, fixed):
             raise changed(label)
+        bucket_bytes = choice.gradients if choice else int(cfg.bucket_mb * 2**20)
+        if written := written_inputs(program, donated):
+            if {*phases(program.graph).values()} != {UPDATE}:
+                raise changed(written[0])
+            program = in_place(
+                program,
+                bucket_bytes=bucket_bytes,
+                prefetch=cfg.prefetch,
+                budget=budget,
+                exact=choice is not None,
+                passes=cfg.named_passes,
+            )
+            return kept_dynamic(last(program))
         machine = machine_of(inputs) if cfg.offloads_activations else None
         if cfg.offloads_activations and machine is None:
             line = "offload: no activations, for the host's memory is the device's own"
@@ -129,7 +147,7 @@ def staged_out(
         program = optimise(
             program,
             reshard_after_forward=cfg.reshard_after_forward,
-            bucket_bytes=choice.gradients if choice else int(cfg.bucket_mb * 2**20),
+            bucket_bytes=bucket_bytes,
             exact=choice is not None,
             growth=choice.growth if choice else Growth(),
             early=choice.early if choice else None,
@@ -176,10 +194,15 @@ class TracedFunction:
         choice: what ranks have settled, or None.
         dynamic: dims of leaves, (leaf, dim), whose sizes may be others at other calls, if that can
             be had.
+        budget: where it writes into what is donated, bytes that its peak may reach in any case.
+        known: fields of the Program that the caller knows better than the arguments tell.
+        saved: what another process has recorded of it, whose leaves are all plain tensors, and the
+            form of its result.
 
     Raises:
         TraceError: the function can't be staged out.
-        FzeroError: it changes an argument in place.
+        FzeroError: it changes an argument in place that is not donated.
+        Gone: what was saved was recorded for others.
     """
 
     def __init__(
@@ -192,17 +215,20 @@ class TracedFunction:
         frame: Frame,
         donated: Sequence[bool],
         mesh: Mesh,
-        choice: Choice | None,
+        *,
+        choice: Choice | None = None,
         dynamic: Iterable[InputDim] = (),
+        budget: int = 0,
+        known: Mapping[str, Any] = MappingProxyType({}),
+        saved: tuple[Recorded, Frame] | None = None,
     ) -> None:
         self.cfg, self.mesh, self.frame = cfg, mesh, frame
         self.donated = tuple(donated) if any(donated) else ()
         self._apart = Apart()
         self.inputs = [Leaf.of(x) for x in leaves]
-        self.notes = Notes(reads)
         self.outputs: list[Leaf] = []
         self.result: Frame | None = None  # found while recording
-        names = list(frame.names)
+        names = list(known.get("inputs", frame.names))
 
         def through(grad: zero.Grad) -> Callable[..., tuple[Tensor, ...]]:
             def flat_fn(*flat: Tensor) -> tuple[Tensor, ...]:
@@ -213,7 +239,7 @@ class TracedFunction:
                 found, self.result = take_apart(result, "what the function returned")
                 found = [_settled(x) for x in found]
                 self.outputs = [Leaf.of(x) for x in found]
-                return tuple(local_tensor(x).detach() for x in found)
+                return tuple(detached(local_tensor(x)) for x in found)
 
             return flat_fn
 
@@ -228,27 +254,39 @@ class TracedFunction:
                 "input_categories": tuple(PARAMETERS if one else BATCH for one in first),
                 "outputs": self.result.names,
                 "output_categories": (RESULTS,) * len(self.result.names),
+                **known,
             }
 
-        self.recorded = staged_out(
-            name,
-            [
-                ("torch.func", through(zero.vjp)),
-                ("torch.autograd", through(zero.autograd)),
-                # fused attention has one derivative; written out it has all
-                ("torch.func, attention written out", attention_written_out(through(zero.vjp))),
-            ],
-            self.notes,
-            locals_,
-            names,
-            cfg,
-            roles=roles,
-            fixed={label: x.dtype for label, x in zip(names, locals_, strict=True)},
-            changed=lambda label: changed_in_place(name, label),
-            choice=choice,
-            last=lambda program: own_outputs(program, donated),
-            dynamic=sorted(dynamic),
-        )
+        rows = list(zip(names, locals_, donated, strict=True))
+        fixed = {label: x.dtype for label, x, given in rows if not given}
+        free = {label: x.dtype for label, x, given in rows if given}
+        if saved is not None:
+            self.recorded, self.result = saved
+            check_inputs(self.recorded.program, locals_)
+            self.outputs = [Leaf(None, None)] * self.result.num_leaves
+        else:
+            self.recorded = staged_out(
+                name,
+                [
+                    ("torch.func", through(zero.vjp)),
+                    ("torch.autograd", through(zero.autograd)),
+                    # fused attention has one derivative; written out it has all
+                    ("torch.func, attention written out", attention_written_out(through(zero.vjp))),
+                ],
+                Notes(reads),
+                locals_,
+                names,
+                cfg,
+                roles=roles,
+                fixed=fixed,
+                changed=lambda label: changed_in_place(name, label, donated=label in free),
+                donated=free,
+                choice=choice,
+                budget=budget,
+                last=lambda program: own_outputs(program, donated),
+                dynamic=sorted(dynamic),
+            )
+        self.notes = self.recorded.notes
         made = self.program.dynamic
         if made is not None:  # the spec of a shard has the shape of the whole
             pairs = zip(self.outputs, made.results, strict=True)
@@ -276,24 +314,25 @@ class TracedFunction:
         """Whether it takes leaves that have these sizes by (leaf, dim) as well."""
         return self.recorded.serves(sizes)
 
-    def __call__(self, leaves: Sequence[Tensor], rng: int) -> PyTree:
+    def __call__(self, flat: Sequence[Tensor], key: Callable[[], int]) -> PyTree:
         """Run it on arguments of this signature.
 
-        Raises:
-            ShardError: a donated leaf is another argument as well.
+        Args:
+            flat: their local tensors; what is donated has memory of its own: see `check_donated`.
+            key: gives what random numbers are a function of; asked only if there are any.
         """
-        flat: list[Any] = [local_tensor(x) for x in leaves]
-        if self.donated:
-            self._check_donated(flat)
-        flat = [x.detach() if x.requires_grad else x for x in flat]
-        found = self.recorded(flat, lambda: mix(self.cfg.seed, rng, 0, self.mesh.rank))
+        found = self.recorded(flat, key)
         assert self.result is not None
         pairs = zip(self.outputs, found, strict=True)
         return self.result.unflatten([leaf.wrapped(x) for leaf, x in pairs])
 
-    def _check_donated(self, flat: Sequence[Tensor]) -> None:
-        """Raise if what a result is written over is another argument as well, or a part of one."""
-        if (pair := self._apart.shared(flat, self.donated)) is not None:
+    def check_donated(self, flat: Sequence[Tensor]) -> None:
+        """See that what is written over is no other argument as well, nor a part of one.
+
+        Raises:
+            ShardError: it is.
+        """
+        if self.donated and (pair := self._apart.shared(flat, self.donated)) is not None:
             first, second = (self.frame.names[i] for i in pair)
             raise ShardError(
                 f"{first} and {second} lie in the same memory, and are donated: results are "
@@ -312,6 +351,11 @@ def attention_written_out(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def detached(x: Tensor) -> Tensor:
+    """A tensor without a graph; itself, where it has none."""
+    return x.detach() if x.requires_grad else x
+
+
 def _settled(x: Tensor) -> Tensor:
     """A result that needs no more communication: sums that DTensor left open are summed."""
     if not isinstance(x, DTensor):
@@ -325,8 +369,21 @@ def _settled(x: Tensor) -> Tensor:
     return x if local.is_contiguous() else from_spec(local.contiguous(), x._spec)
 
 
-def changed_in_place(name: str, label: str) -> FzeroError:
-    """What to say of a function that writes to what it was given."""
+def changed_in_place(name: str, label: str, *, donated: bool = False) -> FzeroError:
+    """What to say of a function that writes to what it was given.
+
+    Args:
+        name: of the function.
+        label: of the argument.
+        donated: whether it may, as long as it takes no derivative and gathers nothing.
+    """
+    if donated:
+        return FzeroError(
+            f"{name} changes its argument {label} in place, and takes a derivative or gathers: "
+            "gathers and what is computed from them are moved, and so would read the other value. "
+            "Make the update a function of its own, fzero.jit(update, donate_argnums=...) of what "
+            "fzero.value_and_grad returned, or compute a new tensor (fzero.apply_updates)."
+        )
     return FzeroError(
         f"{name} changes its argument {label} in place. A staged-out function is pure: compute a "
         "new tensor and return it (fzero.apply_updates(params, updates) instead of add_). To reuse "

@@ -1,8 +1,10 @@
 """A view of a lazy parameter is what the same view of the full parameter is, each time anew."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,3 +77,48 @@ def test_a_view_that_was_made_before_asks_for_no_parameter() -> None:
         source.asked = 0
         torch.ones(3, 4).mm(lazy.t().t())
         assert source.asked == asked
+
+
+class _Keeps(torch.autograd.Function):
+    """A user's function, which keeps a view that its backward made."""
+
+    kept: ClassVar[list[Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        _Keeps.kept.append(ctx.weight.t())
+        return grad @ ctx.weight, None
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_autograds_own_nodes_make_no_lazy_view_in_a_backward_that_records_nothing(
+    graph: bool,
+) -> None:
+    source = Brought(torch.randn(4, 6))
+    lazy = LazyParameter(source, 0, None, True)
+    x = torch.randn(3, 6, requires_grad=True)
+    loss = torch.nn.functional.linear(x, lazy).square().sum()
+    with mock.patch("fzero.eager.lazy._view", side_effect=AssertionError):
+        if graph:  # what it computes with may be differentiated again, so it is lazy
+            with pytest.raises(AssertionError):
+                torch.autograd.grad(loss, x, create_graph=True)
+            return
+        (grad,) = torch.autograd.grad(loss, x)
+    full = source.value
+    torch.testing.assert_close(grad, 2 * x.detach() @ full.t() @ full)
+
+
+def test_a_view_that_a_users_backward_or_hook_makes_is_lazy() -> None:
+    source = Brought(torch.randn(4, 6))
+    lazy = LazyParameter(source, 0, None, True)
+    x = torch.randn(3, 6, requires_grad=True)
+    y = _Keeps.apply(x, lazy)
+    y.register_hook(lambda grad: _Keeps.kept.append(lazy.t()))  # pyright: ignore
+    y.sum().backward()
+    assert [type(view) for view in _Keeps.kept] == [LazyParameter, LazyParameter]
+    _Keeps.kept.clear()

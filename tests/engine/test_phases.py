@@ -69,6 +69,53 @@ def test_a_task_like_the_last_one_reduces_early_and_has_nothing_extra(
     assert state.task.launched == [*ready, False].index(False)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, LEAVES - 1), st.integers(0, 2)), min_size=1, max_size=12),
+    st.lists(st.integers(0, LEAVES), max_size=3),
+    st.lists(st.integers(0, LEAVES - 1), max_size=8),
+    st.booleans(),
+)
+def test_gradients_that_are_told_together_do_what_they_do_one_by_one(
+    arrivals: Arrivals, cuts: list[int], before: list[int], counts: bool
+) -> None:
+    edges = [0, *sorted(set(cuts) - {0, LEAVES}), LEAVES]
+    rules = Rules(masks([range(a, b) for a, b in itertools.pairwise(edges)]), counts=counts)
+    first = [ev.GradientReady(leaf, 5) for leaf in before]
+    start, _ = run(rules, BackwardState(), ev.OutputReached(0, 5), *first, ev.TaskEnded(5))
+    state, _ = run(rules, start, ev.OutputReached(1, 10))
+    together, launched = state, []
+    taken = 0
+    for leaf, nested in arrivals:
+        event = ev.GradientReady(leaf, 10 + nested)
+        state, actions = transition(rules, state, event)
+        launches = [action for action in actions if isinstance(action, ev.Launch)]
+        number, awaited = phases.untold(rules, together)
+        alone = number != event.task or taken >> leaf & 1
+        taken |= 0 if alone else 1 << leaf
+        if taken and (alone or not awaited & ~taken):
+            together, launched = run(rules, together, ev.GradientsTaken(taken, 10))
+            taken = 0
+        else:
+            launched = []
+        if alone:
+            together, more = run(rules, together, event)
+            launched += [action for action in more if isinstance(action, ev.Launch)]
+        assert launched == launches  # none later, none earlier
+    if taken:
+        together, _ = run(rules, together, ev.GradientsTaken(taken, 10))
+    assert together == state
+
+
+def test_what_is_to_be_refused_is_never_taken_untold() -> None:
+    open_ = run(Rules((1,)), BackwardState(), ev.OutputReached(0, 10))[0]
+    assert phases.untold(Rules((1,)), open_) == (10, 1)
+    assert phases.untold(Rules((1,), scaled=True), open_)[0] == -1
+    assert phases.untold(Rules((1,)), open_._replace(blocks=("local_forward",)))[0] == -1
+    assert phases.untold(Rules((1,)), BackwardState())[0] == -1
+    unsynced = run(Rules((1,)), BackwardState(paused=1), ev.OutputReached(0, 10))[0]
+    assert phases.untold(Rules((1,)), unsynced)[0] == -1
+
+
 def test_what_comes_after_its_bucket_left_is_kept_for_the_next() -> None:
     rules = Rules(masks([[0], [1]]))
     state, actions = run(

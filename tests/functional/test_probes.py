@@ -9,6 +9,8 @@ import torch
 from fzero.functional.islands import check_islands
 from fzero.functional.tasks import check_tasks
 from fzero.functional.torch_checkpoint import check_checkpoints
+from fzero.numerics.thread_generator import check_draws
+from fzero.transforms.randomness import check_own
 
 
 @contextlib.contextmanager
@@ -19,6 +21,10 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _holds(fits: bool) -> None:
+    assert fits
 
 
 SETTINGS = {
@@ -34,6 +40,8 @@ PROBES = {
     "tasks": check_tasks.__wrapped__,
     "checkpoints, traced": lambda: check_checkpoints.__wrapped__("traced"),
     "checkpoints, eager": lambda: check_checkpoints.__wrapped__("eager"),
+    "draws": lambda: _holds(check_draws.__wrapped__()),
+    "own generators": lambda: _holds(check_own.__wrapped__()),
 }
 
 

@@ -36,7 +36,7 @@ def test_a_set_rate_records_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> Non
     step_fn = _step(opt)
     state = step_fn(*step_fn.init({"w": torch.zeros(2)}), torch.ones(2))
     with monkeypatch.context() as patch:
-        patch.setattr("fzero.step.update_program.trace_program", None)
+        patch.setattr("fzero.transforms.staging.trace_program", None)
         for rate in (0.25, 0.125):
             state[1].inner.hyperparams["lr"].fill_(rate)
             state = step_fn(*state, torch.ones(2))

@@ -37,6 +37,12 @@ def _norm(x: Tensor, w: Tensor, training: bool) -> Any:
     return aten.native_batch_norm(x, w, w, mean, var, training, 0.1, 1e-5), mean, var
 
 
+def _fused_sgd(x: Tensor, y: Tensor, **unscales: Tensor) -> None:
+    numbers = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_([x], [y], [], **numbers, **flags, **unscales)  # pyright: ignore
+
+
 WRITES = [
     lambda x, y: x + y,
     lambda x, y: x.add_(y),
@@ -52,6 +58,8 @@ WRITES = [
     lambda x, y: _norm(x, y[0], True),
     lambda x, y: _norm(x, y[0], False),
     lambda x, y: torch.index_put_(x, [torch.tensor([1])], y[0]),
+    lambda x, y: _fused_sgd(x, y),
+    lambda x, y: _fused_sgd(x, y, grad_scale=torch.tensor(2.0), found_inf=torch.tensor(0.0)),
 ]
 
 

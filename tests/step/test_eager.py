@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fzero
 from fzero import FzeroError, RankMismatchError, TraceError
@@ -387,11 +391,42 @@ class OwnCheckpoint(torch.autograd.Function):
         return None, *torch.autograd.grad(out, w, grads[0])
 
 
-def test_a_checkpoint_of_the_users_draws_its_mask_again() -> None:
-    def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return OwnCheckpoint.apply(lambda w: F.dropout(w * x, 0.5), params["w"]).sum()  # pyright: ignore
+class ForkingCheckpoint(OwnCheckpoint):
+    """As older ones do it."""
 
-    step_fn = fzero.make_train_step(model_fn, sgd(1.0), _eager(donate=False))
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return OwnCheckpoint.backward(ctx, *grads)
+
+
+class CheckpointOfTheGenerator(OwnCheckpoint):
+    """The same by torch's generator itself."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[[Tensor], Tensor], w: Tensor) -> Tensor:
+        state = torch.default_generator.get_state()
+        out = OwnCheckpoint.forward(ctx, fn, w)
+        ctx.state = state
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (w,) = ctx.saved_tensors
+        torch.default_generator.set_state(ctx.state)
+        with torch.enable_grad():
+            w = w.detach().requires_grad_()
+            out = ctx.fn(w)
+        return None, *torch.autograd.grad(out, w, grads[0])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("own", [OwnCheckpoint, ForkingCheckpoint, CheckpointOfTheGenerator])
+def test_a_checkpoint_of_the_users_draws_its_mask_again(own: Any, stage: int) -> None:
+    def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return own.apply(lambda w: F.dropout(w * x, 0.5), params["w"]).sum()
+
+    step_fn = fzero.make_train_step(model_fn, sgd(1.0), _eager(donate=False, stage=stage))
     params, opt_state = step_fn.init({"w": _values(1000)})
     new, opt_state = step_fn(params, opt_state, torch.ones(1000))
     before, after = (fzero.unshard(tree)["w"] for tree in (params, new))
@@ -400,7 +435,31 @@ def test_a_checkpoint_of_the_users_draws_its_mask_again() -> None:
     torch.testing.assert_close(found, opt_state.metrics["loss"], rtol=1e-3, atol=1e-3)
 
 
-def test_threads_with_generators_of_their_own_disturb_no_step() -> None:
+def test_a_selective_checkpoint_draws_its_mask_again() -> None:
+    """Its modes call the operators that draw, from Python."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = op == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(w: Tensor, x: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(F.dropout(x @ w))) * torch.rand(5)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def selective(params: Any, x: Tensor) -> Tensor:
+        out: Any = checkpoint(block, params["w"], x, use_reentrant=False, context_fn=contexts)
+        return out.square().mean()
+
+    _, plain, wanted = _trained(
+        lambda p, x: block(p["w"], x).square().mean(), {"w": _values(5, 5)}, _eager(), _values(4, 5)
+    )
+    _, params, found = _trained(selective, {"w": _values(5, 5)}, _eager(), _values(4, 5))
+    assert torch.equal(found.metrics["loss"], wanted.metrics["loss"])
+    assert torch.equal(fzero.unshard(params)["w"], fzero.unshard(plain)["w"])
+
+
+def test_threads_that_draw_from_torchs_generator_disturb_no_step() -> None:
     step_fn = fzero.make_train_step(
         lambda p, x: F.dropout(p["w"] * x).sum(), sgd(0.1), _eager(donate=False)
     )
@@ -410,9 +469,8 @@ def test_threads_with_generators_of_their_own_disturb_no_step() -> None:
     stop = threading.Event()
 
     def draw() -> None:
-        own = torch.Generator().manual_seed(1)
         while not stop.is_set():
-            drawn.append(tuple(torch.rand(4, generator=own).tolist()))
+            drawn.append(tuple(torch.rand(4).tolist()))
 
     thread = threading.Thread(target=draw)
     thread.start()
@@ -642,6 +700,26 @@ def _compiled_step() -> str:
     except FzeroError as error:
         return str(error)
     return ""
+
+
+def test_a_compiled_part_draws_what_it_draws_uncompiled() -> None:
+    def part(x: Tensor, w: Tensor) -> Tensor:
+        return (F.dropout(torch.sin(x @ w)) + torch.rand(5) * torch.randn_like(x)).cos()
+
+    losses = []
+    for fn in (part, torch.compile(part, backend="aot_eager")):
+        step_fn = fzero.make_train_step(
+            lambda p, x, fn=fn: fn(fn(x, p["w"]), p["w"]).square().mean(),
+            sgd(0.1),
+            _eager(donate=False),
+        )
+        state = step_fn.init({"w": _values(5, 5)})
+        before = torch.get_rng_state()
+        for _ in range(3):  # compiled in the first
+            new, opt_state = step_fn(*state, _values(4, 5))
+            losses.append([opt_state.metrics["loss"].item(), *fzero.unshard(new)["w"][0].tolist()])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert losses == [losses[0]] * 6
 
 
 def test_a_compiled_part_that_reads_sharded_leaves_is_refused_in_words() -> None:

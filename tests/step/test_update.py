@@ -11,7 +11,7 @@ import fzero
 from fzero import Config, optim, tree
 from fzero.layout import LeafLayout
 from fzero.step.update import _borders
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 F64 = torch.float64
 STAGES = {2: (0, 1, 2, 3), 3: (1, 3)}
@@ -100,3 +100,20 @@ def test_the_factor_of_clipping_is_rounded_once(stage: int) -> None:
         norm = x.double().square().sum().sqrt()
         factor = (0.3 / (norm + 1e-6)).float()
         assert torch.equal(fzero.unshard(params), -(x * factor)), seed
+
+
+def test_what_is_updated_is_gathered_at_once_where_gradients_held_as_much() -> None:
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        for w in params.values():
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    params = {f"w{i}": torch.ones(64, 64) for i in range(40)}
+    gathers = {}
+    with fake_ranks(2):
+        step_fn = fzero.make_train_step(loss, optim.sgd(0.1), Config(stage=2))
+        state = step_fn.init(params)
+        for rows in (1, 100):
+            _, update = step_fn.lower(*state, torch.ones(rows, 64)).parts()
+            gathers[rows] = [row.kind for row in update.collectives()].count("all_gather")
+    assert gathers[100] == 1 < gathers[1]

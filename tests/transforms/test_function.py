@@ -1,5 +1,6 @@
 """`jit`: a user's own step as one Program, pure, in memory that it was given."""
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 import fzero
 from fzero import optim, tree
 from fzero.errors import ConfigError, FzeroError, ShardError, TraceError
+from fzero.program.choice import Choice
+from fzero.state.sharding import locals_of
 from tests.ranks import fake_ranks, run_fresh, run_ranks
 
 F64 = torch.float64
@@ -119,6 +122,84 @@ def test_what_changes_an_argument_in_place_is_refused_by_name() -> None:
         fzero.jit(step)({"w": torch.ones(2)}, torch.ones(2))
     with pytest.raises(FzeroError, match=r"argument params\.w in place"):
         fzero.jit(step)(fzero.shard({"w": torch.ones(2)}), torch.ones(2))
+
+
+OPTIMIZERS = {"adamw": lambda: optim.adamw(1e-2), "sgd": lambda: optim.sgd(0.1, momentum=0.9)}
+
+
+def _in_place(executor: Any) -> list[str]:
+    """Where gradients and an update in place, each a function, differ from a step of the two."""
+    wrong = []
+    data = torch.randn(5, 2, 4, 7, generator=torch.Generator().manual_seed(2), dtype=F64)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for stage, name in itertools.product((0, 3), OPTIMIZERS):
+        cfg, opt = fzero.Config(stage=stage, executor=executor), OPTIMIZERS[name]()
+
+        def update(params: Params, state: Any, grads: Params, opt: Any = opt) -> Any:
+            state = opt.apply_(grads, state, params)
+            return params, state, fzero.tree_norm(grads)
+
+        graded = fzero.value_and_grad(_loss, cfg)
+        run = fzero.jit(lambda p, s, g: update(p, s, g), cfg, donate_argnums=(0, 1))
+        step_fn = fzero.make_train_step(_loss, opt, cfg)
+        wanted = step_fn.init(_params())
+        params = fzero.shard(_params(), cfg)
+        state = opt.init(params)
+        memory = [x.data_ptr() for x in locals_of([*tree.leaves(params), *tree.leaves(state)])]
+        for batch in data:
+            wanted = step_fn(*wanted, batch[rank])
+            _, grads = graded(params, batch[rank])
+            params, state, norm = run(params, state, grads)
+            torch.testing.assert_close(norm, wanted[1].metrics["grad_norm"])
+        now = [x.data_ptr() for x in locals_of([*tree.leaves(params), *tree.leaves(state)])]
+        ours, theirs = _full(params), _full(wanted[0])
+        if now != memory or not all(torch.equal(ours[k], theirs[k]) for k in theirs):
+            wrong.append(f"stage {stage}, {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_what_is_donated_may_be_updated_in_place_as_a_step_does_it(executor: Any) -> None:
+    assert not _in_place(executor)
+    assert run_ranks(2, _in_place, executor, timeout=120) == [[], []]
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_what_is_updated_in_place_lends_no_memory_to_other_results(executor: Any) -> None:
+    def update(state: Any, x: Tensor) -> Any:
+        state["count"].add_(1)
+        return x.sum(), x
+
+    cfg = fzero.Config(executor=executor)
+    state, x = {"count": torch.zeros(()), "rate": torch.tensor(0.1)}, torch.ones(2)
+    total, same = fzero.jit(update, cfg, donate_argnums=0)(state, x)
+    assert state == {"count": torch.tensor(1.0), "rate": torch.tensor(0.1)}
+    assert total == 2
+    assert same.data_ptr() != x.data_ptr()  # which is not donated
+
+
+def test_what_takes_a_derivative_writes_into_nothing_that_it_was_given() -> None:
+    def step(params: Params, x: Tensor) -> Params:
+        grads = fzero.grad(lambda p, x: (p["w"] * x).sum())(params, x)
+        params["w"].sub_(grads["w"])
+        return params
+
+    with pytest.raises(FzeroError, match=r"params\.w in place, and takes a derivative or gathers"):
+        fzero.jit(step, donate_argnums=0)({"w": torch.ones(2)}, torch.ones(2))
+
+
+def test_what_is_staged_out_ahead_runs_on_flat_lists() -> None:
+    def update(params: Params, x: Tensor) -> Tensor:
+        params["w"].add_(x)
+        return params["w"].sum()
+
+    run = fzero.jit(update, donate_argnums=0)
+    params, x = {"w": torch.zeros(2)}, torch.ones(2)
+    staged = run.staged(params, x, choice=Choice(0))
+    assert run.staged(params, x, choice=Choice(0)) is staged
+    assert staged([params["w"], x], lambda: 0) == 2
+    assert run(params, x) == 4
+    assert staged.program.inputs == ("params.w", "x")
 
 
 def test_a_closure_that_changes_is_recorded_anew() -> None:

@@ -26,25 +26,29 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
     A donated input takes the first result of its shape, dtype and strides. A result that would be
     in the memory of an input that is not donated is copied, the caller's tensors stay its own; and
     so is one in the memory of another result (gradients of a sum): who writes to one, as who clips
-    in place, means that one.
+    in place, means that one. Of a function that writes into donated inputs itself, results may lie
+    in those, and nothing else is written there: what it has left is what its caller reads.
 
     Args:
-        program: functional.
+        program: functional, but for writes into donated inputs.
         donated: one flag an input; those that come after are not.
     """
     graph = copy_graph(program.graph)
     inputs = placeholders(graph)
     output = output_node(graph)
     results: list[fx.Node] = list(output.args[0])  # pyright: ignore
-    memory = {_storage(node): node for node in inputs if memory_of(node)}
     free = [node for node, given in zip(inputs, donated, strict=False) if given]
+    writes = _writes(graph)
+    in_place = any(_storage(node) in writes for node in free)
+    memory = {_storage(node) for node in inputs if memory_of(node)}
+    memory -= {_storage(node) for node in free} if in_place else set()
     taken: dict[int, fx.Node] = {}
     for i, result in enumerate(results):
         if result in free:  # as it came in
             taken[i] = result
             free.remove(result)
     # only now: a result that is an input must find that input free
-    for i, result in enumerate(results):
+    for i, result in enumerate(() if in_place else results):
         found = next((n for n in free if i not in taken and _same(n, result)), None)
         if found is not None:
             taken[i] = found
@@ -59,7 +63,7 @@ def own_outputs(program: Program, donated: Sequence[bool]) -> Program:
                 results[i] = call(graph, torch.ops.aten.clone.default, result)
             copies += 1
     written = 0
-    reads, writes, order = _reads(graph), _writes(graph), order_of(graph)
+    reads, order = _reads(graph), order_of(graph)
     apart: list[fx.Node] = []
     for i, result in enumerate(results):
         if i in taken:
