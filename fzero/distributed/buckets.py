@@ -80,7 +80,9 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full side, without padding."""
+        """Bytes of the full side, without padding; of a flat all that travels, asked for or not."""
+        if self.is_flat:
+            return self.part * self.world * self.dtype.itemsize
         return sum(leaf.numel for leaf in self.leaves) * self.dtype.itemsize
 
     @property
@@ -91,9 +93,7 @@ class Bucket:
             return (sum(sends) - sends[self.rank]) * self.dtype.itemsize
         # a ring's all-reduce is a reduce-scatter and then an all-gather
         hops = 2 if self.kind == ALL_REDUCE else 1
-        # of a flat all travels, also what is not asked for
-        full = self.part * self.world * self.dtype.itemsize if self.is_flat else self.nbytes
-        return hops * full * (self.world - 1) // self.world
+        return hops * self.nbytes * (self.world - 1) // self.world
 
     def __repr__(self) -> str:
         first = self.leaves[0].name

@@ -63,7 +63,8 @@ def simulate_layers(
         report = report_on(program, cfg, mesh, hardware, tokens_in(batch))
         return _Sample(depth, report, _sections(program, cfg))
 
-    if layers <= FIRST + 2:
+    # how large flats are depends on how many layers follow
+    if layers <= FIRST + 2 or cfg.layout == "flat":
         return sample(layers).report
     third = sample(FIRST + 2)
     # the deepest of the first three says how large buckets are, and the others need not look

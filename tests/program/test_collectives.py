@@ -22,6 +22,7 @@ from benchmarks.communication import (
     sent_bytes,
 )
 from benchmarks.models import GPT, Size, batch_of, fzero_step
+from fzero.distributed.ragged import is_supported
 from fzero.program.listing import Collective
 from tests.program.programs import mlp_leaves, mlp_loss
 from tests.ranks import fake_ranks, run_ranks
@@ -171,3 +172,11 @@ def test_a_row_unpacks_as_four_and_keeps_the_rest_as_attributes() -> None:
     for same in (copy.copy(row), pickle.loads(pickle.dumps(row))):
         assert (same, same.wire_bytes, same.times, same.group) == (row, 4, 2, "0")
     assert "phase='update', wire_bytes=4, times=2" in repr(row)
+
+
+@pytest.mark.skipif(not is_supported(), reason="an older torch has no DTensors for flats")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_flats_are_launched_as_they_are_listed(stage: int) -> None:
+    cfg = fzero.Config(stage=stage, layout="flat")
+    for rows, launched in run_ranks(2, _real_step, UNEVEN, cfg):
+        assert sum(row.bytes * row.times for row in rows) == sum(one.bytes for one in launched)
