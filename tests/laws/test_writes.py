@@ -196,6 +196,9 @@ def _wrong(programs: list[Program], stage: int, precision: str | None, make: str
                 want.look()
             elif what == "nan":
                 run.write("data", _values(seed, nan=True))
+                want.write(_values(seed, nan=True))
+                if isinstance(run, Engine) and run.is_lazy:
+                    want.look()  # the next write asks for the state
                 run.write("data", _values(seed))
                 want.write(_values(seed))
             else:
@@ -274,6 +277,10 @@ def test_a_master_that_nobody_wrote_beside_keeps_its_digits(
 def _in_place(w: Tensor) -> None:
     with torch.no_grad():
         w.mul_(0.5)
+
+
+def test_a_state_that_is_read_between_two_writes_has_seen_the_first() -> None:
+    assert _wrong([[("data", 1), ("step", 1), ("nan", 1)]], 3, "bf16+cpu", "engine") == []
 
 
 def _through_a_view(w: Tensor) -> None:
