@@ -48,8 +48,8 @@ class Aligned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits = self.head(x).log_softmax(-1).transpose(0, 1)
         targets = (x[:, :8, 0] > 0).long() + 1
-        sizes = [torch.full((len(x),), n) for n in (STEPS, 8)]
-        return x + F.ctc_loss(logits, targets, *sizes)
+        steps, letters = (torch.full((len(x),), n) for n in (STEPS, 8))
+        return x + F.ctc_loss(logits, targets, steps, letters)
 
 
 class Experts(nn.Module):
@@ -90,12 +90,12 @@ def step_of(part: Callable[[], nn.Module], options: dict[str, Any]) -> Callable[
     step_fn = fzero.make_train_step(
         lambda params, x: apply(params, x).square().mean(), fzero.optim.sgd(0.01), cfg
     )
-    state = list(step_fn.init(params))
+    state: list[Any] = list(step_fn.init(params))
     batch = torch.randn(ROWS, STEPS, WIDTH)
 
     def step() -> Tensor:
-        state[:] = step_fn(*state, batch)
-        return state[1].metrics["loss"]  # pyright: ignore[reportAttributeAccessIssue]
+        state[:] = step_fn(state[0], state[1], batch)
+        return state[1].metrics["loss"]
 
     return step
 
