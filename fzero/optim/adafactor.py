@@ -148,7 +148,8 @@ def adafactor(
             variances[i] = _product(new_rows[-1], new_cols[-1], lie[i], _least(least, own[i]))
         vectors = [i for i in range(len(lie)) if i not in variances]
         for i, nu in zip(vectors, nus, strict=True):
-            variances[i] = _mixed(local_tensor(nu), local[i].square(), share[i])
+            own_nu = local_tensor(shard_like(nu, leaves[i]))
+            variances[i] = _mixed(own_nu, local[i].square(), share[i])
             new_nus.append(variances[i])
 
         updates = [
@@ -168,7 +169,7 @@ def adafactor(
             step,
             tree.unflatten(tree.flatten(state.row)[1], new_rows),
             tree.unflatten(tree.flatten(state.col)[1], new_cols),
-            tree.unflatten(nu_spec, like_given(new_nus, nus)),
+            tree.unflatten(nu_spec, like_given(new_nus, [leaves[i] for i in vectors])),
             own_ages,
         )
         return tree.unflatten(spec, like_given(updates, leaves)), new

@@ -40,12 +40,15 @@ def by_group(
         kernel: Takes one list per column; returns a tuple of `outputs` lists as long as those.
         *columns: Lists of equal length, one tensor per leaf.
         outputs: How many lists the kernel returns; 0 for a kernel that works in place,
-            whatever it returns.
+            whatever it returns. Such a one only reads its second column, and writes all others.
         max_bytes: Upper bound on the bytes of the first column's leaves in one call, by device;
             see `temporary_bytes`. A leaf larger than that goes alone.
 
     Returns:
         The kernel's lists, in the order of the columns.
+
+    Raises:
+        ShardError: What is written in place lives otherwise than the first column does.
 
     Examples:
         >>> leaves = [torch.ones(1), torch.ones(1, dtype=torch.float64), torch.ones(2)]
@@ -55,6 +58,8 @@ def by_group(
     like, *others = columns
     apart = any(isinstance(x, DTensor) for column in columns for x in column)
     if apart:
+        for written in others[1:] if not outputs else ():
+            _check_places(written, like)
         others = [
             [local_tensor(shard_like(x, ref)) for x, ref in zip(column, like, strict=True)]
             for column in others
@@ -76,6 +81,18 @@ def by_group(
                     value = torch.view_as_complex(value) if row in pairs_of else value
                     result[row] = from_local_like(value, like[row]) if apart else value
     return results
+
+
+def _check_places(leaves: Leaves, like: Leaves) -> None:
+    """What a kernel writes is no copy, as it would be of what has to be brought to the first's."""
+    for x, ref in zip(leaves, like, strict=True):
+        here, there = (y.placements if isinstance(y, DTensor) else None for y in (x, ref))
+        if here != there:
+            raise ShardError(
+                f"a leaf of shape {tuple(ref.shape)} has the placements {there}, and the state "
+                f"that an optimizer keeps of it {here} (None: a plain tensor). An update in place "
+                "needs both alike: opt.init(params) of these params, or fzero.checkpoint.load."
+            )
 
 
 def temporary_bytes(device: torch.device) -> int:

@@ -117,8 +117,7 @@ def scale_by_muon(
     ) -> tuple[PyTree, MuonState]:
         check.state(where, state, MuonState)
         leaves, spec = tree.flatten(grads)
-        lie = splits(grads, where)
-        _check_matrices(lie, where)
+        _check_matrices(splits(grads, where), where)
 
         def kernel(mu: list[Tensor], grads: list[Tensor]) -> Any:
             grads = cast_like(grads, mu)
@@ -127,6 +126,7 @@ def scale_by_muon(
 
         before = leaves_like(spec, state.mu, "the optimizer's state")
         directions, mu = by_group(kernel, before, leaves, outputs=2)
+        lie = splits(tree.unflatten(spec, directions), where)  # as the state does
         parts = [local_tensor(x) for x in directions]
         low = [x.to(dtype or x.dtype) for x in parts]
         found = orthogonalised(low, lie, lambda x: newton_schulz(x, steps, coefficients, eps))
@@ -135,7 +135,7 @@ def scale_by_muon(
             for x, part, split in zip(found, parts, lie, strict=True)
         ]
         new = MuonState(state.step + 1, tree.unflatten(spec, mu))
-        return tree.unflatten(spec, like_given(scaled, leaves)), new
+        return tree.unflatten(spec, like_given(scaled, directions)), new
 
     return Optimizer(init, update, in_place(update))
 

@@ -367,9 +367,10 @@ def _running() -> Iterator[None]:
 
 
 def _versions(leaves: Sequence[Tensor]) -> list[int]:
-    """How often each was written; -1 for what does not count."""
-    found = [local_tensor(x) for x in leaves]
-    return [-1 if x.is_inference() else x._version for x in found]
+    """How often each was written; tensors of inference mode don't count that."""
+    # what is written through a DTensor counts for that, and what is written past it for the shard
+    pairs = [{id(part): part for part in (x, local_tensor(x))}.values() for x in leaves]
+    return [sum(0 if x.is_inference() else x._version for x in pair) for pair in pairs]
 
 
 def _apart_from(leaves: Sequence[Tensor], result: PyTree) -> PyTree:

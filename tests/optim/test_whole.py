@@ -11,7 +11,8 @@ from torch import Tensor
 
 import fzero
 from fzero import Config, optim, tree
-from fzero.errors import ConfigError
+from fzero.distributed.ragged import is_supported
+from fzero.errors import ConfigError, ShardError
 from tests.ranks import run_ranks
 
 F64 = torch.float64
@@ -168,3 +169,44 @@ def test_a_mask_may_raise_what_it_likes() -> None:
 
     with pytest.raises(RuntimeError, match="not today"):
         optim.masked(optim.sgd(0.1), mask).init({"w": torch.ones(3)})
+
+
+MIXED: dict[str, Any] = {
+    "sgd": lambda: optim.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optim.adamw(0.1),
+    "lion": lambda: optim.lion(0.1),
+    "adafactor": lambda: optim.adafactor(0.1),
+    "muon": lambda: optim.muon(0.1),
+}
+
+
+def _of_layouts(name: str, params: str, grads: str, state: str) -> dict[str, Tensor] | str:
+    draw = torch.Generator().manual_seed(0)
+    shapes = (5, 3), (2, 7), (3,), (4,)
+    full = {str(s): torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes}
+    full = {k: x for k, x in full.items() if name != "muon" or x.dim() == 2}
+
+    def placed(layout: Any) -> Any:
+        return fzero.shard(full, Config(layout=layout))
+
+    opt, p, g = MIXED[name](), placed(params), placed(grads)
+    own = opt.init(placed(state))
+    try:
+        for _ in range(3):
+            own = opt.apply_(g, own, p)
+    except ShardError as error:
+        return str(error)
+    return fzero.unshard(p)
+
+
+@pytest.mark.skipif(not is_supported(), reason="this torch has no flats")
+@pytest.mark.parametrize("name", MIXED)
+def test_a_tree_that_lives_otherwise_gives_the_same_numbers_or_is_refused(name: str) -> None:
+    want = run_ranks(2, _of_layouts, name, "rows", "rows", "rows")[0]
+    for layouts in [("flat", "rows", "flat"), ("rows", "flat", "rows"), ("flat", "flat", "rows")]:
+        for found in run_ranks(2, _of_layouts, name, *layouts):
+            if isinstance(found, str):
+                assert "An update in place needs both alike" in found
+                assert layouts[0] != layouts[2]
+            else:
+                torch.testing.assert_close(found, want)

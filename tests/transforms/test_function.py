@@ -384,6 +384,19 @@ def test_what_runs_eagerly_is_refused_to_change_an_argument_too(make: Any) -> No
         make(scaled, fzero.Config(executor="eager"))(_params(), torch.ones(3))
 
 
+@pytest.mark.parametrize("write", [lambda w: w.mul_(2), lambda w: w.to_local().mul_(2)])
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_tree_of_shards_that_is_not_donated_is_not_changed(executor: Any, write: Any) -> None:
+    def scaled(params: Params) -> Tensor:
+        write(params["w"])
+        return fzero.tree_norm(params)
+
+    params = fzero.shard(_params())
+    with pytest.raises(FzeroError, match=r"scaled changes its argument params\.w in place"):
+        fzero.jit(scaled, fzero.Config(executor=executor))(params)
+    fzero.jit(scaled, fzero.Config(executor=executor), donate_argnums=(0,))(params)
+
+
 def test_programs_of_functions_answer_as_those_of_steps_do() -> None:
     with fake_ranks(2):
         params = fzero.shard(_params())
