@@ -61,6 +61,8 @@ LAWS = {
     "program/categories": "program/test_held.py: leaves_and_lines_are_named",
     "program/pipeline": "program/test_listing.py: listing_is_the_golden_one",
     "program/program": "program/test_listing.py: listing_is_the_golden_one",
+    "program/placed": "program/passes/test_place.py: "
+    "values_and_peak_stay_where_gradients_are_placed",
     "program/promises": "program/test_rules.py: every_mutation_is_found_and_its_node_named",
     "program/sections": "program/test_listing.py: layers_that_are_alike_are_shown_once",
     "program/strides": "program/test_codegen.py: restored_has_the_values_and_the_strides",

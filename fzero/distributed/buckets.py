@@ -130,6 +130,13 @@ class Bucket:
         return self.gathers and not self.is_plain and not self.exchanged
 
     @functools.cached_property
+    def holds_leaves(self) -> bool:
+        """Whether full leaves, each in one piece, are copied together into the buffer to send."""
+        if self.kind == ALL_REDUCE:
+            return len(self.leaves) > 1
+        return self.kind == REDUCE_SCATTER and self.is_flat
+
+    @functools.cached_property
     def full(self) -> "Places":
         """The full leaves, end to end; of a flat, as they lie in it."""
         places = Places.of([leaf.shape for leaf in self.leaves])
@@ -403,8 +410,47 @@ def unpack_into(buffer: Tensor, bucket: Bucket, targets: Sequence[Tensor]) -> No
         torch._foreach_copy_(list(targets), KINDS[bucket.kind].unpack(buffer, bucket))
 
 
-def pack_full(grads: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """The buffer to reduce and scatter, from full gradients."""
+def buffer_of(bucket: Bucket, device: torch.device) -> Tensor:
+    """The buffer of a bucket that `holds_leaves`, before they are in it: zeros between them."""
+    places = bucket.full
+    if not bucket.is_flat:
+        return torch.empty(sum(places.sizes), dtype=bucket.dtype, device=device)
+    buffer = torch.empty(bucket.part * bucket.world, dtype=bucket.dtype, device=device)
+    order, gaps = bucket.fills[0]
+    ends = [0, *(places.starts[i] + places.sizes[i] for i in order)]
+    for end, gap in zip(ends, gaps, strict=True):
+        if gap:
+            buffer.narrow(0, end, gap).zero_()
+    return buffer
+
+
+def _completed(
+    buffer: Tensor, leaves: Sequence[Tensor], missing: Sequence[int], bucket: Bucket
+) -> Tensor:
+    """A buffer with those leaves copied into it that are not there yet."""
+    if missing:
+        shapes, strides, starts, _ = bucket.full
+        there = [buffer.as_strided(shapes[i], strides[i], starts[i]) for i in missing]
+        torch._foreach_copy_(there, [leaves[i] for i in missing])
+    return buffer
+
+
+def pack_full(
+    grads: Sequence[Tensor],
+    bucket: Bucket,
+    buffer: Tensor | None = None,
+    missing: Sequence[int] = (),
+) -> Tensor:
+    """The buffer to reduce and scatter, from full gradients.
+
+    Args:
+        grads: one a leaf.
+        bucket: in which they travel.
+        buffer: from `buffer_of`, in which gradients are in their places already; None: in none.
+        missing: of which of them that is not so.
+    """
+    if buffer is not None:
+        return _completed(buffer, grads, missing, bucket)
     if bucket.is_plain:
         return grads[0].contiguous().view(-1)
     if bucket.is_flat:
@@ -449,8 +495,15 @@ def cut_shards(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     return shards
 
 
-def pack_flat(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """Whole tensors end to end, for an all-reduce."""
+def pack_flat(
+    tensors: Sequence[Tensor],
+    bucket: Bucket,
+    buffer: Tensor | None = None,
+    missing: Sequence[int] = (),
+) -> Tensor:
+    """Whole tensors end to end, for an all-reduce; arguments as of `pack_full`."""
+    if buffer is not None:
+        return _completed(buffer, tensors, missing, bucket)
     if len(tensors) == 1:
         return tensors[0].contiguous()
     return torch.cat([x.reshape(-1) for x in tensors])
@@ -479,13 +532,13 @@ class Kind(NamedTuple):
     """A kind of bucket.
 
     Args:
-        pack: from tensors to the buffer that is sent.
+        pack: from tensors and their bucket to the buffer that is sent.
         unpack: from the buffer that comes to tensors.
         operators: that ask for it leaf by leaf; see `collectives`.
         gathers: whether it brings full leaves; others bring sums.
     """
 
-    pack: Callable[[Sequence[Tensor], Bucket], Tensor]
+    pack: Callable[..., Tensor]
     unpack: Callable[[Tensor, Bucket], list[Tensor]]
     operators: tuple[str, ...]
     gathers: bool = False

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from fzero.distributed.buckets import KINDS, Bucket, asked_for
+from fzero.distributed.buckets import KINDS, Bucket, asked_for, buffer_of
 from fzero.program.graph import (
     BACKWARD,
     FORWARD,
@@ -141,6 +141,8 @@ class _Owners:
             return Owner(BUCKETS, repr(node.meta["bucket"]), origin)
         if node.target in _PACKS:
             return Owner(BUCKETS, f"to send, {node.args[1]!r}", origin)
+        if node.target is buffer_of:
+            return Owner(BUCKETS, f"to send, {node.args[0]!r}", origin)
         if is_transfer(node):  # what comes back is what forward computed
             return Owner(ACTIVATIONS, node.name, origin)
         if is_gather(node):  # before buckets are made
@@ -164,7 +166,7 @@ class _Owners:
         """What is reduced, and what is returned as a gradient, were gradients all along."""
         for node in self.part.graph.nodes:
             if node.target in _PACKS and not node.args[1].gathers:  # pyright: ignore
-                operands, bucket = node.args  # pyright: ignore
+                operands, bucket = node.args[:2]  # pyright: ignore
                 for operand, leaf in zip(operands, bucket.leaves, strict=True):
                     if self._of_leaf(bucket, leaf.name) == GRADIENTS:
                         self._is_gradient(operand, leaf.name)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fzero.distributed.buckets import KINDS, Bucket, unpack_into
+from fzero.distributed.buckets import KINDS, Bucket, buffer_of, unpack_into
 from fzero.distributed.mesh import Axis
 from fzero.errors import FzeroError
 from fzero.functional.remat import Region
@@ -24,6 +24,7 @@ from fzero.layout import Home, LeafLayout
 from fzero.program.dynamic import DYNAMIC
 from fzero.program.graph import AGAIN, Held, Part
 from fzero.program.origin import Origin
+from fzero.program.placed import placed
 from fzero.program.promises import PROMISE, STANDS_FOR, TURN, Promise, Source
 from fzero.program.sites import SITE, WRITTEN_OUT, generator, seed
 
@@ -65,7 +66,7 @@ _RECORDS = {
     cls.__name__: cls for cls in (Axis, Bucket, Held, Home, LeafLayout, Origin, Region, Source)
 }
 _CALLED = (
-    *(operator.getitem, unpack_into, seed, generator),
+    *(operator.getitem, unpack_into, seed, generator, buffer_of, placed),
     *(function for kind in KINDS.values() for function in kind[:2]),
 )
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(

@@ -83,7 +83,8 @@ def compile_program(program: Program) -> Executable:
             with torch.no_grad(), _kept_generators(devices):
                 results = runs(*inputs)
         except Exception as error:
-            _say_where(error, runs, program)
+            if (told := _told(error, runs, program)) is not None:
+                raise told from error
             raise
         if dynamic is not None and look is not None:
             dynamic.open = dynamic.open and not look.found
@@ -100,18 +101,31 @@ def compile_program(program: Program) -> Executable:
     return run
 
 
-def _say_where(error: Exception, runs: Executable, program: Program) -> None:
-    """Note on what an operator raised which one it was, and the user's line that it comes from."""
+def _told(error: Exception, runs: Executable, program: Program) -> TraceError | None:
+    """Note on what an operator raised which one it was, and the user's line that it comes from.
+
+    Returns:
+        What to raise instead, if it is for floats of several dtypes, which fake kernels let pass.
+    """
     code = getattr(runs, "__code__", None)
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
     if code is None or not lines or isinstance(error, FzeroError):
-        return
+        return None
     name = linecache.getline(code.co_filename, lines[0]).partition(" = ")[0].strip()
     for node in program.graph.nodes:
         if node.name == name and (where := origin_of(node).where):
             given = [x for operand in node.all_input_nodes for x in tensors_of(operand)]
             of = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in given)
+            floats = {x.dtype for x in given if x.is_floating_point()}
+            if isinstance(error, RuntimeError) and len(floats) > 1:
+                return TraceError(
+                    f"{node.target}, which was recorded at {where}, was given {of}, and its kernel "
+                    "takes floats of one dtype. Parameters come in the dtype of Config(precision="
+                    "...), a batch as it is: cast it there, as in x.to(w.dtype). What modules are "
+                    "called with, fzero.functionalize casts."
+                )
             error.add_note(f"raised by {node.target} of {of}, which was recorded at {where}")
+    return None
 
 
 _NUMBERS = itertools.count()

@@ -26,12 +26,13 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from fzero.distributed.buckets import Bucket
+from fzero.distributed.buckets import KINDS, Bucket, buffer_of
 from fzero.program.graph import Part, dense_of, is_again, phases, tensors_of, written_operands
 from fzero.program.hardware import Hardware
 from fzero.program.links import Flight, Links, Load
 from fzero.program.memory import is_wait, storages
 from fzero.program.origin import origin_of
+from fzero.program.placed import operator_of
 from fzero.program.sections import pattern
 from fzero.program.text import count, seconds, size, table
 from fzero.program.transfers import way_of
@@ -75,12 +76,11 @@ def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
 
 def _work(node: fx.Node, flops: int, hardware: Hardware) -> tuple[int, bool]:
     """FLOPs that a node has to do, which are not those that are counted, and whether it attends."""
-    packet: Any = getattr(node.target, "overloadpacket", None)
+    target: Any = operator_of(node)[0]
     if not flops:
         return 0, False
-    if packet in _PRODUCTS:
+    if target.overloadpacket in _PRODUCTS:
         return int(flops * hardware.waste(tensors_of(node)[0].shape)), False
-    target: Any = node.target
     if "attention" not in target._schema.name:
         return flops, False
     given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False))
@@ -89,32 +89,39 @@ def _work(node: fx.Node, flops: int, hardware: Hardware) -> tuple[int, bool]:
 
 
 def _bytes_moved(node: fx.Node) -> int:
-    if node.op != "call_function" or node.target is operator.getitem or is_wait(node):
+    # a buffer takes no time: what is put into it does
+    if node.op != "call_function" or node.target in (operator.getitem, buffer_of) or is_wait(node):
         return 0
-    read = storages(node.all_input_nodes)
+    if node.target in _PACKS and len(node.args) > 2:
+        missing: Any = [node.args[0][i] for i in node.args[3]]  # pyright: ignore
+        return 2 * sum(x.nbytes for operand in missing for x in dense_of(operand))
+    inputs = [x for x in node.all_input_nodes if x.target is not buffer_of]
+    read = storages(inputs)
     made = [x for x in dense_of(node) if x.untyped_storage()._cdata not in read]
     written = [x for operand in written_operands(node) for x in dense_of(operand)]
     if not made and not written and node.meta.get("val") is not None:  # a view
         return 0
     output = sum(x.nbytes for x in [*made, *written])
-    operands = [x for operand in node.all_input_nodes for x in dense_of(operand)]
+    operands = [x for operand in inputs for x in dense_of(operand)]
     if getattr(node.target, "overloadpacket", None) in _LOOKUPS:  # reads the rows that it returns
         operands = operands[1:]
         return 2 * output + sum(x.nbytes for x in operands)
     return output + sum(x.nbytes for x in operands)
 
 
+_PACKS = {kind.pack for kind in KINDS.values()}
 _aten = torch.ops.aten
 _LOOKUPS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 
 
 def _flops(node: fx.Node) -> int:
-    packet: Any = getattr(node.target, "overloadpacket", None)
+    target, given = operator_of(node)
+    packet: Any = getattr(target, "overloadpacket", None)
     formula: Callable[..., int] | None = flop_registry.get(_ALIKE.get(packet, packet))
     if formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))
+    args, kwargs = map_arg((given, node.kwargs), lambda x: x.meta.get("val"))
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))  # pyright: ignore
 
 

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fzero.distributed.buckets import EXCHANGE, KINDS
+from fzero.distributed.buckets import EXCHANGE, KINDS, buffer_of
 from fzero.program.categories import INPUTS, summed
 from fzero.program.graph import Part, output_node, phases, placeholders, tensors_of
 from fzero.program.memory import constant_bytes, is_wait, lifetimes, peak_bytes, timeline
 from fzero.program.origin import origin_of
 from fzero.program.passes.rewrite import is_cheap
+from fzero.program.placed import operator_of
 from fzero.program.sections import Section, layer_of, pattern, runs, sections
 from fzero.program.text import size
 
@@ -262,11 +263,13 @@ class _Folded:
     def _key(self, section: Section) -> Hashable:
         """What is the same of sections that are alike: all but names and collectives."""
         nodes = [
-            x for x in section.nodes if not (_is_packed(x) or "bucket" in x.meta or is_wait(x))
+            x
+            for x in section.nodes
+            if not (_is_packed(x) or x.target is buffer_of or "bucket" in x.meta or is_wait(x))
         ]
         return (
             pattern(section.layer),
-            *((str(x.target), _type(x), pattern(origin_of(x).module)) for x in nodes),
+            *((str(operator_of(x)[0]), _type(x), pattern(origin_of(x).module)) for x in nodes),
         )
 
     def _more(self, first: Sequence[Section], more: Sequence[Section]) -> str:
@@ -328,13 +331,15 @@ def _hidden_with(node: fx.Node) -> list[fx.Node]:
 def _call(node: fx.Node, show: Any) -> str:
     if bucket := node.meta.get("bucket"):
         return f"{bucket!r}({', '.join(map(show, node.all_input_nodes))})"
-    arguments = [_short(x, show) for x in node.args]
+    target, given = operator_of(node)
+    arguments = [_short(x, show) for x in given]
     arguments += [
         f"{k}={_short(x, show)}" for k, x in node.kwargs.items() if k not in _SEEN_ELSEWHERE
     ]
-    overload = isinstance(node.target, torch._ops.OpOverload)
-    name = str(node.target).removesuffix(".default") if overload else _operator(node)
-    return f"{name}({', '.join(arguments)})"
+    overload = isinstance(target, torch._ops.OpOverload)
+    name = str(target).removesuffix(".default") if overload else _operator(node)
+    there = f" in {show(node.args[0])}" if target is not node.target else ""
+    return f"{name}({', '.join(arguments)}){there}"
 
 
 # in the result's type, or the same; a generator is a function of the site

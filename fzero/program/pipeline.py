@@ -13,6 +13,7 @@ from fzero.program.passes.gathers import hoist_reductions, regather, sink_gather
 from fzero.program.passes.groups import ALIKE, Growth
 from fzero.program.passes.offload import offload
 from fzero.program.passes.order import in_order, order_of_leaves
+from fzero.program.passes.place import place
 from fzero.program.passes.recompute import recompute
 from fzero.program.passes.remat import rematerialise
 from fzero.program.passes.rewrite import is_gather, is_reduction
@@ -36,6 +37,7 @@ def optimise(
     thrift: Thrift | None = None,
     passes: Named = (),
     machine: Hardware | None = None,
+    placing: bool = True,
 ) -> Program:
     """Make the Program of a gradient function fit to run.
 
@@ -52,6 +54,8 @@ def optimise(
             fits. See [Note: ranks under a limit].
         passes: a user's, by name: see [Note: passes of users].
         machine: to whose host a plan for `limit` may send values away; None: to none.
+        placing: compute gradients into the buffers that carry them. Not where a compiler joins
+            operators: it joins none that write where they are told.
 
     Raises:
         ConfigError: nothing stays under the limit.
@@ -92,6 +96,7 @@ def optimise(
             early=early if given else None,
             within=within or None,
         )
+        done = place(done) if placing else done
         done = run_passes(insert_seeds(done), passes, late=True)
         if limit is None or plan is None:
             return done

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from fzero.distributed.buckets import KINDS, Bucket, asked_for
+from fzero.distributed.buckets import KINDS, Bucket, asked_for, buffer_of
 from fzero.program.graph import (
     is_op,
     memory_of,
@@ -27,6 +27,7 @@ from fzero.program.graph import (
     written_operands,
 )
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
+from fzero.program.placed import is_placed_cast, operator_of
 from fzero.program.transfers import is_transfer
 
 PROMISE = "promise"
@@ -146,17 +147,18 @@ def settled(output: fx.Node) -> None:
 
 
 def values_read(node: fx.Node) -> list[fx.Node]:
-    """The operands that are values; what draws has a generator besides."""
-    return [x for x in operands(node) if "val" in x.meta]
+    """The operands that are values; what draws has a generator besides, what is placed a buffer."""
+    return [x for x in operands(node) if "val" in x.meta and x.target is not buffer_of]
 
 
 def said(node: fx.Node) -> str:
     """The operator and what it is given besides values."""
-    target: Any = node.target
+    target, args = operator_of(node)
     name = str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
-    if node.op == "output" or is_cheap(node):  # shapes tell views; passes join them
+    # shapes tell views; passes join them
+    if node.op == "output" or is_cheap(node) or is_placed_cast(node):
         return name if node.op == "output" else ""
-    rest = [x for x in tree_leaves((node.args, node.kwargs)) if not isinstance(x, fx.Node)]
+    rest = [x for x in tree_leaves((args, node.kwargs)) if not isinstance(x, fx.Node)]
     return f"{name}{rest}" if rest else name
 
 
@@ -211,6 +213,8 @@ def source_of(node: fx.Node) -> Source:
             node = node.all_input_nodes[0]
         elif is_cheap(node) or is_op(node, "fzero::restored") or is_transfer(node):
             node = node.all_input_nodes[0]
+        elif is_placed_cast(node):
+            node = node.all_input_nodes[1]
         elif is_op(node, "aten::copy_") and promise_of(node) is None:  # over a donated input
             node = node.args[1]  # pyright: ignore
         elif node.op == "get_attr":

@@ -28,6 +28,7 @@ from fzero.program.graph import (
 from fzero.program.listing import collectives
 from fzero.program.memory import is_wait
 from fzero.program.passes.rewrite import is_cheap, is_reduction
+from fzero.program.placed import placed
 from fzero.program.promises import (
     TURN,
     counted,
@@ -51,6 +52,7 @@ def awaited(part: Part) -> Iterator[str]:
         if KINDS[bucket.kind].pack is not pack.target or pack.args[1] != bucket:
             yield f"{node.name} sends {pack.name}, which is not the buffer of {bucket!r}"
             continue
+        yield from _in_place(pack, bucket)
         target, arguments = carrier(bucket, tensors_of(pack)[0].numel())
         if (node.target, tuple(node.args[1:])) != (target, arguments):
             given = f"{node.target}{tuple(node.args[1:])}"
@@ -63,6 +65,23 @@ def awaited(part: Part) -> Iterator[str]:
             yield f"{node.name} is awaited {len(waits)} times; a collective is awaited once"
         for wait in waits:
             yield from _untouched(node, wait, bucket)
+
+
+def _in_place(pack: fx.Node, bucket: Bucket) -> Iterator[str]:
+    """What is not copied into a buffer was computed where it belongs."""
+    operands, _, buffer, missing = (*pack.args, None, ())[:4]
+    if buffer is None:
+        return
+    for i, (operand, leaf) in enumerate(zip(operands, bucket.leaves, strict=True)):  # pyright: ignore
+        made = operand
+        while is_cheap(made):
+            made = made.all_input_nodes[0]
+        there = made.target is placed and made.args[0] is buffer
+        if i not in missing and not (there and made.args[1][2] == bucket.full.starts[i]):  # pyright: ignore
+            yield (
+                f"{operand.name} is not in the place of {leaf.name!r} in the buffer of {bucket!r}, "
+                f"and {pack.name} does not copy it there"
+            )
 
 
 def _untouched(launch: fx.Node, wait: fx.Node, bucket: Bucket) -> Iterator[str]:

@@ -157,6 +157,7 @@ def staged_out(
             thrift=choice.thrift if choice else None,
             passes=cfg.named_passes,
             machine=machine,
+            placing=cfg.executor != "inductor",
         )
         return kept_dynamic(last(program))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import fzero
 from fzero import zero
 from fzero.distributed.mesh import Axes, Axis, resolve_mesh
-from fzero.layout import Layout, plan_layout
+from fzero.layout import Layout, plan_flats, plan_layout
 from fzero.program import Program
 from fzero.program.trace import trace_program
 
@@ -41,10 +41,14 @@ def mlp_loss(leaves: Leaves, x: Tensor, *, dropout: float = 0.0) -> tuple[Tensor
 class Recorded:
     """The stage-3 gradient function of an MLP on this rank, as it was recorded."""
 
-    def __init__(self, widths: Sequence[int], *, rows: int = 3, dropout: float = 0.0) -> None:
+    def __init__(
+        self, widths: Sequence[int], *, rows: int = 3, dropout: float = 0.0, flat: bool = False
+    ) -> None:
         names, full = mlp_leaves(widths)
         mesh = resolve_mesh(None, "cpu")
         self.layout: Layout = plan_layout(names, full, mesh.world_size)
+        if flat:
+            self.layout = plan_flats(self.layout, 2**20)
         axes = Axes(Axis(mesh.shard_group, mesh.shard_size, mesh.shard_rank))
         generator = torch.Generator().manual_seed(1 + mesh.rank)
         batch = torch.randn(rows, widths[0], generator=generator)

@@ -132,22 +132,37 @@ def test_a_norm_of_a_transpose_is_what_it_is_in_plain_torch(name: str, accum: in
         assert torch.allclose(state[1].model_state[key], value, rtol=0, atol=1e-12), key
 
 
-_RAISED = {
-    "a number out of range": lambda w, x: nn.functional.embedding(x, w).sum(),
-    "two dtypes": lambda w, x: nn.functional.layer_norm(x.double() * 0.5, (4,), w[0]).sum(),
-}
-
-
-@pytest.mark.parametrize("case", _RAISED)
-def test_what_an_operator_raises_is_noted_with_the_line(case: str) -> None:
+def test_what_an_operator_raises_is_noted_with_the_line() -> None:
     def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return _RAISED[case](params["w"], x)
+        return nn.functional.embedding(x, params["w"]).sum()
 
     value = fzero.value_and_grad(model_fn)
     params = fzero.shard({"w": torch.ones(4, 4)})
-    with pytest.raises((RuntimeError, IndexError)) as caught:
+    with pytest.raises(IndexError) as caught:
         value(params, torch.full((4, 4), 9))
     (said,) = caught.value.__notes__
-    assert said.startswith(("raised by aten.embedding.default", "raised by aten.native_layer_norm"))
+    assert said.startswith("raised by aten.embedding.default")
     assert "test_codegen.py:" in said
     assert "(4, 4)" in said
+
+
+_PRODUCTS = {
+    "matmul": lambda w, x: x @ w,
+    "linear": lambda w, x: nn.functional.linear(x, w),
+    "einsum": lambda w, x: torch.einsum("ij,kj->ik", x, w),
+    "bmm": lambda w, x: torch.bmm(x[None], w[None]),
+    "conv": lambda w, x: nn.functional.conv1d(x[None], w[:, :, None]),
+    "norm": lambda w, x: nn.functional.layer_norm(x, (8,), w[0]),
+}
+
+
+@pytest.mark.parametrize("case", _PRODUCTS)
+def test_floats_of_several_dtypes_are_told_with_the_line(case: str) -> None:
+    def model_fn(w: Tensor, x: Tensor) -> Tensor:
+        return _PRODUCTS[case](w, x).float().sum()
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), fzero.Config(precision="bf16"))
+    state = step_fn.init(torch.ones(8, 8))
+    with pytest.raises(fzero.FzeroError, match=r"(?s)test_codegen.py:.*(BF|bf)loat16"):
+        step_fn(*state, torch.ones(8, 8, dtype=torch.float64))
+    assert step_fn(*state, torch.ones(8, 8, dtype=torch.bfloat16))
