@@ -137,9 +137,9 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
             )
         if param.device.type == "meta":
             raise ShardError(
-                f"the parameter {name!r} is on the meta device and has no values. Build the module "
-                "on a real device, or use make_train_step(...).init with a function that builds "
-                "the parameters: then no rank ever holds the whole model."
+                f"the parameter {name!r} is on the meta device and has no values. Pass the "
+                "function that builds the module, fzero.Engine(lambda: Model(), opt, cfg), without "
+                "torch.device('meta') around it: then no rank ever holds the whole model."
             )
     return slots, params
 

@@ -1,7 +1,9 @@
 """`engine.lr = ...` and `engine.optimizer`: torch's schedulers drive an engine."""
 
+import importlib.util
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +201,19 @@ def test_a_grad_scaler_is_told_what_takes_its_place() -> None:
     assert all(torch.equal(x, before[name]) for name, x in engine.full_params().items())
 
 
+def test_a_grad_scaler_that_is_switched_off_steps_an_engine() -> None:
+    # as a loop for every precision has it: GradScaler(enabled=args.fp16)
+    engine = fzero.Engine(nn.Linear(3, 1), SGD(lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(2):
+        engine.optimizer.zero_grad()
+        scaler.scale(engine(torch.ones(2, 3)).square().mean()).backward()
+        scaler.unscale_(engine.optimizer)
+        scaler.step(engine.optimizer)
+        scaler.update()
+    assert engine.global_steps == 2
+
+
 def test_a_loop_that_owns_its_optimizers_steps_an_engine() -> None:
     # as Lightning's: a closure, hooks on step, groups and state read and written, a scheduler
     torch.manual_seed(0)
@@ -236,6 +251,72 @@ def test_a_loop_that_owns_its_optimizers_steps_an_engine() -> None:
     optimizer.load_state_dict(saved)
     assert engine.lr == pytest.approx(0.025)
     assert engine.global_steps == 2
+
+
+def lightning_fits(stage: int, manual: bool, folder: Path) -> None:
+    import lightning as L  # pyright: ignore
+
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    batches = torch.randn(4, 2, 2, 3)  # step, rank, row
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = not manual
+            copied = nn.Linear(3, 1)
+            copied.load_state_dict(net.state_dict())
+            self.engine = fzero.Engine(copied, SGD(lr=0.1), fzero.Config(stage))
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = self.engine(batch[0]).square().mean()
+            if manual:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+                self.lr_schedulers().step()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            opt = self.engine.optimizer
+            schedule = lr_scheduler.StepLR(opt, 1, 0.5)
+            return {
+                "optimizer": opt,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
+
+    module = Module()
+    trainer = L.Trainer(
+        strategy=L.pytorch.strategies.SingleDeviceStrategy("cpu"),
+        max_epochs=1,
+        logger=L.pytorch.loggers.CSVLogger(folder / str(dist.get_rank())),
+        callbacks=[L.pytorch.callbacks.LearningRateMonitor("step")],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    mine = torch.utils.data.TensorDataset(batches[:, dist.get_rank()].flatten(0, 1))
+    trainer.fit(module, torch.utils.data.DataLoader(mine, batch_size=2))
+    for step in range(4):
+        plain.param_groups[0]["lr"] = 0.1 * 0.5**step
+        plain.zero_grad()
+        net(batches[step].flatten(0, 1)).square().mean().backward()
+        plain.step()
+    assert module.engine.global_steps == trainer.global_step == 4
+    assert module.engine.lr == pytest.approx(0.1 / 16)
+    for name, value in module.engine.full_params().items():
+        torch.testing.assert_close(value, net.state_dict()[name])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None,
+    reason="Lightning is not installed: pip install 'fzero[dev-peers]' brings it",
+)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("manual", [False, True])
+def test_lightnings_own_trainer_steps_an_engine(stage: int, manual: bool, tmp_path: Path) -> None:
+    run_ranks(2, lightning_fits, stage, manual, tmp_path, timeout=200)
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {

@@ -5,6 +5,7 @@ What has no counterpart raises an error that names it, and what to do instead.
 
 from fzero.compat.deepspeed import (
     accelerator,
+    checkpoint,
     checkpointing,
     comm,
     ops,
@@ -27,6 +28,7 @@ __all__ = [
     "DeepSpeedOptimizer",
     "accelerator",
     "add_config_arguments",
+    "checkpoint",
     "checkpointing",
     "comm",
     "get_accelerator",

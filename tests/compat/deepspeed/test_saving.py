@@ -17,6 +17,19 @@ from fzero.errors import CheckpointError, ConfigError, FzeroError
 from tests.ranks import run_ranks
 
 
+def test_a_clone_for_torch_save_is_a_copy_without_the_memory_around_it() -> None:
+    table = torch.randn(100, 2)
+    given = {"rows": [table[0], (table[1], "name", 3)], "none": None, "param": nn.Parameter(table)}
+    found = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(given)
+    table.zero_()
+    first, (second, *plain) = found["rows"]
+    assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 8
+    assert first.count_nonzero() == second.count_nonzero() == 2
+    assert (plain, found["none"]) == (["name", 3], None)
+    assert found["param"].count_nonzero() == 200
+    assert not found["param"].requires_grad
+
+
 def model_of(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
