@@ -42,6 +42,7 @@ from fzero.functional.reads import MISSING, Reads
 from fzero.functional.transforms import is_recorded, levels_of
 from fzero.program import Program
 from fzero.program.graph import is_wanted, tensors_of
+from fzero.program.trace import is_anomaly_mode
 
 # Recording patches classes and modules of the process, and runs the user's modules with other
 # tensors in their slots; torch's tracers are the process's as well. A second thread waits.
@@ -411,6 +412,7 @@ def ambient() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
+        is_anomaly_mode(),  # of which a Program knows nothing: it is refused
     )
 
 

@@ -430,6 +430,19 @@ def test_modes_of_a_module_count() -> None:
     assert len(step_fn._executors._traced) == 2
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_anomaly_mode_is_refused_where_nobody_would_look(recorded: bool) -> None:
+    step_fn, state = made(base)
+    if recorded:
+        loss(step_fn, state)
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(TraceError, match="anomaly mode"):
+        loss(step_fn, state)
+    assert loss(step_fn, state) == 6.0
+    eager, state = made(lambda p, x: (p["w"] * x * 0).sqrt().sum() * 0, executor="eager")
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="SqrtBackward"):
+        loss(eager, state)
+
+
 def test_what_is_not_read_is_of_no_account() -> None:
     class Trainer:
         def __init__(self) -> None:
