@@ -52,7 +52,7 @@ def gathered_for(driver: Driver, indices: Sequence[int], modifier_rank: int) -> 
     [Note: masters follow] has it. Below stage 3 it writes into the parameters, and an exception
     puts their values back.
     """
-    driver.recover()
+    driver.settle()
     phases.refuse_inside(driver.state, "gathered(modifier_rank=...)")
     if driver.state.is_local:
         phases.refuse_in_block(driver.state, "gathered(modifier_rank=...)")

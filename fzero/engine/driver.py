@@ -237,6 +237,11 @@ class Driver:
         if task is not None and current_task() == -1:
             self._raised(task.number)
 
+    def settle(self) -> None:
+        """The same, and the engine trains what the module has: a call that reads or writes it."""
+        self.recover()
+        self.writes.take()
+
     # --- what hooks tell ---
 
     def calls_directly(self) -> None:

@@ -405,6 +405,7 @@ class Engine:
         The tensors are the engine's own: what changes them in place changes the engine. (A step
         function with `donate=True` does; assign what it returns.) Assigned values are copied.
         """
+        self._driver.settle()
         return self._parts.stepper.read()
 
     @state.setter
@@ -417,7 +418,7 @@ class Engine:
                 "Assign what step_fn, or another engine's state, returned."
             ) from None
         driver = self._driver
-        driver.recover()
+        driver.settle()
         phases.refuse_in_block(driver.state, "state = ...")
         if not driver.is_at_rest:
             raise BackwardError(
@@ -580,7 +581,7 @@ class Engine:
 
         At stage 3 every rank must call it, and from stage 1 on where there are masters.
         """
-        self._driver.recover()
+        self._driver.settle()
         return self._parts.full_params()
 
     def full_param(self, name: str) -> Tensor:
@@ -597,7 +598,7 @@ class Engine:
             >>> engine.full_param("weight").shape
             torch.Size([1, 3])
         """
-        self._driver.recover()
+        self._driver.settle()
         return self._parts.full_value(self._names.index("full_param", name))
 
     def full_grad(self, name: str) -> Tensor | None:

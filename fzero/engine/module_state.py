@@ -41,7 +41,7 @@ class LoadedKeys(NamedTuple):
 
 def state_dict(driver: Driver, parts: Parts, slots: ParameterSlots) -> dict[str, Any]:
     """Copies of all that the module's own `state_dict` has; see `Engine.state_dict`."""
-    driver.recover()
+    driver.settle()
     with _full(driver, parts, slots, "state_dict") as full:
         own = driver.module.state_dict(keep_vars=True)
     copies = {id(x): x.detach() for x in full.values()}  # a tied one is one tensor here, too
@@ -72,7 +72,7 @@ def load(
     driver: Driver, parts: Parts, slots: ParameterSlots, state: Mapping[str, Any], *, strict: bool
 ) -> LoadedKeys:
     """Check everything, then copy; see `Engine.load_state_dict`."""
-    driver.recover()
+    driver.settle()
     phases.refuse_inside(driver.state, "load_state_dict()")
     phases.refuse_in_block(driver.state, "load_state_dict()")
     if not isinstance(state, Mapping):

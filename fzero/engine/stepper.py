@@ -231,6 +231,12 @@ class Stepper:
             if index in masters:
                 masters[index].copy_(self.plan.part(value, leaf))
 
+    def replace(self, index: int, value: Tensor) -> None:
+        """Train another tensor in the place of this one."""
+        leaves, spec = tree.flatten(self.params)
+        leaves[index] = like(value, leaves[index])
+        self.params, self.locals = tree.unflatten(spec, leaves), locals_of(leaves)
+
     def read(self) -> tuple[PyTree, OptState]:
         """`(params, opt_state)`, the tensors themselves."""
         if self.opt_state.master is not None:

@@ -120,12 +120,12 @@ class Writes:
         """An update would reach the module's parameters, and those that are to be trained.
 
         Raises:
-            FzeroError: as `same_module`; or a parameter has been given other memory, or is to be
-                trained and was frozen when the engine was made.
+            FzeroError: as `same_module` and `take`; or a parameter is to be trained and was frozen
+                when the engine was made.
         """
         self.same_module()
         for index, param in self.params.items():
-            leaf, own = self.leaves[index], self.stepper.locals[index]
+            leaf = self.leaves[index]
             if param.requires_grad and not leaf.trainable:
                 raise FzeroError(
                     f"the parameter {leaf.name!r} has requires_grad=True, and had False when the "
@@ -133,19 +133,43 @@ class Writes:
                     "optimizer state. Make the engine while it requires a gradient, and freeze it "
                     "then, with requires_grad_(False), until it is to be trained."
                 )
-            if self.lazy:
+        self.take()
+
+    def take(self) -> None:
+        """What `p.data = x` has put in a parameter's place is trained from now on.
+
+        In memory of its own: callers swap values in and out by such assignments (averages, for an
+        evaluation), and keep what they took out.
+
+        Raises:
+            FzeroError: it has another shape, dtype or device.
+        """
+        for index, param in () if self.lazy else self.params.items():
+            leaf, own = self.leaves[index], self.stepper.locals[index]
+            if _lies(param) == _lies(own):
                 continue
-            if param.data_ptr() != own.data_ptr() or param.dtype != own.dtype:
+            if (param.shape, param.dtype, param.device) != (own.shape, own.dtype, own.device):
                 raise FzeroError(
                     f"the parameter {leaf.name!r} is no longer in the engine's memory: "
-                    "module.to(...), .half() or p.data = ... replaced it, and an update would be "
-                    "lost. Move or cast the module before the engine is made; dtypes are "
-                    "Config(precision=...)'s."
+                    "module.to(...), .half() or p.data = ... replaced it by "
+                    f"{_said(param)}, where the engine trains {_said(own)}. Move or cast the "
+                    "module before the engine is made; dtypes are Config(precision=...)'s."
                 )
+            param.data = param.data.clone(memory_format=torch.contiguous_format)
+            self.stepper.replace(index, param.data)
 
     def ours(self) -> None:
         """The engine has written: autograd is to refuse graphs made with the values of before."""
         torch.autograd.graph.increment_version(list(self.params.values()))
+
+
+def _lies(x: Tensor) -> tuple[Any, ...]:
+    """Where and how a tensor lies in memory: as another, if both are one."""
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
+
+
+def _said(x: Tensor) -> str:
+    return f"{tuple(x.shape)} of {x.dtype} on {x.device}"
 
 
 _SETTLED = (

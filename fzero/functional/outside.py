@@ -12,7 +12,9 @@ What lies in torch, numpy, Python's library and this package is not walked throu
 their functions are, since they hold functions of the user's.
 """
 
+import array
 import collections
+import ctypes
 import enum
 import functools
 import gc
@@ -147,6 +149,11 @@ class Walk:
             self.generators.append((value, place))
         elif _is_array(value):
             self.arrays.append((value, place))
+            if value.dtype.hasobject:  # it holds them by identity
+                for i, item in enumerate(value.ravel().tolist()):
+                    self._later(item, Place(place, f"[{i}]"))
+        elif isinstance(value, _MEMORIES):
+            self.arrays.append((value, place))
         elif isinstance(value, Tensor):
             self.tensors.append((value, place))
             # what torch and this package put there is nothing that a user's code reads
@@ -272,6 +279,8 @@ class Walk:
             # what the library has made of a function reads what that reads
             self._later((attributes_of(value) or {}).get("__wrapped__"), place)
             return
+        if cls.__flags__ & HEAP_TYPE:  # an object may be given another class
+            self._note(functools.partial(getattr, value), "__class__", place, value, follow=False)
         if cls not in self._classes:
             self._classes.add(cls)
             for name in _dunder_functions(cls):
@@ -392,6 +401,28 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
+def bytes_of(memory: Any) -> tuple[Any, ...]:
+    """What an array, or another object that shows its memory, holds.
+
+    >>> bytes_of(bytearray(b"a"))
+    ('B', (1,), b'a')
+    """
+    if _is_array(memory):  # memoryview knows fewer dtypes
+        return memory.dtype, memory.shape, memory.tobytes()
+    with memoryview(memory) as view:
+        return view.format, view.shape, view.tobytes()
+
+
+def put_bytes(memory: Any, noted: Any) -> None:
+    """Write what a copy of an object's memory holds back into it, if it has room."""
+    if _is_array(memory):
+        if memory.shape == noted.shape and memory.flags.writeable:
+            memory[...] = noted
+    elif bytes_of(memory)[:2] == bytes_of(noted)[:2] and bytes_of(noted)[2]:
+        old, new = (torch.frombuffer(x, dtype=torch.uint8) for x in (noted, memory))
+        new.copy_(old)
+
+
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """Its `__dict__`, if it has one."""
     try:
@@ -450,6 +481,8 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _INTERNAL = ("_", "fzero_")
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+# memory that Python code writes in place; `multiprocessing.Value` keeps its number in the last kind
+_MEMORIES = (bytearray, array.array, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 _CALLED = (types.FunctionType, staticmethod, classmethod)
 _DEFINED = (types.FunctionType, types.ModuleType, type, types.BuiltinFunctionType)
 _PLAIN = frozenset(

@@ -311,6 +311,10 @@ def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
     # A value that is read tells the user most, whichever front end met it.
     cause = next((e for _, e in refusals if isinstance(e, _DATA_DEPENDENT)), last)
     where = _user_frame(cause)
+    if is_anomaly_mode() and isinstance(cause, _DATA_DEPENDENT) and not where:
+        error = TraceError(_ANOMALY)
+        error.__cause__ = cause
+        return error
     module = _module_of(cause)
     said = "\n".join(f"  through {label}: {_first_line(error)}" for label, error in refusals)
     bug = "" if isinstance(cause, _DATA_DEPENDENT) else _PERHAPS_A_BUG
@@ -328,6 +332,18 @@ def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
     return error
 
 
+def is_anomaly_mode() -> bool:
+    """Whether autograd looks at the values of each gradient."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
+_ANOMALY = (
+    "torch.autograd's anomaly mode is on (set_detect_anomaly, detect_anomaly), which looks at the "
+    "values of each gradient. While a function is staged out there are none, and its Program runs "
+    "without autograd, so nobody would look. Switch the mode off: Config(on_nonfinite='raise') "
+    "stops at the first step whose gradient is not finite, and under Config(executor='eager') "
+    "anomaly mode names the operation."
+)
 _PERHAPS_A_BUG = "If the function raises the same when you call it yourself, mend that first. "
 _SHARDS_READ = (
     "A leaf of a tree of shards was read as if it were whole. A function of whole leaves goes "

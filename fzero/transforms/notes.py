@@ -10,12 +10,13 @@ If it also reads that, the Program may depend on it; a second recording tells.
 """
 
 import contextlib
+import copy
 import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
-from operator import call, is_
+from operator import attrgetter, call, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,21 @@ from fzero.errors import TraceError, users_line
 from fzero.functional.carried import Doubt
 from fzero.functional.draws import Source, Watch, global_sources, source, without_draws
 from fzero.functional.leftovers import Leftover, depends_on_inputs, leftovers, stand_in
-from fzero.functional.outside import Fact, Place, Walk, attributes_of, labelled, put
+from fzero.functional.outside import (
+    Fact,
+    Place,
+    Walk,
+    attributes_of,
+    bytes_of,
+    labelled,
+    put,
+    put_bytes,
+)
 from fzero.functional.reads import MISSING, Reads
 from fzero.functional.transforms import is_recorded, levels_of
 from fzero.program import Program
 from fzero.program.graph import is_wanted, tensors_of
+from fzero.program.trace import is_anomaly_mode
 
 # Recording patches classes and modules of the process, and runs the user's modules with other
 # tensors in their slots; torch's tracers are the process's as well. A second thread waits.
@@ -164,6 +175,7 @@ class Notes:
             and all(_unchanged(live, noted) for live, noted in self._full)
             and ambient() == self._ambient
             and all(_equal_arrays(live, noted) for live, noted in self._arrays)
+            and list(map(_form, self._tensors)) == self._forms
             and all(map(_equal_tensors, *zip(*self._values, strict=True)) if self._values else ())
         )
 
@@ -185,7 +197,10 @@ class Notes:
                 return ["the values of a tensor that Python read"]
         for live, noted in self._arrays:
             if not _equal_arrays(live, noted):
-                return ["the values of a numpy array"]
+                return ["the values of an array"]
+        for x, noted, place in zip(self._tensors, self._forms, self._at, strict=True):
+            if (now := _form(x)) != noted:
+                return [f"{place} from a tensor of {_said(noted)} to one of {_said(now)}"]
         walk = Walk(self.roots, self._reads)
         old, new = self._tokens, tokens_of(walk, self._written)
         rows = [(p, old.get(p, MISSING), new.get(p, MISSING)) for p in dict.fromkeys((*old, *new))]
@@ -205,7 +220,12 @@ class Notes:
         # apart, as most are empty (tables of hooks), and a length is compared fastest
         self._empty = [c for c, _ in containers if not len(c)]
         self._full = [(c, _contents(c)) for c, _ in containers if len(c)]
-        self._arrays = [(a, a.copy()) for a, _ in walk.arrays]
+        self._arrays = [(a, copy.copy(a)) for a, _ in walk.arrays]
+        # a tensor of a recording has a form that is nobody's
+        tensors = [(x, p) for x, p in walk.tensors if not is_recorded(x) and not x.is_nested]
+        tensors = [(x, p) for x, p in tensors if not _under(p, self._written)]
+        self._tensors, self._at = [x for x, _ in tensors], [p for _, p in tensors]
+        self._forms = list(map(_form, self._tensors))
         self._tokens = tokens_of(walk, self._written)
 
 
@@ -238,7 +258,7 @@ class _Snapshot:
             self._late |= {id(c) for c, _ in walk.containers[containers:]}
         self.facts |= {(id(f.holder), f.key): f for f in walk.facts[facts:]}
         self.containers |= {id(c): (c, _contents(c), p) for c, p in walk.containers[containers:]}
-        self.arrays |= {id(a): (a, a.copy(), p) for a, p in walk.arrays[arrays:]}
+        self.arrays |= {id(a): (a, copy.copy(a), p) for a, p in walk.arrays[arrays:]}
         self._taken = (len(walk.facts), len(walk.containers), len(walk.arrays))
 
     def changed(self, later: Walk, reads: Reads | None = None) -> list[str]:
@@ -288,8 +308,7 @@ class _Snapshot:
                 else:
                     live.extend(noted)
         for live, noted, _ in self.arrays.values():
-            if live.shape == noted.shape and live.flags.writeable:
-                live[...] = noted
+            put_bytes(live, noted)
 
 
 def _look(fact: Fact) -> Any:
@@ -371,8 +390,16 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _equal_arrays(live: Any, noted: Any) -> bool:
-    same = live.shape == noted.shape and live.dtype == noted.dtype
-    return same and live.tobytes() == noted.tobytes()
+    return bytes_of(live) == bytes_of(noted)
+
+
+# what Python may ask a tensor from outside for; of its values and strides a Program asks itself
+_form = attrgetter("shape", "dtype", "device", "requires_grad")
+
+
+def _said(form: tuple[Any, ...]) -> str:
+    shape, dtype, device, grad = form
+    return f"{tuple(shape)} {dtype} on {device}{', with requires_grad' if grad else ''}"
 
 
 def _equal_tensors(live: Tensor, noted: Tensor) -> bool:
@@ -385,6 +412,7 @@ def ambient() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
+        is_anomaly_mode(),  # of which a Program knows nothing: it is refused
     )
 
 

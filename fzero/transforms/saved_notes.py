@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fzero.errors import FzeroError
 from fzero.functional.library import HEAP_TYPE, is_library_module, is_machinery
-from fzero.functional.outside import Walk, attributes_of, is_hooks
+from fzero.functional.outside import Walk, attributes_of, bytes_of, is_hooks
 from fzero.functional.reads import MISSING, Reads
 from fzero.transforms.notes import Notes, Seen, ambient, tokens_of
 
@@ -69,7 +69,7 @@ class Saved:
             "reads": [[*at, list(names)] for at, names in reads.found.items()],
             "written": sorted(seen.written),
             "tokens": [[*at, text] for at, text in _prints(walk, seen.written).items()],
-            "arrays": [_digest(x.tobytes()) for x, _ in walk.arrays],
+            "arrays": [_digest(bytes_of(x)[-1]) for x, _ in walk.arrays],
             "values": [[self.at(x), _digest_of(x)] for x in seen.values if id(x) in self.places],
         }
 
@@ -107,7 +107,7 @@ class Resumed:
         ]
         if changed := [f"{at[0]} from {a} to {b}" for at, a, b in rows if a != b]:
             raise Gone(changed[:3])
-        if [_digest(x.tobytes()) for x, _ in walk.arrays] != data["arrays"]:
+        if [_digest(bytes_of(x)[-1]) for x, _ in walk.arrays] != data["arrays"]:
             raise Gone(["the values of a numpy array"])
         self.tensors = {at: x for x, at in _tensors(walk)}
         values = [self.tensor(at) for at, _ in data["values"]]
@@ -292,7 +292,8 @@ def _print(
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         strides = value.stride() if value.layout is torch.strided else value.layout
-        return f"{kind.__name__} {dtype} {tuple(value.shape)} {strides} {value.device}"
+        grad = " requires_grad" if value.requires_grad else ""
+        return f"{kind.__name__} {dtype} {tuple(value.shape)} {strides} {value.device}{grad}"
     if isinstance(value, enum.Enum):
         return f"{_name(kind)}.{value.name} {inner(value.value, above)}"
     if isinstance(value, type):

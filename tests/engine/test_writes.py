@@ -132,3 +132,63 @@ def test_the_callers_autocast_reaches_the_module() -> None:
     engine = fzero.Engine(nn.Linear(2, 2), fzero.optim.sgd(0.1), own)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(fzero.ConfigError, match="autocast"):
         engine(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stage": 0}, {"stage": 1}, {"stage": 2, "precision": "bf16"}, {"stage": 3}]
+)
+def test_what_data_is_assigned_counts_wherever_the_engine_is_asked(fields: dict[str, Any]) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    engine = fzero.Engine(model, fzero.optim.sgd(1.0), fzero.Config(**fields))
+    asked = (
+        lambda: engine.full_params()["weight"],
+        lambda: engine.full_param("weight"),
+        lambda: engine.state_dict()["weight"],
+        lambda: tree.leaves(fzero.unshard(engine.state[0]))[0],
+    )
+    for i, ask in enumerate(asked):
+        values = torch.arange(4.0).to(model.weight.dtype) + i
+        nn.utils.vector_to_parameters(values, model.parameters())
+        assert torch.equal(ask().float(), torch.arange(4.0).view(2, 2) + i)
+    engine.load_state_dict({"weight": torch.ones(2, 2)})
+    assert torch.equal(model.weight.float(), torch.ones(2, 2))
+    model.weight.data = torch.eye(2, dtype=model.weight.dtype)
+    backward(engine, model.weight.dtype)
+    engine.step()
+    assert torch.equal(engine.full_params()["weight"], torch.eye(2) - 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])  # 3: on one rank all is there
+def test_averages_are_swapped_in_and_out(stage: int) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    engine = fzero.Engine(model, fzero.optim.sgd(1.0), fzero.Config(stage=stage))
+    own, average = model.weight.data, torch.full((1, 2), 7.0)
+    before = own.clone()
+    model.weight.data = average
+    assert torch.equal(engine.state_dict()["weight"], average)  # saved while it is in
+    model.weight.data = own
+    backward(engine)
+    engine.step()
+    assert torch.equal(engine.full_params()["weight"], before - 1)
+    assert torch.equal(average, torch.full((1, 2), 7.0))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_that_is_read_otherwise_is_other_memory(stage: int) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    engine = fzero.Engine(model, fzero.optim.sgd(1.0), fzero.Config(stage=stage))
+    model.weight.data = model.weight.data.T
+    expected = model.weight.detach() - torch.tensor([[1.0, 2.0], [1.0, 2.0]])
+    engine(torch.tensor([[1.0, 2.0]])).sum().backward()
+    engine.step()
+    torch.testing.assert_close(model.weight.detach(), expected)
+    torch.testing.assert_close(engine.full_params()["weight"], expected)
+
+
+def test_a_module_that_was_cast_is_not_read_as_it_was() -> None:
+    model = nn.Linear(2, 1)
+    engine = fzero.Engine(model, fzero.optim.sgd(0.1), fzero.Config(stage=1))
+    model.double()
+    for ask in (engine.state_dict, engine.full_params, lambda: engine.state):
+        with pytest.raises(fzero.FzeroError, match="no longer in the engine's memory"):
+            ask()

@@ -1,9 +1,11 @@
 """A recorded step never goes stale: what functions read from outside is compared at each call."""
 
+import array
 import collections
 import dataclasses
 import enum
 import functools
+import multiprocessing
 import random
 import threading
 import types
@@ -222,6 +224,62 @@ def an_array() -> Case:
     return lambda p, x: base(p, x) * float(held[0]), lambda v: held.fill(v)
 
 
+def in_an_array_of_objects() -> Case:
+    held = {"t": 1.0}
+    array = np.array([held, None], dtype=object)
+    return lambda p, x: base(p, x) * array[0]["t"], lambda v: held.update(t=v)
+
+
+def bytes_in_place() -> Case:
+    held = bytearray([1])
+    return lambda p, x: base(p, x) * held[0], lambda v: held.__setitem__(0, int(v))
+
+
+def an_array_of_python() -> Case:
+    held = array.array("d", [1.0])
+    return lambda p, x: base(p, x) * held[0], lambda v: held.__setitem__(0, v)
+
+
+def a_number_of_several_processes() -> Case:
+    held: Any = multiprocessing.Value("d", 1.0)
+    return lambda p, x: base(p, x) * held.value, lambda v: setattr(held, "value", v)
+
+
+def the_class_of_an_object() -> Case:
+    class Other(Settings):
+        factor = 3.0
+
+    held = Settings()
+    return lambda p, x: base(p, x) * held.factor, lambda v: setattr(held, "__class__", Other)
+
+
+def the_shape_of_a_tensor() -> Case:
+    held = torch.ones(1)
+
+    def write(value: float) -> None:
+        held.resize_(int(value))
+
+    return lambda p, x: base(p, x) * held.shape[0], write
+
+
+def the_dtype_of_a_tensor() -> Case:
+    held = torch.ones(1)
+
+    def model_fn(p: Any, x: Tensor) -> Tensor:
+        return base(p, x) * (1.0 if held.dtype == torch.float32 else 3.0)
+
+    return model_fn, lambda v: setattr(held, "data", held.double())
+
+
+def what_a_tensor_requires() -> Case:
+    held = torch.ones(1)
+
+    def model_fn(p: Any, x: Tensor) -> Tensor:
+        return base(p, x) * (3.0 if held.requires_grad else 1.0)
+
+    return model_fn, lambda v: held.requires_grad_() and None
+
+
 def a_function_replaced() -> Case:
     class Holder:
         f = staticmethod(lambda: 1.0)
@@ -254,6 +312,11 @@ def in_a_staged_part() -> Case:
     held = {"t": 1.0}
     part = fzero.stage(lambda p, x: base(p, x) * held["t"])
     return lambda p, x: part(p, x), lambda v: held.update(t=v)
+
+
+class Thrice(nn.Identity):
+    def forward(self, input: Tensor) -> Tensor:
+        return input * 3
 
 
 class Scaled(nn.Module):
@@ -292,13 +355,16 @@ CASES: dict[str, Callable[[], Case]] = {
         *(behind_a_property, a_dataclass, an_enum, a_method, a_callable, a_partial),
         *(a_tensor_in_place, a_tensor_replaced, a_tensor_by_data, a_tensor_read_by_python),
         *(an_array, a_function_replaced, a_deque, a_dict_with_attributes, in_a_staged_part),
-        a_context_variable,
+        *(in_an_array_of_objects, bytes_in_place, an_array_of_python, the_class_of_an_object),
+        *(a_number_of_several_processes, the_shape_of_a_tensor, the_dtype_of_a_tensor),
+        *(what_a_tensor_requires, a_context_variable),
     )
 } | {
     "module_attribute": of_module(lambda m, v: setattr(m, "t", v)),
     "module_buffer_replaced": of_module(lambda m, v: setattr(m, "buffer", torch.tensor(v))),
     "module_buffer_in_place": of_module(lambda m, v: m.buffer.fill_(v)),
     "module_hook": of_module(hooked),
+    "module_class": of_module(lambda m, v: setattr(m.part, "__class__", Thrice)),
 }
 
 
@@ -362,6 +428,19 @@ def test_modes_of_a_module_count() -> None:
     assert want not in losses[::2]
     assert len({kind for kind, _ in step_fn._executors._traced}) == 1
     assert len(step_fn._executors._traced) == 2
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_anomaly_mode_is_refused_where_nobody_would_look(recorded: bool) -> None:
+    step_fn, state = made(base)
+    if recorded:
+        loss(step_fn, state)
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(TraceError, match="anomaly mode"):
+        loss(step_fn, state)
+    assert loss(step_fn, state) == 6.0
+    eager, state = made(lambda p, x: (p["w"] * x * 0).sqrt().sum() * 0, executor="eager")
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="SqrtBackward"):
+        loss(eager, state)
 
 
 def test_what_is_not_read_is_of_no_account() -> None:
@@ -473,6 +552,20 @@ class Writing(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(x) * self.weight
+
+
+def test_a_number_of_several_processes_is_counted_up_once() -> None:
+    calls: Any = multiprocessing.Value("i", 0)
+
+    def model_fn(p: Any, x: Tensor) -> Tensor:
+        calls.value += 1
+        return base(p, x)
+
+    step_fn, state = made(model_fn)
+    for _ in range(3):
+        loss(step_fn, state)
+    assert calls.value == 1
+    assert len(step_fn._executors._traced) == 1
 
 
 @pytest.mark.parametrize("where", ["closure", "array"])
