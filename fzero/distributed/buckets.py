@@ -101,6 +101,11 @@ class Bucket:
         return f"{self.kind}[{first}{more}]"
 
     @functools.cached_property
+    def line(self) -> str:
+        """What ranks tell each other that they are about to run."""
+        return f"{self.kind} of {', '.join(leaf.name for leaf in self.leaves)}"
+
+    @functools.cached_property
     def is_flat(self) -> bool:
         """Whether its leaves are of one flat."""
         return self.kind != ALL_REDUCE and self.leaves[0].home is not None

@@ -135,7 +135,7 @@ class Journal:
         Raises:
             RankMismatchError: they are not.
         """
-        self.hear(f"{bucket.kind} of {', '.join(leaf.name for leaf in bucket.leaves)}")
+        self.hear(bucket.line)
 
     def hear(self, line: str) -> None:
         """`announce` of a collective that is told in words."""

@@ -6,10 +6,9 @@ user asks for HSDP, holds copies of that split.
 """
 
 import atexit
-import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -148,9 +147,11 @@ def group_of(name: str) -> dist.ProcessGroup:
     Raises:
         ShardError: there is none any more.
     """
-    with _destroyed_refused():
+    try:
         # Private. Only this finds the group of a name.
         return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    except RuntimeError as error:
+        raise _destroyed() from error
 
 
 def group_along(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
@@ -159,20 +160,18 @@ def group_along(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     Raises:
         ShardError: there is none any more.
     """
-    with _destroyed_refused():
-        return mesh.get_group(axis)
-
-
-@contextlib.contextmanager
-def _destroyed_refused() -> Iterator[None]:
     try:
-        yield
+        return mesh.get_group(axis)
     except RuntimeError as error:
-        raise ShardError(
-            "the process group that params and states are sharded over was destroyed. Save, "
-            "unshard and evaluate before dist.destroy_process_group(); what lives on it can't be "
-            "gathered any more: start again from the last checkpoint."
-        ) from error
+        raise _destroyed() from error
+
+
+def _destroyed() -> ShardError:
+    return ShardError(
+        "the process group that params and states are sharded over was destroyed. Save, unshard "
+        "and evaluate before dist.destroy_process_group(); what lives on it can't be gathered any "
+        "more: start again from the last checkpoint."
+    )
 
 
 def _check(mesh: DeviceMesh, device_type: str) -> None:

@@ -61,37 +61,48 @@ def _sum_of_squares(xs: list[Tensor]) -> Tensor:
 
 
 def _by_rows(xs: list[Tensor]) -> Tensor:
-    sums: dict[int, Tensor] = {}
+    tables: dict[int, list[Tensor]] = {}
     rest: dict[int, Tensor] = {}
     for run in _runs(xs):
         first, last = xs[run[0]], xs[run[-1]]
-        # what flattens without a copy need not be dense: a column, an expanded scalar
-        flat = (first if first.is_contiguous() else first.reshape(-1).contiguous()).view(-1)
         counts = [xs[i].numel() // _ROW for i in run]
         if counts[0] < _FEW:
-            rest[run[0]] = flat
+            rest[run[0]] = _flat(first)
             continue
-        table = flat.as_strided((sum(counts), _ROW), (_ROW, 1))
-        rows = _norms_of_rows(table)
+        norms = _norms_of_rows(_flat(first), sum(counts))
         # at world 1 each leaf is a run of its own, and nothing is left to split
-        parts = [rows] if len(run) == 1 else rows.split(counts)
-        sums.update(zip(run, parts, strict=True))
+        if len(run) == 1:
+            tables[run[0]] = norms
+        else:
+            parts = torch.cat(norms).split(counts)
+            tables.update(zip(run, ([part] for part in parts), strict=True))
         if more := last.numel() % _ROW:
-            flat = flat if last is first else last.view(-1)
-            rest[run[-1]] = flat.narrow(0, last.numel() - more, more)
+            rest[run[-1]] = _flat(last).narrow(0, last.numel() - more, more)
     # in the order of the leaves, wherever they lie: the sum is the same to the last bit.
     # Norms of rows, not their squares: those have all the digits, and few numbers are left
-    parts = [found[i] for found in (sums, rest) for i in sorted(found)]
-    return torch.cat(parts).double().square().sum()
+    parts = [x for i in sorted(tables) for x in tables[i]]
+    return torch.cat([*parts, *(rest[i] for i in sorted(rest))]).double().square().sum()
 
 
-def _norms_of_rows(table: Tensor) -> Tensor:
-    # its shape: `len` of a tensor takes as long as a small norm
-    if not _GRAIN < table.shape[0] <= _WORTH_WAKING or torch.get_num_threads() == 1:
-        return torch.linalg.vector_norm(table, dim=1)
-    # torch would wake its other threads for this, which takes longer than the sum: on two cores
-    # 70 us for 512 rows, and 9 us for each half of them by this thread alone
-    return torch.cat([torch.linalg.vector_norm(part, dim=1) for part in table.split(_GRAIN)])
+def _flat(x: Tensor) -> Tensor:
+    # what flattens without a copy need not be dense: a column, an expanded scalar
+    return (x if x.is_contiguous() else x.reshape(-1).contiguous()).view(-1)
+
+
+def _norms_of_rows(flat: Tensor, count: int) -> list[Tensor]:
+    """The norms of the first `count` rows, one part after the other."""
+    step = count
+    if _GRAIN < count <= _WORTH_WAKING and torch.get_num_threads() > 1:
+        # torch would wake its other threads for this, which takes longer than the sum: on two
+        # cores 70 us for 512 rows, and 9 us for each half of them by this thread alone
+        step = _GRAIN
+    start = flat.storage_offset()
+    return [
+        torch.linalg.vector_norm(
+            flat.as_strided((min(step, count - i), _ROW), (_ROW, 1), start + i * _ROW), dim=1
+        )
+        for i in range(0, count, step)
+    ]
 
 
 def _runs(xs: list[Tensor]) -> list[list[int]]:
