@@ -66,6 +66,7 @@ LAWS = {
     "program/promises": "program/test_rules.py: every_mutation_is_found_and_its_node_named",
     "program/sections": "program/test_listing.py: layers_that_are_alike_are_shown_once",
     "program/strides": "program/test_codegen.py: restored_has_the_values_and_the_strides",
+    "functional/uncompiled": "step/test_eager.py: a_compiled_part_draws_what_it_draws_uncompiled",
     "functional/apart": "functional/test_opaque.py: backward_sees_the_random_numbers_of_forward",
     "functional/islands": "functional/test_opaque.py: an_island_trains_as_plain_torch",
     "program/trace": "test_errors.py: what_cannot_be_staged_out_is_shown_with_its_line",

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.errors import TraceError
 from fzero.functional.library import is_library
 from fzero.functional.outside import is_generator
+from fzero.functional.uncompiled import not_compiled_alone
 from fzero.numerics.thread_generator import thread_generator
 
 T = TypeVar("T")
@@ -244,6 +245,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.reads = reads
 
+    @not_compiled_alone
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

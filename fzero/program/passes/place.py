@@ -1,7 +1,7 @@
 """Compute gradients straight into the buffers that carry them away: see [Note: placed results]."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +26,11 @@ class Sent(NamedTuple):
 
     Args:
         maker: the node whose operator makes it.
-        index: of its leaf in the bucket.
+        leaf: its leaf's place in the bucket.
     """
 
     maker: fx.Node
-    index: int
+    leaf: int
 
 
 def place(program: Program, least: int = LEAST) -> Program:
@@ -116,17 +116,16 @@ def _lower(pack: fx.Node, bucket: Bucket, found: list[Sent]) -> None:
     graph, (value,) = pack.graph, tensors_of(pack)
     with graph.inserting_before(found[0].maker):
         name = f"send_{bucket.kind}"
-        buffer = graph.create_node("call_function", buffer_of, (bucket, value.device), name=name)
+        given: Any = (bucket, value.device)
+        buffer = graph.create_node("call_function", buffer_of, given, name=name)
     buffer.meta["val"] = value
     starts = bucket.full.starts
     for maker, index in found:
         (made,) = tensors_of(maker)
         there = tuple(made.shape), tuple(made.stride()), starts[index]
+        arguments: Any = (buffer, there, maker.target, *maker.args)
         with graph.inserting_before(maker):
-            target = maker.target
-            new = graph.create_node(
-                "call_function", placed, (buffer, there, target, *maker.args), dict(maker.kwargs)
-            )
+            new = graph.create_node("call_function", placed, arguments, dict(maker.kwargs))
         new.meta = dict(maker.meta)
         with torch.no_grad(), fake_mode([value]):
             new.meta["val"] = value.as_strided(*there)
@@ -135,7 +134,7 @@ def _lower(pack: fx.Node, bucket: Bucket, found: list[Sent]) -> None:
         refresh(new)
     there = {index for _, index in found}
     missing = tuple(i for i in range(len(bucket.leaves)) if i not in there)
-    pack.args = (pack.args[0], bucket, buffer, missing)
+    pack.args = (pack.args[0], bucket, buffer, missing)  # pyright: ignore
     promise = promise_of(pack)
     if promise is not None:
         pack.meta[PROMISE] = promise._replace(what=said(pack))

@@ -1,0 +1,29 @@
+"""Functions of ours that run while torch.compile runs a compiled part, and are no part of it.
+
+On Python 3.12 and later what a compiled part calls through a `TorchFunctionMode` has a frame that
+torch.compile takes up by itself: it compiled the mode, and the numbers drawn in it were others.
+
+Private in torch. The public alternative, `torch.compiler.disable`, breaks the graph at every call
+that passes through the mode, which leaves the part uncompiled.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_compiled_alone(fn: F) -> F:
+    """`fn`, whose frame torch.compile leaves alone where it meets it while a program runs.
+
+    What torch.compile traces may still call it.
+    """
+    try:
+        from torch._dynamo.eval_frame import skip_code
+    except ImportError:
+        disabled: Any = torch.compiler.disable(fn)
+        return disabled
+    skip_code(fn.__code__)
+    return fn
