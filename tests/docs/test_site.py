@@ -28,6 +28,7 @@ MODULES = {
     f"compat.deepspeed.{name}"
     for name in (
         "accelerator",
+        "checkpoint",
         "checkpointing",
         "comm",
         "ops",
