@@ -32,7 +32,7 @@ from fzero.program.choice import Choice
 from fzero.program.strides import layout_of
 from fzero.transforms.agreement import Agreement, Mine
 from fzero.transforms.frames import Frame, first_places, take_apart
-from fzero.transforms.micro import refuse_sparse
+from fzero.transforms.micro import refuse_sparse, tell_of_graph
 from fzero.transforms.notes import warn_of_recordings
 from fzero.transforms.parts import has_parts, mesh_of
 from fzero.transforms.randomness import seeded
@@ -101,6 +101,8 @@ class Function:
         refuse_outer_autocast()
         _check_rng(self.name, rng)
         leaves, key = _key(args, kwargs)
+        if any(x.grad_fn is not None for x in leaves):
+            self._tell_of_graphs(args, kwargs)
         mesh = mesh_of(leaves, self.cfg)
         agreement = self._agreement
         if self.cfg.executor == "eager":
@@ -215,6 +217,11 @@ class Function:
             known = self._recordings.of(key)
             changed = known[0].notes.differences() if known else ["the shapes of its arguments"]
             warn_of_recordings(self.name, self._count, changed)
+
+    def _tell_of_graphs(self, args: Any, kwargs: Any) -> None:
+        leaves, frame = take_apart((args, kwargs), "arguments")
+        for x, name in zip(leaves, _named(frame, self._arguments).names, strict=True):
+            tell_of_graph(x, f"the argument {name} of {self.name}")
 
     def _record(self, args: Any, kwargs: Any, mesh: Mesh, **more: Any) -> TracedFunction:
         leaves, frame = take_apart((args, kwargs), "arguments")

@@ -1,10 +1,12 @@
 """A step's batch, cut into micro-batches."""
 
+import warnings
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fzero.errors import ShardError
+from fzero.errors import ShardError, users_line
 from fzero.transforms.frames import take_apart
 from fzero.tree import PyTree
 
@@ -43,6 +45,18 @@ def _check_leaf(x: Tensor, path: str) -> None:
             "plain tensors. Pass fzero.unshard(...) of it, which every rank must call."
         )
     refuse_sparse(x, f"batch{path}")
+    tell_of_graph(x, f"batch{path}")
+
+
+def tell_of_graph(x: Tensor, what: str) -> None:
+    """Warn of a tensor whose graph gets no gradient, since nothing leads back out of a function."""
+    if x.grad_fn is not None:
+        warnings.warn(
+            f"{what} comes with a graph ({x.grad_fn.name()}), and no gradient goes back into that: "
+            "what it was computed with is not trained by this. Compute it in the function, with "
+            "its parameters among the function's; or pass x.detach(), if that is meant.",
+            stacklevel=users_line(),
+        )
 
 
 def refuse_sparse(x: Tensor, what: str) -> None:

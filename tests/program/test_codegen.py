@@ -147,7 +147,9 @@ def test_what_an_operator_raises_is_noted_with_the_line() -> None:
 
 
 _PRODUCTS = {
-    "matmul": lambda w, x: x @ w,
+    "mm": lambda w, x: x @ w,
+    "mv": lambda w, x: x @ w[:, 0],
+    "addmm": lambda w, x: torch.addmm(w[:1], x, w),
     "linear": lambda w, x: nn.functional.linear(x, w),
     "einsum": lambda w, x: torch.einsum("ij,kj->ik", x, w),
     "bmm": lambda w, x: torch.bmm(x[None], w[None]),
@@ -157,12 +159,19 @@ _PRODUCTS = {
 
 
 @pytest.mark.parametrize("case", _PRODUCTS)
-def test_floats_of_several_dtypes_are_told_with_the_line(case: str) -> None:
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_floats_of_several_dtypes_are_told_with_the_line(case: str, precision: Any) -> None:
+    with pytest.raises(RuntimeError):  # as torch does
+        _PRODUCTS[case](torch.ones(8, 8), torch.ones(8, 8, dtype=torch.float64))
+
     def model_fn(w: Tensor, x: Tensor) -> Tensor:
         return _PRODUCTS[case](w, x).float().sum()
 
-    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), fzero.Config(precision="bf16"))
+    cfg = fzero.Config(precision=precision)
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), cfg)
     state = step_fn.init(torch.ones(8, 8))
-    with pytest.raises(fzero.FzeroError, match=r"(?s)test_codegen.py:.*(BF|bf)loat16"):
+    with pytest.raises(fzero.FzeroError) as error:
         step_fn(*state, torch.ones(8, 8, dtype=torch.float64))
-    assert step_fn(*state, torch.ones(8, 8, dtype=torch.bfloat16))
+    assert __file__ in str(error.value)
+    assert "float64" in str(error.value) or "double" in str(error.value).lower()
+    assert step_fn(*state, torch.ones(8, 8, dtype=torch.bfloat16 if precision else torch.float32))

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -545,34 +544,6 @@ def test_a_checksum_is_of_any_leaf(x: torch.Tensor) -> None:
     assert checksum(x) == checksum(x.clone())
     if x.numel() > 1:
         assert checksum(x.flip(0)) != checksum(x)
-
-
-_FACTORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mm": lambda x, w: x @ w,
-    "mv": lambda x, w: x @ w[:, 0],
-    "addmm": lambda x, w: torch.addmm(w[:1], x, w),
-    "conv": lambda x, w: F.conv1d(x[None, :, :4].mT[:, :4], w[None]),
-}
-
-
-@pytest.mark.parametrize("product", _FACTORS)
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_factors_of_two_dtypes_are_noted_with_the_line(product: str, precision: Any) -> None:
-    multiplied = _FACTORS[product]
-    x, w = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4)
-    with pytest.raises(RuntimeError):  # as torch does
-        multiplied(x, w)
-
-    def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return multiplied(x, params["w"]).float().square().mean()
-
-    step_fn = fzero.make_train_step(model_fn, SGD, Config(precision=precision))
-    params, opt_state = step_fn.init({"w": w})
-    with pytest.raises(RuntimeError) as error:
-        step_fn(params, opt_state, x)
-    (said,) = error.value.__notes__
-    assert "torch.float64" in said
-    assert __file__ in said
 
 
 def test_a_copy_of_a_step_function_is_another_that_gives_the_same() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -536,3 +537,25 @@ def test_ranks_that_differentiate_other_leaves_eagerly_are_told(leaf: str, alone
     for said, seconds in run_fresh(2, _differentiates_on_one_rank, leaf, alone, timeout=120):
         assert "eager function 1, fn 1, collective" in said
         assert seconds < 20
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_graph_that_gets_no_gradient_is_told_with_the_users_line(executor: Any) -> None:
+    encoder, params = torch.nn.Linear(3, 3), {"w": torch.ones(3, 3)}
+    cfg = fzero.Config(executor=executor)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return (x @ p["w"]).square().mean()
+
+    step_fn = fzero.make_train_step(loss, fzero.optim.sgd(0.1), cfg)
+    state = step_fn.init(params)
+    gradient = fzero.grad(loss, cfg)
+    with pytest.warns(UserWarning, match=r"batch.* comes with a graph \(\w+Backward") as told:
+        state = step_fn(*state, encoder(torch.ones(2, 3)))
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="the argument x of .* comes with a graph") as told:
+        gradient(state[0], encoder(torch.ones(2, 3)))
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_fn(*state, encoder(torch.ones(2, 3)).detach())
