@@ -169,11 +169,12 @@ def trained(world: int, stage: int, layout: str, precision: str | None) -> list[
     def model_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
         for name in ("a", "b", "c"):
             x = torch.tanh(x @ p[name].t() + p[f"{name}.bias"])
+        x = x @ (p["d"] + p["e"])  # two leaves that have one gradient
         return x.square().mean() + (x @ p["a"]).square().mean()  # a leaf that is used twice
 
     wide = int((LEAST / 4) ** 0.5)
     generator = torch.Generator().manual_seed(0)
-    params = {n: torch.randn(wide, wide, generator=generator) / 12 for n in "abc"}
+    params = {n: torch.randn(wide, wide, generator=generator) / 12 for n in "abcde"}
     params |= {f"{n}.bias": torch.randn(wide, generator=generator) for n in "abc"}
     cfg = fzero.Config(stage=stage, layout=layout, precision=precision, clip_norm=1.0)  # pyright: ignore
     step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.5), cfg)
