@@ -57,10 +57,10 @@ class Owner(NamedTuple):
         raise BackwardError(
             f"{what}, and the gradient of {self.name!r} is the engine's: it may be sharded, or not "
             f"reduced yet. Read it with engine.full_grad({self.name!r}), clip with "
-            "Config(clip_norm=...), scale with Config(loss_scale='dynamic') in place of a "
-            "GradScaler, update with engine.step() and the optimizer that the engine "
-            "was given (not torch.optim), drop it with engine.zero_grad(), and change it on its "
-            "way with a hook: parameter.register_hook(...)."
+            "Config(clip_norm=...), give engine.optimizer to a GradScaler (or scale with "
+            "Config(loss_scale='dynamic')), update with engine.step() and the optimizer that the "
+            "engine was given (not torch.optim), drop it with engine.zero_grad(), and change it on "
+            "its way with a hook: parameter.register_hook(...)."
         )
 
 

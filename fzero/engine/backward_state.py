@@ -74,6 +74,8 @@ class BackwardState(NamedTuple):
         counted: whether one of these backwards has reached a forward.
         latest: the last forward that no backward has reached since the last update, or nothing.
         blocks: the open ones of `local_forward` and `gathered`, innermost last.
+        unscaled: whether the gradients were finite when a scaler divided them by its scale; None if
+            none did since the last update.
     """
 
     task: Task | None = None
@@ -88,6 +90,7 @@ class BackwardState(NamedTuple):
     counted: bool = False
     latest: tuple[int, ...] = ()
     blocks: tuple[str, ...] = ()
+    unscaled: bool | None = None
 
     @property
     def is_local(self) -> bool:

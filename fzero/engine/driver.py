@@ -32,6 +32,7 @@ from fzero.engine.losses import Losses
 from fzero.engine.parts import Parts
 from fzero.engine.phases import transition
 from fzero.engine.writes import Writes
+from fzero.errors import BackwardError
 from fzero.functional.slots import ParameterSlots
 from fzero.functional.tasks import current_task
 from fzero.layout import LeafLayout
@@ -321,6 +322,23 @@ class Driver:
         self.reducer.drop(index)
         if not any(map(self.holds, self.params)):
             self.on(events.GradientsZeroed())
+
+    def unscale(self, factor: Tensor) -> bool:
+        """Multiply the gradients of this step by `factor`; whether all ranks' were finite."""
+        self.recover()
+        if self.cfg.scaling is not None:
+            raise BackwardError(
+                "a GradScaler was given engine.optimizer, and Config has a loss scale of its own "
+                f"(loss_scale={self.cfg.loss_scale!r}, precision={self.cfg.precision!r}). Use one "
+                "of them: Config(loss_scale=None) with autocast, or engine.backward(loss) without "
+                "a scaler. No gradient was changed."
+            )
+        phases.refuse_to_unscale(self.rules, self.state)
+        self.journal.enter("unscale")
+        finite = self.reducer.unscale(factor)
+        self.losses.unscale(factor)
+        self.on(events.GradientsUnscaled(finite))
+        return finite
 
     # --- events and actions ---
 

@@ -556,7 +556,9 @@ class Engine:
 
         One param group with all parameters, whose `lr` reads and sets `engine.lr`, its `momentum`
         `engine.momentum` if there is one; `step` and `zero_grad` are the engine's. Setting wants an
-        optimizer made by `fzero.optim.inject_hyperparams`. The same object each time.
+        optimizer made by `fzero.optim.inject_hyperparams`. A `torch.amp.GradScaler` takes it, too:
+        where gradients of any rank are not finite it passes over the step on every rank, and the
+        next forward drops them. The same object each time.
 
         Raises:
             FzeroError: the optimizer tells no learning rate.
@@ -573,7 +575,7 @@ class Engine:
             0.05
         """
         if self._face is None:
-            self._face = EngineOptimizer(self)
+            self._face = EngineOptimizer(self, self._driver)
         return self._face
 
     def full_params(self) -> dict[str, Tensor]:

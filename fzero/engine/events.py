@@ -116,6 +116,12 @@ class GradientsZeroed(NamedTuple):
     pass
 
 
+class GradientsUnscaled(NamedTuple):
+    """A scaler has divided the step's gradients by its scale; `finite` on every rank, or not."""
+
+    finite: bool
+
+
 # --- actions: what to do -------------------------------------------------------------------------
 
 
@@ -204,6 +210,7 @@ Event = (
     | BlockLeft
     | StepCalled
     | GradientsZeroed
+    | GradientsUnscaled
 )
 Action = (
     Watch

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fzero.engine.scaler import groups_for_scaler, is_asked_by_scaler
 from fzero.errors import BackwardError
 
 
@@ -21,6 +22,16 @@ class Stepped(Protocol):
     def step(self) -> None: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
     def parameters(self) -> Any: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class Holder(Protocol):
+    """What holds the gradients of an engine: its driver."""
+
+    def unscale(self, factor: Tensor, /) -> bool:
+        """Multiply them; whether all are finite, on every rank."""
+        ...
 
 
 class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
@@ -91,13 +102,29 @@ def _numbers_of_optimizers() -> frozenset[str]:
 class EngineOptimizer(torch.optim.Optimizer):
     """See `Engine.optimizer`."""
 
-    def __init__(self, engine: Stepped) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, engine: Stepped, holder: Holder) -> None:
+        self._engine, self._holder = weakref.ref(engine), weakref.ref(holder)
         numbers = {"lr": engine.lr}
         if engine.momentum is not None:  # of Adam, too: of two betas the second is not set here
             numbers["momentum"] = engine.momentum
         super().__init__(list(engine.parameters()), numbers)
         self.param_groups = [Group(self._engine, group) for group in self.param_groups]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore
+        """One group of all parameters; for a scaler see [Note: a scaler's gradients]."""
+        if is_asked_by_scaler():
+            return groups_for_scaler(self._unscale, self._alive().device)
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._groups = groups
+
+    def _unscale(self, factor: Tensor) -> bool:
+        holder = self._holder()
+        assert holder is not None, "it lives as long as its engine"
+        return holder.unscale(factor)
 
     def _alive(self) -> Stepped:
         engine = self._engine()

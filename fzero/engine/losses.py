@@ -54,6 +54,10 @@ class Losses:
         """
         return self.given or list(self.seen.values())
 
+    def unscale(self, factor: Tensor) -> None:
+        """What was given came with a scale; outputs of forwards have none."""
+        self.given = [loss * factor.to(loss.device) for loss in self.given]
+
     def clear(self) -> None:
         """An update, or `zero_grad`: none from here on."""
         self.given, self.seen = [], {}

@@ -44,6 +44,7 @@ from fzero.engine.events import (
     GradientReady,
     GradientsReady,
     GradientsTaken,
+    GradientsUnscaled,
     GradientsZeroed,
     Launch,
     LeafReached,
@@ -120,6 +121,8 @@ def untold(rules: Rules, state: BackwardState) -> tuple[int, int]:
     task = state.task
     if task is None or not task.synced or state.is_local or (rules.scaled and not task.scaled):
         return -1, 0
+    if state.unscaled is not None:  # the first one is to be refused
+        return -1, 0
     if task.launched == len(rules.buckets):
         return task.number, -1  # every bit there is: nothing is left to do before the task ends
     return task.number, rules.buckets[task.launched] & ~task.complete
@@ -129,8 +132,12 @@ def untold(rules: Rules, state: BackwardState) -> tuple[int, int]:
 
 
 def _forward_started(rules: Rules, state: BackwardState, event: ForwardStarted) -> Result:
+    actions: Sequence[Action] = ()
+    rests = state.task is None and not state.running
+    if state.unscaled is False and event.graph and rests:  # the scaler has passed over their step
+        state, actions = _gradients_zeroed(rules, state, GradientsZeroed())
     fresh = state.fresh or event.graph
-    return state._replace(running=(*state.running, event.forward), fresh=fresh), ()
+    return state._replace(running=(*state.running, event.forward), fresh=fresh), actions
 
 
 def _forward_ended(rules: Rules, state: BackwardState, event: ForwardEnded) -> Result:
@@ -208,6 +215,13 @@ def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) ->
 
 def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) -> Result:
     bit, task, actions = 1 << event.leaf, state.task, ()
+    if state.unscaled is not None:
+        raise BackwardError(
+            "backward reached a parameter after a GradScaler had divided this step's gradients by "
+            "its scale, and more of them would carry it. Call scaler.step(engine.optimizer) and "
+            "scaler.update() before the next backward, or engine.zero_grad(). No gradient was "
+            "changed."
+        )
     if task is None:
         if state.running:  # it carries no loss scale, nor needs it: adopting it puts it on
             forward = state.running[-1]
@@ -372,19 +386,54 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
         )
     # before the update: a second call without a backward is an error also below accum_steps
     state = state._replace(moved=False, fresh=True, counted=False)
-    few = rules.accum_steps > 1 and len(state.reached) < rules.accum_steps
+    few = _lacks_micro_batches(rules, state)
     if few if event.boundary is None else not event.boundary:
         return state, ()
     # where leaves are counted another rank may have kept something: all ask
     flush = (Flush(),) if rules.reduces and (state.unreduced or rules.counts) else ()
-    state = state._replace(reached=frozenset(), unreduced=False, latest=())
+    state = state._replace(reached=frozenset(), unreduced=False, latest=(), unscaled=None)
     return state, (*flush, Update(), Reshard())
 
 
 def _gradients_zeroed(rules: Rules, state: BackwardState, event: GradientsZeroed) -> Result:
     refuse_inside(state, "zero_grad()")
     state = state._replace(reached=frozenset(), unreduced=False, moved=False, fresh=True, latest=())
-    return state._replace(counted=False), (Clear(),)
+    return state._replace(counted=False, unscaled=None), (Clear(),)
+
+
+def _gradients_unscaled(rules: Rules, state: BackwardState, event: GradientsUnscaled) -> Result:
+    refuse_to_unscale(rules, state)
+    return state._replace(unscaled=event.finite), ()
+
+
+def refuse_to_unscale(rules: Rules, state: BackwardState) -> None:
+    """Raise if what is held is not the gradient of one whole step, with a scaler's scale on it.
+
+    Args:
+        rules: of the engine.
+        state: of the engine.
+    """
+    refuse_inside(state, "optimizer, by a GradScaler,")
+    refuse_in_block(state, "optimizer, by a GradScaler,")
+    asked = "scaler.unscale_(engine.optimizer), or scaler.step(engine.optimizer), was called"
+    if not state.moved:
+        raise BackwardError(
+            f"{asked}, and no backward has brought a gradient since the last step. Call "
+            "scaler.scale(loss).backward() first, on a loss that depends on the engine's "
+            "parameters."
+        )
+    if state.unscaled is not None:
+        raise BackwardError(f"{asked} twice in one step: their gradients are divided by now.")
+    if _lacks_micro_batches(rules, state):
+        raise BackwardError(
+            f"{asked} after {len(state.reached)} of {rules.accum_steps} micro-batches: it "
+            "would divide what is there, and not what is still to come. Call the scaler's step "
+            "and update once in so many: if engine.is_gradient_accumulation_boundary(): ..."
+        )
+
+
+def _lacks_micro_batches(rules: Rules, state: BackwardState) -> bool:
+    return rules.accum_steps > 1 and len(state.reached) < rules.accum_steps
 
 
 def refuse_inside(state: BackwardState, what: str) -> None:
@@ -436,4 +485,5 @@ _HANDLERS: dict[type, Callable[[Rules, BackwardState, Any], Result]] = {
     BlockLeft: _block_left,
     StepCalled: _step_called,
     GradientsZeroed: _gradients_zeroed,
+    GradientsUnscaled: _gradients_unscaled,
 }

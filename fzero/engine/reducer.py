@@ -20,6 +20,7 @@ A raise makes what was adopted early, and what was used unreduced, again.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fzero.distributed.transport import Handle, Transport
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, RankMismatchError
 from fzero.layout import LeafLayout, Together
 
 # Reductions that are under way at once: each holds its bucket twice.
@@ -199,6 +200,40 @@ class Reducer:
         self.unreduced.pop(index, None)
         self.reduced.pop(index, None)
         self.present.discard(index)
+
+    def unscale(self, factor: Tensor) -> bool:
+        """Multiply all that is held between two tasks by a 0-d tensor; all ranks must do so.
+
+        Returns:
+            Whether all of it was finite, on every rank.
+
+        Raises:
+            RankMismatchError: ranks have different factors; nothing has changed.
+        """
+        factor = factor.to(self.device)
+        bad = torch.zeros((), dtype=torch.bool, device=self.device)
+        for held in (self.reduced, self.unreduced):
+            if grads := [grad for grad in held.values() if grad.numel()]:
+                # one bad element makes its largest magnitude bad
+                largest = torch._foreach_norm(grads, math.inf)
+                bad = torch.stack([~torch.isfinite(x) for x in (*largest, bad)]).any()
+        exact = factor.double()
+        told = torch.stack([bad.double(), torch.ones_like(exact), exact, exact.square()])
+        bad_ranks, ranks, total, squares = self.transport.sum(told).tolist()
+        if not math.isclose(ranks * squares, total * total, rel_tol=1e-9):
+            raise RankMismatchError(
+                f"ranks' GradScalers have different scales (this one's is {1 / float(factor):g}), "
+                "and gradients are added up over ranks. Make them with the same arguments, and "
+                "load the same state into all of them. No gradient was changed."
+            )
+        # those may be in memory that others hold, too, where no sums are expected
+        for held, in_place in ((self.reduced, True), (self.unreduced, self.accumulates)):
+            if held and in_place:
+                torch._foreach_mul_(list(held.values()), factor)
+            elif held:
+                products = torch._foreach_mul(list(held.values()), factor)
+                held.update(zip(list(held), products, strict=True))
+        return bad_ranks == 0
 
     def zeros(self, index: int, *, full: bool) -> Tensor:
         """The sum of a leaf without a gradient."""

@@ -191,29 +191,6 @@ def test_what_is_no_rate_is_refused_in_words(lr: Any) -> None:
     assert engine.lr == pytest.approx(0.1)
 
 
-def test_a_grad_scaler_is_told_what_takes_its_place() -> None:
-    engine = fzero.Engine(nn.Linear(3, 1), SGD(lr=0.1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(engine(torch.ones(2, 3)).square().mean()).backward()
-    before = engine.full_params()
-    with pytest.raises(BackwardError, match=r"Config\(loss_scale='dynamic'\) in place of a Grad"):
-        scaler.step(engine.optimizer)
-    assert all(torch.equal(x, before[name]) for name, x in engine.full_params().items())
-
-
-def test_a_grad_scaler_that_is_switched_off_steps_an_engine() -> None:
-    # as a loop for every precision has it: GradScaler(enabled=args.fp16)
-    engine = fzero.Engine(nn.Linear(3, 1), SGD(lr=0.1))
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for _ in range(2):
-        engine.optimizer.zero_grad()
-        scaler.scale(engine(torch.ones(2, 3)).square().mean()).backward()
-        scaler.unscale_(engine.optimizer)
-        scaler.step(engine.optimizer)
-        scaler.update()
-    assert engine.global_steps == 2
-
-
 def test_a_loop_that_owns_its_optimizers_steps_an_engine() -> None:
     # as Lightning's: a closure, hooks on step, groups and state read and written, a scheduler
     torch.manual_seed(0)

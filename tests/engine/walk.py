@@ -170,6 +170,7 @@ class Walk:
         self.latest: set[int] = set()  # what a backward that reaches no output counts as
         self.moved, self.fresh = False, True
         self.counted = False  # whether one of the backwards since the last step has a micro-batch
+        self.unscaled: bool | None = None  # whether gradients were finite when a scaler came
 
     def run(self) -> None:
         while self.tape.left:
@@ -198,21 +199,21 @@ class Walk:
             "none": [self.whole_pass] * 6
             + [self.step] * 4
             + [self.start_task, self.start_forward, self.pause, self.resume, self.gone]
-            + [self.zero, self.stale, self.enter_block, self.leave_block],
+            + [self.zero, self.stale, self.enter_block, self.leave_block, self.unscale],
             "forward": [self.leave] * 3
             + [self.start_task] * 2
-            + [self.start_forward, self.throw, self.step, self.zero],
+            + [self.start_forward, self.throw, self.step, self.zero, self.unscale],
             "task": [self.gradient] * 8
             + [self.leave] * 4
             + [self.start_task, self.start_task, self.scale, self.output, self.start_forward]
-            + [self.throw, self.step, self.stale, self.gone],
+            + [self.throw, self.step, self.stale, self.gone, self.unscale],
         }[kind]
         moves[self.tape.pick(len(moves))]()
 
     def whole_pass(self) -> None:
         """What most programs do: a forward, and a backward from its output."""
         self.start_forward(graph=True)
-        if self.tape.pick(3) == 2:
+        if self.tape.pick(3) == 2 and self.unscaled is None:
             self.start_task()
             self.gradient()
             self.gradient()
@@ -227,8 +228,13 @@ class Walk:
         self.forwards += 1
         graph = self.tape.pick(4) < 3 if graph is None else graph
         self.frames.append(Frame("forward", self.forwards, graph=graph))
+        rests = self.open is None and not any(f.kind == "forward" for f in self.frames[:-1])
+        clears = self.unscaled is False and graph and rests
+        if clears:
+            self.forget()
         self.fresh |= graph
-        assert not self.send(events.ForwardStarted(self.forwards, graph))
+        actions = self.send(events.ForwardStarted(self.forwards, graph))
+        assert actions == ([("Clear",)] if clears else [])
 
     def enter_block(self) -> None:
         self.blocks.append((LOCAL, GATHERED)[self.tape.pick(2)])
@@ -285,6 +291,10 @@ class Walk:
         if self.tape.pick(12) == 11:  # a function has none for it
             assert not self.send(events.LeafReached(frame.number))
             self.brought |= self.open is not None and LOCAL not in self.blocks
+            return
+        if self.unscaled is not None:
+            self.refused(events.GradientReady(leaf, frame.number), "GradScaler")
+            self.throw()
             return
         if self.open is None and running:
             assert self.send(events.GradientReady(leaf, frame.number)) == [
@@ -378,7 +388,7 @@ class Walk:
         assert self.hands.updates.pop() == self.alive, "the update has other gradients"
         assert not self.hands.unreduced
         assert not self.hands.reduced
-        self.alive, self.micro, self.latest = Counter(), set(), set()
+        self.alive, self.micro, self.latest, self.unscaled = Counter(), set(), set(), None
         state = self.state
         assert (state.task, state.reached, state.unreduced, state.moved) == (None, set(), 0, False)
         return None
@@ -388,8 +398,32 @@ class Walk:
             return self.refused(events.GradientsZeroed(), "zero_grad")
         if not self.frames:
             assert self.send(events.GradientsZeroed()) == [("Clear",)]
-            self.alive, self.micro, self.moved, self.fresh = Counter(), set(), False, True
-            self.latest, self.counted = set(), False
+            self.forget()
+        return None
+
+    def forget(self) -> None:
+        """There are no gradients."""
+        self.alive, self.micro, self.moved, self.fresh = Counter(), set(), False, True
+        self.latest, self.counted, self.unscaled = set(), False, None
+
+    def unscale(self) -> None:
+        """A scaler divides what is there, and tells whether it was finite."""
+        event = events.GradientsUnscaled(finite=bool(self.tape.pick(2)))
+        few = self.rules.accum_steps > 1 and len(self.micro) < self.rules.accum_steps
+        if self.frames and (self.open is not None or self.running):
+            return self.refused(event, "GradScaler")
+        if self.frames:  # inside a backward that has not touched the engine: nobody can know
+            return None
+        if self.blocks:
+            return self.refused(event, self.blocks[-1])
+        if not self.moved:
+            return self.refused(event, "no backward")
+        if self.unscaled is not None:
+            return self.refused(event, "twice")
+        if few:
+            return self.refused(event, "micro-batches")
+        self.unscaled = event.finite
+        assert not self.send(event)
         return None
 
     @property
