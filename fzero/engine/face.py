@@ -108,7 +108,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         if engine.momentum is not None:  # of Adam, too: of two betas the second is not set here
             numbers["momentum"] = engine.momentum
         super().__init__(list(engine.parameters()), numbers)
-        self._groups = [Group(self._engine, group) for group in self._groups]
+        shown: list[dict[str, Any]] = [Group(self._engine, group) for group in self.param_groups]
+        self._groups = shown
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore
@@ -118,7 +119,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[Any]) -> None:
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._groups = groups
 
     def _unscale(self, factor: Tensor) -> bool:
