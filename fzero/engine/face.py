@@ -108,18 +108,18 @@ class EngineOptimizer(torch.optim.Optimizer):
         if engine.momentum is not None:  # of Adam, too: of two betas the second is not set here
             numbers["momentum"] = engine.momentum
         super().__init__(list(engine.parameters()), numbers)
-        shown: list[dict[str, Any]] = [Group(self._engine, group) for group in self.param_groups]
-        self._groups = shown
+        groups = [Group(self._engine, group) for group in self.param_groups]
+        self.param_groups = groups  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore
+    def param_groups(self) -> list[dict[str, Any]]:
         """One group of all parameters; for a scaler see [Note: a scaler's gradients]."""
         if is_asked_by_scaler():
             return groups_for_scaler(self._unscale, self._alive().device)
         return self._groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: list[Any]) -> None:
         self._groups = groups
 
     def _unscale(self, factor: Tensor) -> bool:
