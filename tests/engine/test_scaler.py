@@ -163,6 +163,25 @@ def test_a_step_that_overflowed_leaves_gradients_to_look_at_until_the_next_forwa
     assert grad.isfinite().all()
 
 
+def backward_in_between() -> None:
+    rank, _ = me()
+    engine, mine = fzero.Engine(net(), fzero.optim.sgd(0.1)), scaler()
+    for step in range(3):
+        mine.scale(engine(batch(step, rank)).square().mean()).backward()
+        mine.unscale_(engine.optimizer)
+        before = engine.full_grad("2.weight")
+        with pytest.raises(BackwardError, match="after a GradScaler had divided"):
+            mine.scale(engine(batch(step, rank)).square().mean()).backward()
+        assert torch.equal(engine.full_grad("2.weight"), before)  # pyright: ignore
+        mine.step(engine.optimizer)
+        mine.update()
+    assert engine.global_steps == 3
+
+
+def test_a_backward_in_between_is_refused_where_gradients_are_reduced_as_they_come() -> None:
+    run_ranks(2, backward_in_between)
+
+
 def test_what_would_mix_scales_is_refused() -> None:
     engine, mine = fzero.Engine(net(), fzero.optim.sgd(0.1)), scaler()
     mine.scale(torch.ones(()))
