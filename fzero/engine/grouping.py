@@ -17,6 +17,12 @@ _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
 # A model of more blocks than this gathers several at once: it has the memory of one block in
 # thirty-two to spare, and each collective costs its latency.
 _MOST_UNITS = 32
+# Bytes that travel in about the time that a collective costs whatever it carries (half a
+# millisecond of hosts over gloo): blocks below share a unit up to these.
+_WORTH_A_COLLECTIVE = 1_600_000
+# But not in the last part of a model, as a share of its bytes: around the end of forward, with all
+# activations there, memory is at its most.
+_LAST_PART = 0.4
 
 
 def plan_units(
@@ -25,7 +31,8 @@ def plan_units(
     """Leaves that are gathered together, consecutive modules up to `limit` bytes.
 
     A numbered module (`layers.3`) is the natural unit: with at most 32 of them each is one; with
-    more, consecutive ones share. What is larger than a unit may be is cut at its inner modules.
+    more, consecutive ones share, as do small ones in the first part of the model. What is larger
+    than a unit may be is cut at its inner modules.
 
     Args:
         leaves: all of them.
@@ -43,8 +50,10 @@ def plan_units(
     Examples:
         >>> names = ["embed.w", "layers.0.a.w", "layers.0.b.w", "layers.1.a.w", "layers.1.b.w"]
         >>> leaves = [LeafLayout(name, (2, 2), __import__("torch").float32) for name in names]
-        >>> plan_units(leaves, range(5), limit=64)
+        >>> plan_units(leaves, range(5), limit=32)
         ([[0], [1, 2], [3, 4]], [])
+        >>> plan_units(leaves, range(5), limit=64)
+        ([[0, 1, 2], [3, 4]], [])
         >>> plan_units(leaves, range(5), 64, ["layers"])
         ([[0], [1, 2, 3, 4]], ['layers'])
     """
@@ -59,19 +68,21 @@ def plan_units(
     ]
     # no smaller than the largest block, which is to be one unit; larger where units are too many
     wanted = max(max(numbered or sizes or [0]), sum(sizes) // _MOST_UNITS)
-    limit = min(limit, wanted)
+    roomy, limit = min(limit, max(wanted, _WORTH_A_COLLECTIVE)), min(limit, wanted)
     parts: list[list[int]] = []
     for block, size in zip(blocks, sizes, strict=True):
         parts += [block] if size <= limit else _runs(block, lambda i: _module_of(leaves[i].name))
     units: list[list[int]] = []
-    filled = 0
+    filled, left = 0, sum(sizes)
     for part in parts:
         size = sum(leaves[i].nbytes for i in part)
-        if not units or filled + size > limit:
+        most = roomy if left > sum(sizes) * _LAST_PART else limit
+        if not units or filled + size > most:
             units.append([])
             filled = 0
         units[-1] += part
         filled += size
+        left -= size
     special: dict[str, list[int]] = {}
     for index in order:
         if index in owner:

@@ -119,7 +119,8 @@ def agrees(
     wants: dict[int, Any] = {}
     problems: list[str] = []
     for fields in configs:
-        cfg = fzero.Config(**fields)
+        # small: by default all of a model like these travels together
+        cfg = fzero.Config(**{"bucket_mb": 1e-3, **fields})
         accum = cfg.accum_steps
         want = wants.get(accum)
         if want is None:

@@ -234,10 +234,13 @@ def test_what_one_rank_runs_locally_changes_no_guess_of_what_comes_next() -> Non
     run_ranks(2, one_rank_looks_by_itself, timeout=60)
 
 
+WIDTH = 640  # blocks that are large enough for a collective of their own
+
+
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(256, 256) for _ in range(16)])
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(16)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -252,7 +255,7 @@ def test_an_evaluation_holds_shards_and_the_units_in_flight(
 ) -> None:
     def make() -> Callable[[], object]:
         engine = fzero.Engine(Deep(), SGD(), fzero.Config(**fields))
-        x = torch.ones(1, 256)
+        x = torch.ones(1, WIDTH)
 
         def step() -> None:
             with mode():
@@ -264,7 +267,7 @@ def test_an_evaluation_holds_shards_and_the_units_in_flight(
 
     with fake_ranks(8):
         used, _ = measure(make)
-    unit = 4 * (256 * 256 + 256)
+    unit = 4 * (WIDTH * WIDTH + WIDTH)
     ahead = fields.get("prefetch", 0)
     # what is sent, the buffer that it comes in, and what is unpacked from it
     assert used.peak - used.between <= (1 / 8 + 2 + ahead) * unit * 1.02
