@@ -227,6 +227,21 @@ def test_losses_that_were_given_are_reported_without_the_scale() -> None:
     torch.testing.assert_close(engine.metrics["loss"], loss.detach())
 
 
+def test_clipping_bounds_the_norm_without_the_scale() -> None:
+    plain, theirs = net(), scaler()
+    torchs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine, ours = fzero.Engine(net(), fzero.optim.sgd(0.1), fzero.Config(clip_norm=0.01)), scaler()
+    theirs.scale(plain(batch(0, 0)).square().mean()).backward()
+    theirs.unscale_(torchs)
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    theirs.step(torchs)
+    ours.scale(engine(batch(0, 0)).square().mean()).backward()
+    ours.step(engine.optimizer)
+    torch.testing.assert_close(engine.metrics["grad_norm"], norm)
+    for name, value in engine.full_params().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
 def test_another_optimizer_of_the_same_parameters_is_refused() -> None:
     module = net()
     engine, mine = fzero.Engine(module, fzero.optim.sgd(0.1)), scaler()
