@@ -62,7 +62,7 @@ def test_says_what_was_trained_and_how_well(which: str, request: pytest.FixtureR
     assert "Warning" not in progress
 
 
-@pytest.mark.parametrize("which", ["alone", "two_ranks"])
+@pytest.mark.parametrize("which", ["alone", pytest.param("two_ranks", marks=pytest.mark.slow)])
 def test_every_adapter_of_every_layer_was_trained(
     which: str, request: pytest.FixtureRequest
 ) -> None:

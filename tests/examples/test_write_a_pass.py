@@ -14,6 +14,7 @@ def _results(out: Path, *flags: str) -> dict[str, dict]:
     return json.loads((out / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_quarter_of_the_bytes_and_the_same_training(tmp_path: Path) -> None:
     found = _results(tmp_path)
     plain, small = found["as it is"], found["int8"]

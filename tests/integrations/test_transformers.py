@@ -283,6 +283,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
         assert {"fzero", "model.safetensors", "scheduler.pt"} <= set(found["files"])
 
 
+@pytest.mark.slow
 def test_the_best_model_is_whole_however_it_was_saved(tmp_path: Path) -> None:
     for found in run_fresh(2, _best, str(tmp_path), timeout=240):
         for case, (best, now, seen) in found.items():
