@@ -11,7 +11,7 @@ work hardly enters. Forward, and dropping the gradients, are not timed.
 parameters: what a backward takes longer with the engine, per parameter tensor of 8x8. At world 2
 (one process plays one rank, a fake process group) gradients are packed, reduced and unpacked too.
 
-collectives: calls of one step at stage 3 and the closed form for N equal blocks: N gathers in
+collectives: calls of one step at stage 3 and the closed form for N equal units: N gathers in
 forward, N - 1 in backward, whose first block is still there, and N reduce-scatters. With
 `prefetch=1` forward's last gather is followed by the one that backward will need next.
 """
@@ -155,7 +155,10 @@ def collectives(worlds: Sequence[int], blocks: Sequence[int]) -> None:
     for world, count, prefetch in itertools.product(worlds, blocks, (0, 1)):
         with one_rank_of(world):
             model = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(count)))
-            engine = fzero.Engine(model, fzero.optim.sgd(0.1), fzero.Config(prefetch=prefetch))
+            # a bound of one block: by default small ones share a unit, and N is that of units
+            mb = sum(p.nbytes for p in model[0].parameters()) / 2**20
+            cfg = fzero.Config(prefetch=prefetch, bucket_mb=mb)
+            engine = fzero.Engine(model, fzero.optim.sgd(0.1), cfg)
             x = torch.randn(2, TOKENS, WIDTH)
             calls: list[int] = []
             for _ in range(2):  # the second step is like all later ones
