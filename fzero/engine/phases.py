@@ -423,7 +423,7 @@ def refuse_to_unscale(rules: Rules, state: BackwardState) -> None:
             "parameters."
         )
     if state.unscaled is not None:
-        raise BackwardError(f"{asked} twice in one step: their gradients are divided by now.")
+        raise BackwardError(f"{asked} twice in one step, whose gradients are divided already.")
     if _lacks_micro_batches(rules, state):
         raise BackwardError(
             f"{asked} after {len(state.reached)} of {rules.accum_steps} micro-batches: it "

@@ -94,6 +94,10 @@ def test_numbered_modules_are_units_until_there_are_more_than_32() -> None:
 def test_small_blocks_share_a_collective_away_from_the_end_of_forward() -> None:
     small = blocks(8, 800_000)
     assert plan_units(small, range(8), 2**30)[0] == [[0, 1], [2, 3], [4], [5], [6], [7]]
+    # a large block beside small ones stays the bound of what is shared
+    large = [*blocks(8, 800_000), LeafLayout("layers.8.w", (500_000,), torch.float32)]
+    units = plan_units(large, range(9), 2**30)[0]
+    assert max(sum(large[i].nbytes for i in unit) for unit in units) == 2_000_000
     # the user's bound is a bound
     assert plan_units(small, range(8), 900_000)[0] == [[i] for i in range(8)]
 

@@ -202,12 +202,10 @@ def test_losses_are_those_of_deepspeed_itself(
 @pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("clip", "rel"), [(1.0, 0.0), (0.3, 5e-5)])
+@pytest.mark.parametrize("clip", [1.0, 0.3])
 def test_losses_of_a_tied_gpt2_in_bf16_are_those_of_deepspeed_itself(
-    tmp_path: Path, clip: float, rel: float
+    tmp_path: Path, clip: float
 ) -> None:
-    # at 0.3 gradients are clipped: norms differ by 1e-9, now and then a factor's last digit with
-    # them, and some steps later weights in bf16 by their 256th (docs/deepspeed.md)
     pytest.importorskip("transformers")
     # the kernel that is used here in any case: torch's other one rounds otherwise
     adamw = {"lr": 1e-3, "torch_adam": True, "fused": True}
@@ -216,9 +214,7 @@ def test_losses_of_a_tied_gpt2_in_bf16_are_those_of_deepspeed_itself(
     del config["scheduler"]
     config["gradient_accumulation_steps"] = 1
     real, ours = _real_and_ours(tmp_path, "gpt2.py", config)
-    for theirs, mine in zip(real, ours, strict=True):
-        assert mine == pytest.approx(theirs, rel=rel, abs=0)
-        assert mine[:8] == theirs[:8], "more than a last digit"
+    assert ours == real
 
 
 @pytest.mark.slow
