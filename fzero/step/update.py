@@ -172,7 +172,7 @@ class Shards:
         """
         p, axis = self.cfg.norm_type, self.axes.shard
         if p == 2:
-            return [sum_of_squares(parts).to(device)]
+            return [sum_of_squares(parts, exact=self._scales).to(device)]
         norm = tree_norm(list(parts), p).double()
         ends = (axis.rank, axis.size - 1 - axis.rank)
         return torch.nn.functional.pad(norm.view(1).to(device), ends).unbind()
@@ -181,9 +181,15 @@ class Shards:
         """The norm of everything, from every rank's share and the leaves that all have."""
         p = self.cfg.norm_type
         if p == 2:
-            return (stats[1] + sum_of_squares(whole).to(stats.device)).sqrt()
+            rest = sum_of_squares(whole, exact=self._scales)
+            return (stats[1] + rest.to(stats.device)).sqrt()
         rest = tree_norm(list(whole), p).double()
         return tree_norm([stats[1:], rest.to(stats.device)], p)
+
+    @property
+    def _scales(self) -> bool:
+        """Whether the norm goes into the update, and every digit with it."""
+        return self.cfg.clip_norm is not None
 
     def parts(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The parts of `params` that this rank updates; views where the memory allows it."""
@@ -281,11 +287,11 @@ class Shards:
         ]
         whole = [x for x, leaf in zip(leaves, layout, strict=True) if not split or leaf.dim is None]
         # of masters in host memory, too
-        squares = sum_of_squares(parts).to(self.plan.mesh.device_type)
+        squares = sum_of_squares(parts, exact=True).to(self.plan.mesh.device_type)
         squares = all_reduce(squares, self.axes.shard, "global_norm")
         if leaves:
             squares = squares.to(leaves[0].device)
-        total = squares + sum_of_squares(whole).to(squares.device)
+        total = squares + sum_of_squares(whole, exact=True).to(squares.device)
         return total.sqrt().to(_widest(leaves))
 
     def publish(self, targets: Sequence[Tensor], params: Sequence[Tensor]) -> None:
