@@ -4,6 +4,7 @@ Every field is checked when the `Config` is made, so that what runs later can re
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -197,12 +198,12 @@ class Config:
             raise ConfigError(f"Config.{error}") from None
         self._check_mesh()
 
-    @property
+    @functools.cached_property
     def dtypes(self) -> Precision:
         """`precision` with its preset filled in."""
         return precisions.resolve(self.precision)
 
-    @property
+    @functools.cached_property
     def scaling(self) -> LossScale | None:
         """`loss_scale` as a `LossScale`: dynamic where float16 needs one and none was given.
 
@@ -251,7 +252,7 @@ class Config:
         passes: Any = self.passes
         return tuple((name_of(fn), fn) for fn in passes)
 
-    @property
+    @functools.cached_property
     def nonfinite_policy(self) -> Literal["report", "skip", "raise"]:
         """`on_nonfinite`, or "skip" where a loss scale makes overflows part of the plan."""
         return self.on_nonfinite if self.scaling is None else "skip"

@@ -49,7 +49,7 @@ def sum_of_squares(leaves: Sequence[Tensor], *, exact: bool) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for x in leaves:
-        x = x.detach()
+        x = x.detach() if x.requires_grad else x  # a Program has no node for it then
         x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
         groups.setdefault((x.device, x.dtype), []).append(x)
     device = leaves[0].device
@@ -71,74 +71,73 @@ def _sum_of_squares(xs: list[Tensor], exact: bool = True) -> Tensor:
 
 def _by_rows(xs: list[Tensor], dtype: torch.dtype) -> Tensor:
     """In `dtype` within each row, and over the rows in float64."""
+    wide = torch.empty(_COPIED, _ROW, dtype=dtype) if dtype == torch.float64 else None
+    flats = [(x if x.is_contiguous() else x.reshape(-1).contiguous()).view(-1) for x in xs]
+    counts = [flat.numel() // _ROW for flat in flats]
     tables: dict[int, list[Tensor]] = {}
-    rest: dict[int, Tensor] = {}
-    for run in _runs(xs):
-        first, last = xs[run[0]], xs[run[-1]]
-        counts = [xs[i].numel() // _ROW for i in run]
-        if counts[0] < _FEW:
-            rest[run[0]] = _flat(first)
-            continue
-        norms = _norms_of_rows(_flat(first), sum(counts), dtype)
-        # at world 1 each leaf is a run of its own, and nothing is left to split
-        if len(run) == 1:
+    rest = {i: flat for i, flat in enumerate(flats) if counts[i] < _FEW}
+    for run in _runs(flats, [i for i, count in enumerate(counts) if count >= _FEW]):
+        norms = _norms_of_rows(flats[run[0]], sum(counts[i] for i in run), wide)
+        if len(run) == 1:  # at world 1 each leaf is, and nothing is left to split
             tables[run[0]] = norms
         else:
-            parts = torch.cat(norms).split(counts)
+            parts = torch.cat(norms).split([counts[i] for i in run])
             tables.update(zip(run, ([part] for part in parts), strict=True))
+        last = flats[run[-1]]
         if more := last.numel() % _ROW:
-            rest[run[-1]] = _flat(last).narrow(0, last.numel() - more, more)
+            rest[run[-1]] = last[-more:]
     # in the order of the leaves, wherever they lie: the sum is the same to the last bit.
     # Norms of rows, not their squares: those have all the digits, and few numbers are left
     parts = [x for i in sorted(tables) for x in tables[i]]
     return torch.cat([*parts, *(rest[i] for i in sorted(rest))]).double().square().sum()
 
 
-def _flat(x: Tensor) -> Tensor:
-    # what flattens without a copy need not be dense: a column, an expanded scalar
-    return (x if x.is_contiguous() else x.reshape(-1).contiguous()).view(-1)
+def _norms_of_rows(flat: Tensor, count: int, wide: Tensor | None) -> list[Tensor]:
+    """The norms of the first `count` rows, one part after the other.
 
-
-def _norms_of_rows(flat: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
-    """The norms of the first `count` rows, one part after the other."""
+    Args:
+        flat: a dense leaf of one dim; those of its run may follow it in memory.
+        count: how many.
+        wide: rows of float64 to copy to, and to sum there.
+    """
     step = count
-    if dtype == torch.float64:
-        step = _COPIED
+    if wide is not None:
+        step = len(wide)
     elif _GRAIN < count <= _WORTH_WAKING and torch.get_num_threads() > 1:
         # torch would wake its other threads for this, which takes longer than the sum: on two
         # cores 70 us for 512 rows, and 9 us for each half of them by this thread alone
         step = _GRAIN
     start = flat.storage_offset()
-    return [
-        torch.linalg.vector_norm(
-            flat.as_strided((min(step, count - i), _ROW), (_ROW, 1), start + i * _ROW),
-            dim=1,
-            dtype=dtype,
-        )
-        for i in range(0, count, step)
-    ]
+    norms = []
+    for i in range(0, count, step):
+        rows = flat.as_strided((min(step, count - i), _ROW), (_ROW, 1), start + i * _ROW)
+        if wide is not None:
+            rows = wide[: len(rows)].copy_(rows)
+        norms.append(torch.linalg.vector_norm(rows, dim=1))
+    return norms
 
 
-def _runs(xs: list[Tensor]) -> list[list[int]]:
+def _runs(flats: Sequence[Tensor], long: Sequence[int]) -> list[list[int]]:
     """Places of leaves that lie one after the other in memory, and can share rows: one call does.
 
     Gradients come out of their buckets like this, though in the order of backward.
+
+    Args:
+        flats: dense leaves of one dim.
+        long: the places of those that are worth rows of their own.
     """
-    at = [x.data_ptr() for x in xs]
+    at = {i: flats[i].data_ptr() for i in long}
     runs: list[list[int]] = []
     end = limit = 0
-    for i in sorted(range(len(xs)), key=at.__getitem__):
-        x = xs[i]
-        shares = x.numel() >= _FEW * _ROW and x.is_contiguous()
-        if shares and at[i] == end and end + x.nbytes <= limit:
+    for i in sorted(long, key=at.__getitem__):
+        x, start = flats[i], at[i]
+        if start == end and end + x.nbytes <= limit:
             runs[-1].append(i)
         else:
             runs.append([i])
             # beyond its storage is another's memory, though it may be next to it
-            before = x.storage_offset() * x.itemsize
-            limit = at[i] - before + x.untyped_storage().nbytes() if shares else 0
-        whole = shares and x.numel() % _ROW == 0
-        end = at[i] + x.nbytes if whole else -1
+            limit = x.untyped_storage().nbytes() + start - x.storage_offset() * x.itemsize
+        end = start + x.nbytes if x.numel() % _ROW == 0 else -1
     return runs
 
 

@@ -49,7 +49,9 @@ def rate_of(opt: Optimizer, inner: PyTree) -> Tensor | None:
     rates = opt.rates(inner)
     if not rates or any(rate is not rates[0] for rate in rates):  # to compare them would wait
         return None
-    return torch.as_tensor(rates[0], dtype=torch.float32).clone()
+    if not isinstance(rates[0], Tensor):
+        return torch.tensor(rates[0], dtype=torch.float32)
+    return rates[0].to(torch.float32, copy=True)
 
 
 def refuse_nonfinite(loss: Tensor, grads: Sequence[Tensor], plan: Plan, step: int) -> None:

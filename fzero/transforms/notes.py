@@ -170,7 +170,8 @@ class Notes:
 
     def _hold(self) -> bool:
         return (
-            all(map(is_, self._now(), self._kept))
+            all(map(is_, map(dict.get, self._spaces, self._names, repeat(MISSING)), self._named))
+            and all(map(is_, self._now(), self._kept))
             and not any(map(len, self._empty))
             and all(_unchanged(live, noted) for live, noted in self._full)
             and ambient() == self._ambient
@@ -211,8 +212,13 @@ class Notes:
 
     def _take(self, walk: Walk) -> None:
         """Note what `walk` found, in the forms that are compared fastest."""
-        facts = [f for f in walk.facts if not _under(f.place, self._written)]
-        self._facts: list[Fact] = facts
+        self._facts: list[Fact] = [f for f in walk.facts if not _under(f.place, self._written)]
+        # most are in dicts, and those are asked without a bound method for each
+        spaces = [(_dict_of(f.get), f) for f in self._facts]
+        self._spaces = [space for space, _ in spaces if space is not None]
+        self._names = [f.key for space, f in spaces if space is not None]
+        self._named = [f.value for space, f in spaces if space is not None]
+        facts = [f for space, f in spaces if space is None]
         self._getters = [f.get for f in facts]
         self._keys = [f.key for f in facts]
         self._kept = [f.value for f in facts]
@@ -309,6 +315,12 @@ class _Snapshot:
                     live.extend(noted)
         for live, noted, _ in self.arrays.values():
             put_bytes(live, noted)
+
+
+def _dict_of(get: Any) -> dict[Any, Any] | None:
+    """The dict whose own `get` this is."""
+    found = getattr(get, "__self__", None)
+    return found if isinstance(found, dict) and get == dict.get.__get__(found) else None
 
 
 def _look(fact: Fact) -> Any:
