@@ -89,14 +89,15 @@ def test_borders_keep_buckets_below_the_limit() -> None:
     assert _borders([leaf(30), leaf(1), leaf(1)], 40) == [1, 3]
 
 
+@pytest.mark.parametrize("size", [50, 20_000])  # a CPU sums rows of the longer one
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_factor_of_clipping_is_rounded_once(stage: int) -> None:
+def test_the_factor_of_clipping_is_rounded_once(stage: int, size: int) -> None:
     """As DeepSpeed's ZeRO-3 has it: bfloat16 makes of a last digit a weight's 256th."""
     cfg = Config(stage=stage, clip_norm=0.3)
     step_fn = fzero.make_train_step(lambda p, x: (p * x).sum(), optim.sgd(1.0), cfg)
-    for seed in range(20):
-        x = torch.randn(50, generator=torch.Generator().manual_seed(seed))  # the gradient
-        params, _ = step_fn(*step_fn.init(torch.zeros(50)), x)
+    for seed in range(60):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(seed))  # the gradient
+        params, _ = step_fn(*step_fn.init(torch.zeros(size)), x)
         norm = x.double().square().sum().sqrt()
         factor = (0.3 / (norm + 1e-6)).float()
         assert torch.equal(fzero.unshard(params), -(x * factor)), seed
