@@ -22,8 +22,9 @@ _FEW = 8
 # which several threads are quicker than one that takes so many at a time.
 _GRAIN = 32768 // _ROW
 _WORTH_WAKING = 8 * _GRAIN
-# Rows that are copied to float64 at a time: half a megabyte.
-_COPIED = 2 * _GRAIN
+# Rows that are copied to float64 at a time: half a megabyte, and of fewer leaves a sixteenth of
+# their bytes, which no prediction of memory has to know.
+_COPIED, _SHARE = 2 * _GRAIN, 32
 # Sums of squares of which float32 lost nothing that counts: squares vanish from 1e-38 down, and
 # overflow from 3e38 on.
 _SAFE = (1e-18, 1e30)
@@ -53,12 +54,12 @@ def sum_of_squares(leaves: Sequence[Tensor], *, exact: bool) -> Tensor:
         x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
         groups.setdefault((x.device, x.dtype), []).append(x)
     device = leaves[0].device
-    sums = [torch.ops.fzero.sum_of_squares(group, exact) for group in groups.values()]
+    sums = [torch.ops.fzero.sum_of_squares(group, exact=exact) for group in groups.values()]
     parts = [x.to(device) for x in sums]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
-def _sum_of_squares(xs: list[Tensor], exact: bool = True) -> Tensor:
+def _sum_of_squares(xs: list[Tensor], *, exact: bool = True) -> Tensor:
     """Of leaves of one device and dtype."""
     if xs[0].device.type != "cpu" or xs[0].dtype != torch.float32:
         return torch.stack(torch._foreach_norm(xs, 2, dtype=torch.float64)).square().sum()
@@ -71,9 +72,12 @@ def _sum_of_squares(xs: list[Tensor], exact: bool = True) -> Tensor:
 
 def _by_rows(xs: list[Tensor], dtype: torch.dtype) -> Tensor:
     """In `dtype` within each row, and over the rows in float64."""
-    wide = torch.empty(_COPIED, _ROW, dtype=dtype) if dtype == torch.float64 else None
     flats = [(x if x.is_contiguous() else x.reshape(-1).contiguous()).view(-1) for x in xs]
     counts = [flat.numel() // _ROW for flat in flats]
+    wide = None
+    if dtype == torch.float64:
+        some = max(1, min(_COPIED, sum(counts) // _SHARE))
+        wide = torch.empty(some, _ROW, dtype=dtype, device="cpu")
     tables: dict[int, list[Tensor]] = {}
     rest = {i: flat for i, flat in enumerate(flats) if counts[i] < _FEW}
     for run in _runs(flats, [i for i, count in enumerate(counts) if count >= _FEW]):
@@ -141,13 +145,13 @@ def _runs(flats: Sequence[Tensor], long: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _fake(xs: list[Tensor], exact: bool = True) -> Tensor:
+def _fake(xs: list[Tensor], *, exact: bool = True) -> Tensor:
     return xs[0].new_empty((), dtype=torch.float64)
 
 
 def _define() -> torch.library.Library:
     lib = torch.library.Library("fzero", "FRAGMENT")
-    lib.define("sum_of_squares(Tensor[] xs, bool exact=True) -> Tensor")
+    lib.define("sum_of_squares(Tensor[] xs, *, bool exact=True) -> Tensor")
     lib.impl("sum_of_squares", _sum_of_squares, "CompositeExplicitAutograd")
     torch.library.register_fake("fzero::sum_of_squares", _fake, lib=lib)
     return lib
