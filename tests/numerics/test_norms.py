@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fzero.numerics.norms import sum_of_squares
 
-# How far off a sum may be that is asked to be exact, and one that is not. Of 5,000 equal numbers that
-# lie otherwise than in rows a plain sum in float64 may lose 5e-13.
+# How far off a sum may be that is asked to be exact, and one that is not. Of 5,000 equal numbers
+# that lie otherwise than in rows a plain sum in float64 may lose 5e-13.
 OFF = {True: 1e-12, False: 1e-6}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 
