@@ -1,7 +1,9 @@
 """What autograd tells an engine, and what an engine asks of it."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -59,16 +61,16 @@ def left_in(
         indices: of those that have got one; some may be there twice.
         alone: whether nobody else may have their memory, because they will be written to.
     """
-    dense, grads = torch.strided, {}
-    for index in indices:
-        param = params[index]
-        grad = raw_grad(param)
-        if grad is None:  # it came twice, or a function returned None for it
-            continue
-        set_raw_grad(param, None)
+    # each loop over all of them is one of C, but the one that has to look at each gradient
+    there = {index: params[index] for index in indices}
+    found = list(map(raw_grad, there.values()))
+    deque(map(set_raw_grad, there.values(), repeat(None)), maxlen=0)
+    # a function may return None for a parameter
+    grads = {i: grad for i, grad in zip(there, found, strict=True) if grad is not None}
+    dense = torch.strided
+    for index, grad in grads.items():
         if alone or grad.requires_grad or grad.layout is not dense:
-            grad = own(grad)
-        grads[index] = grad
+            grads[index] = own(grad)
     return grads
 
 
