@@ -67,6 +67,7 @@ def left_in(
     deque(map(set_raw_grad, there.values(), repeat(None)), maxlen=0)
     # a function may return None for a parameter
     grads = {i: grad for i, grad in zip(there, found, strict=True) if grad is not None}
+    del found  # or each would be there beside its copy, and seem shared
     dense = torch.strided
     for index, grad in grads.items():
         if alone or grad.requires_grad or grad.layout is not dense:
