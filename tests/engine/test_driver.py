@@ -10,6 +10,7 @@ from torch import nn
 
 import fzero
 from fzero.engine import driver, phases
+from fzero.engine.autograd import left_in
 from tests.engine.parity import SGD
 
 # stage 3 on one rank has lazy parameters with a compute dtype only
@@ -78,3 +79,15 @@ def test_a_forward_that_is_collected_in_the_middle_of_an_event_is_told_after_it(
 def test_the_public_names_of_an_engine_are_what_it_documents() -> None:
     engine = fzero.Engine(nn.Linear(3, 2))
     assert {name for name in dir(engine) if not name.startswith("_")} == SURFACE
+
+
+def test_of_two_gradients_in_one_memory_one_is_copied() -> None:
+    memory = torch.ones(4).untyped_storage()
+    params = {i: nn.Parameter(torch.zeros(4)) for i in range(3)}
+    for param in (params[0], params[1]):
+        param.grad = torch.empty(0).set_(memory, 0, (4,))  # pyright: ignore[reportCallIssue]
+    at = memory.data_ptr()
+    del memory
+    grads = left_in(params, [0, 1, 1, 2], alone=True)
+    assert [x.data_ptr() == at for x in grads.values()] == [False, True]
+    assert all(param.grad is None for param in params.values())
