@@ -1,9 +1,7 @@
 """What autograd tells an engine, and what an engine asks of it."""
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -61,17 +59,18 @@ def left_in(
         indices: of those that have got one; some may be there twice.
         alone: whether nobody else may have their memory, because they will be written to.
     """
-    # each loop over all of them is one of C, but the one that has to look at each gradient
-    there = {index: params[index] for index in indices}
-    found = list(map(raw_grad, there.values()))
-    deque(map(set_raw_grad, there.values(), repeat(None)), maxlen=0)
-    # a function may return None for a parameter
-    grads = {i: grad for i, grad in zip(there, found, strict=True) if grad is not None}
-    del found  # or each would be there beside its copy, and seem shared
-    dense = torch.strided
-    for index, grad in grads.items():
-        if alone or grad.requires_grad or grad.layout is not dense:
-            grads[index] = own(grad)
+    dense, grads = torch.strided, dict[int, Tensor]()
+    # torch need not ask a class that takes no part in __torch_function__, twice for each
+    with torch._C.DisableTorchFunctionSubclass():
+        for index in indices:
+            param = params[index]
+            grad = raw_grad(param)
+            if grad is None:  # it came twice, or a function returned None for it
+                continue
+            set_raw_grad(param, None)
+            if alone or grad.requires_grad or grad.layout is not dense:
+                grad = own(grad)
+            grads[index] = grad
     return grads
 
 
