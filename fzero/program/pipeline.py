@@ -117,6 +117,7 @@ def in_place(
     bucket_bytes: int,
     prefetch: int | None,
     budget: int = 0,
+    slack: float = 0.1,
     exact: bool = False,
     passes: Named = (),
 ) -> Program:
@@ -126,7 +127,7 @@ def in_place(
     shared, for what reads and what writes a value is known of all of them.
 
     Args:
-        bucket_bytes, prefetch, exact, passes: as for `optimise`.
+        bucket_bytes, prefetch, slack, exact, passes: as for `optimise`.
         budget: bytes that the peak may reach in any case.
 
     Raises:
@@ -138,7 +139,7 @@ def in_place(
         run_passes(program, passes, late=False),
         bucket_bytes=bucket_bytes,
         prefetch=prefetch,
-        slack=0.0 if budget else 0.1,
+        slack=slack,
         budget=budget,
         exact=exact,
     )

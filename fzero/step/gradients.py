@@ -223,7 +223,7 @@ def trace_gradients(
         fixed=fixed,
         changed=lambda name: batch_changed(name) if name in batch else changed_in_place(name),
         choice=choice,
-        slack=_slack(cfg),
+        slack=slack_of(cfg),
         last=lambda program: replace(program, resident=_batch_once(program)),
         dynamic=dynamic,
     )
@@ -286,15 +286,15 @@ def _roles(signature: Signature, resident: Sequence[Held]) -> dict[str, Any]:
     }
 
 
-def _slack(cfg: Config) -> float:
-    """How much of the peak fewer and larger collectives may cost.
+def slack_of(cfg: Config) -> float:
+    """How much of a step's peak fewer and larger collectives may cost.
 
     Who shards parameters is short of memory, and more so who cuts batches for it; who does not
     shard them holds them all in any case.
     """
-    if cfg.stage < 3:
-        return 0.25
-    return 0.1 if cfg.accum_steps == 1 else 0.05
+    if cfg.accum_steps > 1 and (cfg.stage == 3 or reduces_once(cfg)):
+        return 0.05
+    return 0.1 if cfg.stage == 3 else 0.25
 
 
 def _check_takes(model_fn: ModelFn, stateful: bool) -> None:

@@ -17,7 +17,14 @@ from fzero.program.fitting import RESERVE, NothingFits
 from fzero.program.graph import Held, output_node, tensors_of
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
-from fzero.step.gradients import REST, ModelFn, Signature, reduces_once, trace_gradients
+from fzero.step.gradients import (
+    REST,
+    ModelFn,
+    Signature,
+    reduces_once,
+    slack_of,
+    trace_gradients,
+)
 from fzero.step.update import Updated
 from fzero.step.update_program import UpdateProgram, held_rows, outputs_on, shared_outputs
 from fzero.transforms.agreement import signature_of
@@ -127,6 +134,8 @@ class Traced:
             *inputs,
             choice=choice and Choice(choice.update),
             budget=max(room - sum(row.bytes for row in self.resident), 0),
+            # the other half has had its share, where it has collectives
+            slack=slack_of(cfg) if reduces_once(cfg) and cfg.limit is None else 0.0,
             saved=saved,
         )
         if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:

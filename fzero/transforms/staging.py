@@ -136,6 +136,7 @@ def staged_out(
                 bucket_bytes=bucket_bytes,
                 prefetch=cfg.prefetch,
                 budget=budget,
+                slack=slack,
                 exact=choice is not None,
                 passes=cfg.named_passes,
             )
@@ -195,7 +196,7 @@ class TracedFunction:
         choice: what ranks have settled, or None.
         dynamic: dims of leaves, (leaf, dim), whose sizes may be others at other calls, if that can
             be had.
-        budget: where it writes into what is donated, bytes that its peak may reach in any case.
+        budget, slack: as for `staged_out`.
         known: fields of the Program that the caller knows better than the arguments tell.
         saved: what another process has recorded of it, whose leaves are all plain tensors, and the
             form of its result.
@@ -220,6 +221,7 @@ class TracedFunction:
         choice: Choice | None = None,
         dynamic: Iterable[InputDim] = (),
         budget: int = 0,
+        slack: float = 0.1,
         known: Mapping[str, Any] = MappingProxyType({}),
         saved: tuple[Recorded, Frame] | None = None,
     ) -> None:
@@ -284,6 +286,7 @@ class TracedFunction:
                 donated=free,
                 choice=choice,
                 budget=budget,
+                slack=slack,
                 last=lambda program: own_outputs(program, donated),
                 dynamic=sorted(dynamic),
             )

@@ -46,7 +46,7 @@ def bucket(
     Args:
         limit: most bytes of full leaves in a bucket; a leaf larger than that travels alone.
         prefetch: how many buckets ahead a gather is launched. None: see [Note: early gathers].
-        slack: share of the lowest peak that fewer collectives may cost; less for large buckets.
+        slack: share of the peak that fewer collectives may cost; less for large buckets.
         budget: bytes that the rest of the step needs in any case: up to there memory is free.
         within: bytes that the peak has to stay under. Then memory is free below, and the largest
             buckets are taken that stay there; if none do, those of the lowest peak.
@@ -66,11 +66,11 @@ def bucket(
         fitting = (size for size, peak in zip(sizes, peaks, strict=True) if peak <= within)
         size = next(fitting, sizes[peaks.index(min(peaks))])
         return at(size, within)
-    lowest = min(peaks)
+    least = max(min(peaks), budget)
 
     def bound(size: int) -> int:
         share = slack * min(1.0, _LARGE / max(size, 1))
-        return max(int(lowest * (1 + share)), budget)
+        return int(least * (1 + share))
 
     # Sizes fall, so this is the largest that fits; the one of the lowest peak always does.
     size = next(size for size, peak in zip(sizes, peaks, strict=True) if peak <= bound(size))

@@ -200,6 +200,17 @@ def test_bucket_takes_the_largest_size_that_memory_allows() -> None:
     assert peaks[0.0].peak_bytes() <= peaks[0.3].peak_bytes() <= peaks[10.0].peak_bytes()
 
 
+def test_slack_is_on_top_of_what_the_rest_of_the_step_needs_in_any_case() -> None:
+    with fake_ranks(2):
+        before = optimised([64] * 8, 1 + PIPELINE.index(hoist_reductions))
+        least = bucket(before, limit=2**20, slack=0.0).peak_bytes()
+        room = int(least * 1.06)
+        made = {s: bucket(before, limit=2**20, slack=s, budget=room) for s in (0.0, 0.05, 0.3)}
+    counts = [sum("bucket" in n.meta for n in p.graph.nodes) for p in made.values()]
+    assert all(least <= p.peak_bytes() <= room * (1 + s) for s, p in made.items())
+    assert counts[2] < counts[1] < counts[0]  # 5% of the lowest peak alone would buy nothing
+
+
 def test_regather_off_keeps_what_forward_gathered() -> None:
     with fake_ranks(2):
         recorded = Recorded([4, 6, 8]).program
