@@ -105,9 +105,9 @@ class Config:
         cuda_graph: run each Program as a CUDA graph from its second run on, which takes the time
             that the host needs to launch kernels out of a step. What can't be captured runs as it
             is, and the Program's log says why: see docs/staging.md.
-        timeout: seconds that a rank may come later than others to what they do together. None: the
-            process group's. A rank that is late is waited for; one that went another way, or is
-            gone, is told at once.
+        timeout: seconds that a rank may come later than others to what they do together. None: what
+            `init_process_group` was told, over gloo also for the groups of a mesh. A rank that is
+            late is waited for; one that went another way, or is gone, is told at once.
 
     Raises:
         ConfigError: a value that its field does not take; the message names field, value, rule.

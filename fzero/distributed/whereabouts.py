@@ -64,16 +64,22 @@ class Circle:
         self.lanes: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
         self.here = Station(0, 0, "the start")
         self.hint = ""
-        self.limit: float | None = None  # seconds; None: the process group's
+        self.limit: float | None = None  # seconds; None: that of `init_process_group`
         self.sent = 0  # collectives so far
         self.verdict = ""  # why these ranks can't go on
         self._past: deque[Station] = deque([self.here], maxlen=_REMEMBERED)
         self._unexplained: BaseException | None = None
+        self._usual = group_limit()
         if self.alone:
             return
         self._said = Stations(self.ranks, rank, name)
         self._tell()
         atexit.register(_leave, weakref.ref(self), os.getpid())
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds that a rank may come later than others, whichever group a collective runs on."""
+        return self._usual if self.limit is None else self.limit
 
     # --- what a rank does ---
 
@@ -224,7 +230,7 @@ class Circle:
                 if also is not None:
                     also()
                 self.look()
-            if waited > (self.limit or group_limit()):
+            if waited > self.time_limit:
                 self._give_up_late(waited)
             # soon there where the others are about to come, few questions where they are late
             time.sleep(min(max(waited / 8, 0.001), PAUSE))
@@ -308,7 +314,7 @@ class Circle:
                     break
                 time.sleep(0.1)
             if timed_out:
-                self._give_up_late(self.limit or group_limit())
+                self._give_up_late(self.time_limit)
             if certain and (far := Processes(self._said.names).elsewhere()):
                 self._give_up(
                     f"a collective failed: no process on rank {self.rank}'s host is gone; look at "

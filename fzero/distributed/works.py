@@ -283,7 +283,7 @@ def _watched(group: str, own: Circle | None) -> tuple[ProcessGroup, Circle] | No
 
 
 def _timed(options: Any, circle: Circle) -> Any:
-    # gloo's thread gives up by itself at this time, also where nobody waits for the work
-    if circle.limit is not None:
-        options.timeout = timedelta(seconds=circle.limit)
+    # Gloo's thread gives up by itself at this time, also where nobody waits for the work. A group's
+    # own time won't do: that of a mesh's is half an hour, whatever init_process_group was told.
+    options.timeout = timedelta(seconds=circle.time_limit)
     return options

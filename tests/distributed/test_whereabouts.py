@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero.distributed import whereabouts, works
@@ -222,6 +223,37 @@ def test_the_one_that_is_late_is_named_by_whichever_collective_fails(
         ranks.kill()
     text = (tmp_path / "told").read_text()
     assert "waited 1 s at 'two collectives', and rank 1 did not come" in text
+
+
+def _late_on_a_mesh(out: Path) -> None:
+    """Rank 1 stays away from the second step, on groups that `init_process_group` has not made."""
+    whereabouts.PATIENCE, whereabouts.PAUSE = 0.5, 0.2
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+    # torch makes a group of a mesh's axis like this: with half an hour
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    cfg = fzero.Config(stage=3, mesh=mesh)
+    step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), fzero.optim.sgd(0.1), cfg)
+    state = step_fn.init({"w": torch.ones(4)})
+    state = step_fn(*state, torch.ones(4))
+    if dist.get_rank() == 1:
+        until = time.monotonic() + 3 * SOON
+        while time.monotonic() < until and not list(out.iterdir()):
+            time.sleep(0.05)
+        return
+    with pytest.raises(fzero.RankMismatchError) as told:
+        step_fn(*state, torch.ones(4))
+    (out / "told").write_text(str(told.value))
+
+
+def test_groups_of_a_mesh_have_the_time_limit_of_init_process_group(tmp_path: Path) -> None:
+    ranks = Ranks.start(2, {}, joined=False)
+    try:
+        ranks.call(_late_on_a_mesh, (tmp_path,), 5 * SOON)
+    finally:
+        ranks.kill()
+    assert "rank 0 waited 5 s at 'step function 1, call 2'" in (tmp_path / "told").read_text()
 
 
 # ---- the bookkeeping of one rank, without others
