@@ -19,6 +19,9 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 TRAIN = str(Path(__file__).with_name("train.py"))
 LIMIT = 15  # seconds: the process group's timeout in these runs
+RESTARTS = ("--max-restarts", "3", "--monitor-interval", "1")
+# Else torchrun's rendezvous tells the address of the first round to those alone who were there.
+OWN_STORE = mock.patch.dict(os.environ, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 @pytest.fixture(autouse=True)
@@ -121,19 +124,35 @@ def test_a_cable_that_is_back_in_time_costs_nothing(tmp_path: Path) -> None:
         assert interrupted == _losses(_finished(cluster, [TRAIN, "step", "40"]))
 
 
+def test_a_cable_that_is_back_too_late_costs_the_steps_since_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    command = [TRAIN, "hsdp", "40", str(tmp_path / "run")]
+    with OWN_STORE, machines(2, tmp_path) as cluster:
+        jobs = cluster.torchrun(command, ranks=2, options=RESTARTS)
+        jobs[0].wait_for("step 5", 90)
+        cluster.cut(2)
+        _seconds_until(jobs, "ended with RankMismatchError", 2, LIMIT + 40)
+        cluster.join(2)
+        codes = [job.wait(200) for job in jobs]
+        again = _losses(jobs)
+    assert codes == [0, 0], [job.text[-3000:] for job in jobs]
+    started = re.findall(r"rank 0 starts at step (\d+)", jobs[0].text)
+    assert len(started) > 1
+    assert int(started[-1]) >= 5
+    with machines(2, tmp_path) as cluster:
+        assert again == _losses(_finished(cluster, command[:3], ranks=2))
+
+
 def test_a_machine_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
-    folder = str(tmp_path / "run")
-    # else torchrun's rendezvous tells the address of the first round to those alone who were there
-    own_store = mock.patch.dict(os.environ, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    with own_store, machines(2, tmp_path) as cluster:
-        options = ["--max-restarts", "3", "--monitor-interval", "1"]
-        command = [TRAIN, "step", "60", folder]
-        jobs = cluster.torchrun(command, options=options)
+    with OWN_STORE, machines(2, tmp_path) as cluster:
+        command = [TRAIN, "step", "60", str(tmp_path / "run")]
+        jobs = cluster.torchrun(command, options=RESTARTS)
         jobs[0].wait_for("step 5", 90)
         cluster.kill(2)
         jobs[0].wait_for("ended with", LIMIT + 40)
         time.sleep(6)  # until torchrun counts the dead machine out
-        jobs.append(cluster.torchrun_on(2, command, options=options))
+        jobs.append(cluster.torchrun_on(2, command, options=RESTARTS))
         codes = [job.wait(240) for job in (jobs[0], jobs[2])]
         again = _losses(jobs)
     assert codes == [0, 0], [job.text[-3000:] for job in jobs]
