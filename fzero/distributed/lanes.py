@@ -28,6 +28,7 @@ from torch.distributed import (
 
 from fzero.distributed import whereabouts
 from fzero.distributed.mesh import default_store, group_of
+from fzero.distributed.store import group_limit
 from fzero.distributed.whereabouts import Circle
 from fzero.errors import ShardError
 
@@ -162,9 +163,8 @@ def _gloo_group(store: Store, like: ProcessGroup) -> ProcessGroup:
     The public `dist.new_group` takes no store, and meets where a group of that name met before. It
     does no more than this, and enters the group into a table, which nobody needs who has it.
     """
-    timeout = _timeout_of(like, torch.device("cpu"))
-    options = {} if timeout is None else {"timeout": timeout}
-    backend = dist.ProcessGroupGloo(store, like.rank(), like.size(), **options)  # pyright: ignore
+    limit = timedelta(seconds=group_limit())  # that of `like`, of a mesh, may be half an hour
+    backend = dist.ProcessGroupGloo(store, like.rank(), like.size(), timeout=limit)  # pyright: ignore
     made = ProcessGroup(store, like.rank(), like.size())  # pyright: ignore
     kind = ProcessGroup.BackendType.GLOO
     made._set_default_backend(kind)

@@ -288,9 +288,9 @@ def test_a_rank_that_was_told_goes_to_no_other_station() -> None:
 def test_a_rank_waits_for_words_of_others_to_its_limit(
     limit: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(whereabouts, "group_limit", lambda: 0.4)
     circle = _alone()
     circle.limit = limit
-    monkeypatch.setattr(whereabouts, "group_limit", lambda: 0.4)
     started, words = time.monotonic(), {"verdict": ""}
 
     def has(keys: list[str]) -> bool:
