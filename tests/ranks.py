@@ -225,7 +225,9 @@ class Ranks:
         for rank, (log, start) in enumerate(zip(self.logs, self.printed, strict=True)):
             text = log.read_bytes()[start:].decode(errors="replace") if log.exists() else ""
             if text:
-                parts.append(f"--- rank {rank} printed ---\n{text[-4000:]}")
+                if len(text) > 8000:  # why it aborted comes first, where it was comes last
+                    text = f"{text[:4000]}\n[...]\n{text[-4000:]}"
+                parts.append(f"--- rank {rank} printed ---\n{text}")
         return "\n".join(parts)
 
 
