@@ -55,6 +55,8 @@ class Bucket:
             time of its all-to-all. Two ranks have no need of it: see `works`.
         parts: of an EXCHANGE, the elements that come from each rank, and that go to each.
         apart: of a REDUCE_SCATTER, whether it travels beside gathers: see [Note: two lanes].
+        over: of a GATHER of one leaf, whether the memory of the leaf that is written over is the
+            buffer: what comes is written where it belongs.
     """
 
     kind: str
@@ -67,6 +69,7 @@ class Bucket:
     exchanged: bool = False
     parts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     apart: bool = False
+    over: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -132,7 +135,7 @@ class Bucket:
 
         It saves the buffer that would be sent, and a copy of it.
         """
-        return self.gathers and not self.is_plain and not self.exchanged
+        return self.gathers and (self.over or not self.is_plain) and not self.exchanged
 
     @functools.cached_property
     def holds_leaves(self) -> bool:
@@ -346,8 +349,19 @@ ALONE_FROM_ON_DEVICES = 2**24
 
 
 # ------------------------------------------------------------------- in and out of its buffer
-def pack_shards(shards: Sequence[Tensor], bucket: Bucket) -> Tensor:
-    """The buffer to gather from, in a dtype that travels: see `Bucket.is_around`."""
+def pack_shards(shards: Sequence[Tensor], bucket: Bucket, target: Tensor | None = None) -> Tensor:
+    """The buffer to gather from, in a dtype that travels: see `Bucket.is_around`.
+
+    Args:
+        shards: this rank's.
+        bucket: in which they travel.
+        target: of a bucket that is gathered over a leaf, the full leaf.
+    """
+    if target is not None:
+        parts = target.view(bucket.world, -1)
+        if not _is_at(shards[0], parts[bucket.rank]):
+            parts[bucket.rank].copy_(shards[0].reshape(-1))
+        return as_wire(target.view(-1))
     if bucket.is_plain and not bucket.exchanged:
         return as_wire(shards[0])
     if bucket.is_flat:
@@ -398,8 +412,17 @@ def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     return full
 
 
+def _is_at(x: Tensor, place: Tensor) -> bool:
+    """Whether a tensor lies where another begins."""
+    if x.storage_offset() != place.storage_offset():
+        return False
+    return x.untyped_storage()._cdata == place.untyped_storage()._cdata
+
+
 def unpack_into(buffer: Tensor, bucket: Bucket, targets: Sequence[Tensor]) -> None:
     """Write the gathered leaves over `targets`, with no copy in between where memory allows it."""
+    if bucket.over and _is_at(buffer, targets[0]):
+        return
     direct = bucket.kind == GATHER and all(
         is_laid_out(leaf, bucket.world) and target.is_contiguous() and target.dtype == bucket.dtype
         for leaf, target in zip(bucket.leaves, targets, strict=True)

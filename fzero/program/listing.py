@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fzero.distributed.buckets import EXCHANGE, KINDS, buffer_of
+from fzero.distributed.buckets import EXCHANGE, KINDS, Bucket, buffer_of, unpack_into
 from fzero.program.categories import INPUTS, summed
 from fzero.program.graph import Part, output_node, phases, placeholders, tensors_of
 from fzero.program.memory import constant_bytes, is_wait, lifetimes, peak_bytes, timeline
@@ -224,12 +224,12 @@ class _Folded:
     def _statement(self, node: fx.Node) -> str:
         """The text of a node, or "" if another line says it."""
         if "bucket" in node.meta:
-            return (
-                f"{node.name} = launch {node.meta['bucket']!r}, {size(node.meta['bucket'].nbytes)}"
-            )
+            bucket: Bucket = node.meta["bucket"]
+            there = ", in place" if bucket.over else ""
+            return f"{node.name} = launch {bucket!r}, {size(bucket.nbytes)}{there}"
         if is_wait(node) and _launched(node):
             return f"wait {self._shown(node)}"
-        if _is_packed(node) or self._is_inlined(node):
+        if _is_packed(node) or _is_there(node) or self._is_inlined(node):
             return ""
         inner = origin_of(node).module
         inner = inner.removeprefix(layer_of(inner)).removeprefix(".")
@@ -324,8 +324,13 @@ def _hidden_with(node: fx.Node) -> list[fx.Node]:
     if "bucket" in node.meta:
         return node.all_input_nodes
     if is_wait(node) and _launched(node):
-        return [x for x in node.users if x.target in _UNPACKS]
+        return [x for x in node.users if x.target in _UNPACKS or _is_there(x)]
     return []
+
+
+def _is_there(node: fx.Node) -> bool:
+    """Whether a node would write gathered leaves where they are already."""
+    return node.target is unpack_into and node.args[1].over  # pyright: ignore
 
 
 def _call(node: fx.Node, show: Any) -> str:

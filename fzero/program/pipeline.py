@@ -13,6 +13,7 @@ from fzero.program.passes.gathers import hoist_reductions, regather, sink_gather
 from fzero.program.passes.groups import ALIKE, Growth
 from fzero.program.passes.offload import offload
 from fzero.program.passes.order import in_order, order_of_leaves
+from fzero.program.passes.over import await_late, mark_copied
 from fzero.program.passes.place import place
 from fzero.program.passes.recompute import recompute
 from fzero.program.passes.remat import rematerialise
@@ -136,14 +137,14 @@ def in_place(
     if draws(program):
         program = number_sites(program)
     program = share_collectives(
-        run_passes(program, passes, late=False),
+        mark_copied(run_passes(program, passes, late=False)),
         bucket_bytes=bucket_bytes,
         prefetch=prefetch,
         slack=slack,
         budget=budget,
         exact=exact,
     )
-    return run_passes(insert_seeds(program), passes, late=True)
+    return run_passes(insert_seeds(await_late(program)), passes, late=True)
 
 
 def _laid(program: Program) -> Program:

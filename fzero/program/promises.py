@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from fzero.distributed.buckets import KINDS, Bucket, asked_for, buffer_of
+from fzero.distributed.buckets import GATHER, KINDS, Bucket, asked_for, buffer_of
 from fzero.program.graph import (
     is_op,
     memory_of,
@@ -148,7 +148,13 @@ def settled(output: fx.Node) -> None:
 
 def values_read(node: fx.Node) -> list[fx.Node]:
     """The operands that are values; what draws has a generator besides, what is placed a buffer."""
-    return [x for x in operands(node) if "val" in x.meta and x.target is not buffer_of]
+    found = [x for x in operands(node) if "val" in x.meta and x.target is not buffer_of]
+    return found[:1] if is_packed_over(node) else found
+
+
+def is_packed_over(node: fx.Node) -> bool:
+    """Whether a node packs a leaf into the memory of the leaf that is written over."""
+    return node.target is KINDS[GATHER].pack and len(node.args) > 2
 
 
 def said(node: fx.Node) -> str:

@@ -32,6 +32,7 @@ from fzero.program.placed import placed
 from fzero.program.promises import (
     TURN,
     counted,
+    is_packed_over,
     promise_of,
     said,
     source_of,
@@ -70,7 +71,7 @@ def awaited(part: Part) -> Iterator[str]:
 def _in_place(pack: fx.Node, bucket: Bucket) -> Iterator[str]:
     """What is not copied into a buffer was computed where it belongs."""
     operands, _, buffer, missing = (*pack.args, None, ())[:4]
-    if buffer is None:
+    if buffer is None or is_packed_over(pack):
         return
     for i, (operand, leaf) in enumerate(zip(operands, bucket.leaves, strict=True)):  # pyright: ignore
         made = operand
@@ -92,7 +93,11 @@ def _untouched(launch: fx.Node, wait: fx.Node, bucket: Bucket) -> Iterator[str]:
             yield f"{user.name} reads the buffer of {bucket!r}, which has to be taken apart first"
         elif user.args[1] != bucket:
             yield f"{user.name} takes {user.args[1]!r} out of the buffer of {bucket!r}"
+        elif bucket.over and user.args[2] != [launch.args[0].args[2]]:  # pyright: ignore
+            yield f"{user.name} writes {user.args[2]}, and {bucket!r} comes over another leaf"
     yield from _unwritten(launch, wait)
+    if bucket.over:
+        yield from _unread(launch, wait)
 
 
 def _unwritten(launch: fx.Node, wait: fx.Node) -> Iterator[str]:
@@ -103,6 +108,18 @@ def _unwritten(launch: fx.Node, wait: fx.Node) -> Iterator[str]:
         for operand in written_operands(node):
             if not flying.isdisjoint(memory_of(operand)):
                 yield f"{node.name} writes {operand.name}, which {launch.name} is carrying"
+        node = node.next
+
+
+def _unread(launch: fx.Node, wait: fx.Node) -> Iterator[str]:
+    """What is written over by what comes is read by nobody until it has come."""
+    flying = set(memory_of(launch))
+    node = launch.next
+    while node is not wait:
+        for operand in node.all_input_nodes:
+            view = is_cheap(node) and flying.issuperset(memory_of(node))
+            if not flying.isdisjoint(memory_of(operand)) and not view:
+                yield f"{node.name} reads {operand.name}, which {launch.name} is writing over"
         node = node.next
 
 

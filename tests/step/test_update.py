@@ -118,3 +118,57 @@ def test_what_is_updated_is_gathered_at_once_where_gradients_held_as_much() -> N
             _, update = step_fn.lower(*state, torch.ones(rows, 64)).parts()
             gathers[rows] = [row.kind for row in update.collectives()].count("all_gather")
     assert gathers[100] == 1 < gathers[1]
+
+
+WEIGHTS = {"up": (512, 1024), "down": (1024, 511), "bias": (511,)}
+
+
+def _large(dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    drawn = {k: torch.randn(s, generator=generator, dtype=F64) for k, s in WEIGHTS.items()}
+    return {k: (x / x.shape[0] ** 0.5).to(dtype) for k, x in drawn.items()}
+
+
+def _two_layers(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    x = torch.tanh(x.to(params["up"].dtype) @ params["up"])
+    return (x @ params["down"] + params["bias"]).square().mean()
+
+
+def _stages(precision: Any, accum: int, batches: Tensor) -> list[tuple[list[Any], str]]:
+    """On a rank, at stages 0 to 2: parameters after each step, and the last step's Program."""
+    found = []
+    for stage in (0, 1, 2):
+        cfg = Config(stage=stage, accum_steps=accum, precision=precision)
+        step_fn = fzero.make_train_step(_two_layers, optim.sgd(0.3, 0.9), cfg)
+        state = step_fn.init(_large(batches.dtype))
+        after = []
+        mine = batches.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
+        for batch in mine:
+            state = step_fn(*state, batch)
+            after.append(fzero.unshard(state[0]))
+        found.append((after, str(step_fn.lower(*state, mine[0]))))
+    return found
+
+
+@pytest.mark.parametrize(("precision", "accum"), [(None, 1), (None, 2), ("bf16", 1)])
+def test_leaves_that_are_gathered_where_they_live_are_those_of_plain_torch(
+    precision: Any, accum: int
+) -> None:
+    dtype = F64 if precision is None else torch.float32
+    batches = torch.randn(3, 8, 512, generator=torch.Generator().manual_seed(5), dtype=dtype)
+    params = {k: x.requires_grad_() for k, x in _large(F64).items()}
+    plain = torch.optim.SGD(params.values(), 0.3, momentum=0.9)
+    expected = []
+    for batch in batches.to(F64):
+        plain.zero_grad()
+        _two_layers(params, batch).backward()
+        plain.step()
+        expected.append({k: x.detach().clone() for k, x in params.items()})
+    tolerance = 1e-12 if precision is None else 2e-2
+    for whole, *split in run_ranks(2, _stages, precision, accum, batches):
+        for found, text in split:
+            assert "gather over: 2 leaves" in text
+            torch.testing.assert_close(found, whole[0], rtol=0, atol=0 if accum == 1 else 1e-12)
+            for mine, wanted in zip(found, expected, strict=True):
+                for k, x in mine.items():
+                    assert (x.to(F64) - wanted[k]).abs().max() < tolerance

@@ -7,13 +7,14 @@ import torch
 from torch import fx
 
 from fzero.distributed.buckets import KINDS, carrier, unpack_into
-from fzero.program.graph import copy_graph, is_op, operands, order_of, tensors_of
+from fzero.program.graph import copy_graph, operands, order_of, tensors_of
 from fzero.program.memory import constant_bytes
 from fzero.program.passes.early import as_early_as_fits
 from fzero.program.passes.groups import (
     ALIKE,
     Group,
     Growth,
+    asked_of,
     bring_operands,
     bucket_for,
     buckets_of,
@@ -144,8 +145,11 @@ def _lower(graph: fx.Graph, group: Group) -> None:
     whole = bucket_for(group)
     pack, unpack = KINDS[group.kind][:2]
     operands = [node.all_input_nodes[0] for node in group.nodes]
+    # straight to where they live: unpacked first, they would be held twice
+    targets = _written_over(group.nodes)
+    over = targets if whole.over else []
     with graph.inserting_before(first_place(group)):
-        send = call(graph, pack, operands, whole, name=f"pack_{group.kind}")
+        send = call(graph, pack, operands, whole, *over, name=f"pack_{group.kind}")
         target, arguments = carrier(whole, tensors_of(send)[0].numel())
         inherit(send, group.nodes)
         launch = call(graph, target, send, *arguments, name=group.kind)
@@ -153,8 +157,7 @@ def _lower(graph: fx.Graph, group: Group) -> None:
         launch.meta["bucket"] = whole
         launch.meta["phase"], launch.meta["segment"] = group.phase, group.segment
         wait = call(graph, torch.ops._c10d_functional.wait_tensor.default, launch)
-        # straight to where they live: unpacked first, they would be held twice
-        if targets := _written_over(group.nodes):
+        if targets:
             graph.call_function(unpack_into, (wait, whole, targets))  # pyright: ignore
             for node in group.nodes:
                 graph.erase_node(node)
@@ -170,10 +173,9 @@ def _written_over(gathers: list[fx.Node]) -> list[fx.Node]:
 
     Takes them out of the copies, which are left with what else they have.
     """
-    copies = [list(node.users) for node in gathers]
-    # a leaf that something else reads as well has to be a tensor of its own
-    if not all(len(users) == 1 and is_op(users[0], "aten::_foreach_copy_") for users in copies):
+    if not all(asked_of(node).copied for node in gathers):
         return []
+    copies = [list(node.users) for node in gathers]
     found = []
     for node, (copy,) in zip(gathers, copies, strict=True):
         before = operands(copy)

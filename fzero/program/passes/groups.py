@@ -9,7 +9,7 @@ fewer collectives, each of which costs the same beside its bytes: see `passes.gr
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,16 +29,23 @@ class Asked(NamedTuple):
         leaf: the leaf.
         axis: the ranks.
         dtype, nbytes: of its full side.
+        copied: what `passes.over` found of a gather whose leaf is only copied somewhere: STRAIGHT
+            or OVER.
     """
 
     leaf: LeafLayout
     axis: Axis
     dtype: torch.dtype
     nbytes: int
+    copied: str = ""
 
 
 ASKED = "asked"
 """Where a node of a sketch has it, which holds no values to tell it from."""
+COPIED = "copied"
+"""Where a gather has what can be done of a copy of its leaf: that is STRAIGHT, or OVER."""
+STRAIGHT, OVER = "straight", "over"
+"""It is unpacked to where it is copied; it is gathered there, and never unpacked."""
 
 
 def asked_of(node: fx.Node) -> Asked:
@@ -49,7 +56,7 @@ def asked_of(node: fx.Node) -> Asked:
     (value,) = tensors_of(node.all_input_nodes[0])
     kind, leaf, axis = asked_for(target._schema.name, value, node.args[1:])
     (full,) = tensors_of(node) if KINDS[kind].gathers else (value,)
-    return Asked(leaf, axis, full.dtype, full.nbytes)
+    return Asked(leaf, axis, full.dtype, full.nbytes, node.meta.get(COPIED, ""))
 
 
 @dataclass
@@ -202,7 +209,9 @@ def bucket_for(group: Group) -> Bucket:
         parts = tuple(tuple(sizes) for sizes in group.nodes[0].args[1:3])  # pyright: ignore
     leaves = [one.leaf for one in asked]
     dtype, axis = leaves[0].dtype, asked[0].axis
-    return bucket_of(group.kind, leaves, dtype, axis, parts, gathers=group.gathers)
+    bucket = bucket_of(group.kind, leaves, dtype, axis, parts, gathers=group.gathers)
+    # one that is goes alone
+    return replace(bucket, over=True) if asked[0].copied == OVER else bucket
 
 
 def bring_operands(group: Group, order: dict[fx.Node, int]) -> None:

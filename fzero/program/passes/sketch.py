@@ -259,7 +259,11 @@ class _Trial:
             before.prepend(dot)  # pyright: ignore
             return dot
 
-        send = new(operands, self._sent(whole, operands))
+        targets = _written_over(nodes)
+        if whole.over:
+            send = new([*operands, *targets], targets[0].on)
+        else:
+            send = new(operands, self._sent(whole, operands))
         launch = new([send], send.on if whole.is_around else self.fresh(_received(whole)))
         launch.meta = {
             "bucket": whole,
@@ -268,7 +272,7 @@ class _Trial:
             "val": None,
         }
         wait = new([launch], launch.on, _WAIT)
-        if targets := _written_over(nodes):
+        if targets:
             new([wait, *targets], {}, unpack_into).meta = {}
             for dot in nodes:
                 dot.erase()
@@ -355,7 +359,7 @@ def _on(dots: Iterable[Any]) -> Bytes:
 
 def _written_over(gathers: Sequence[Dot]) -> list[Dot]:
     """Where gathered leaves go that are only copied there; takes them out of the copies."""
-    if not all(len(dot.users) == 1 and next(iter(dot.users)).copies for dot in gathers):
+    if not all(dot.meta[ASKED].copied for dot in gathers):
         return []
     found = []
     for dot in gathers:
