@@ -506,6 +506,9 @@ def _train(case: Case, name: str, how: dict[str, bool]) -> None:
             a.grad = seen(b.grad).clone()
         theirs.step()
         mine.step()
+    # In bfloat16 torch's fused SGD leaves what memory held in some elements of a momentum, on plain
+    # tensors of one process, too (torch 2.13): two of its runs differ there.
+    unset = how.get("fused") and name == "momentum" and case.dtype is torch.bfloat16
     for a, b in zip(plain, ours, strict=True):
         _same(seen(b), a.detach())
         for key, value in theirs.state[a].items():
@@ -513,7 +516,8 @@ def _train(case: Case, name: str, how: dict[str, bool]) -> None:
             if isinstance(found, DTensor):
                 assert type(found) is type(b.data)
                 assert found.placements == b.placements  # pyright: ignore
-                _same(seen(found), value)
+                if not unset:
+                    _same(seen(found), value)
             else:
                 assert key == "step" or found is None
 
