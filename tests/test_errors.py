@@ -65,6 +65,14 @@ def test_a_leaf_of_the_batch_that_is_no_tensor_is_named(bad: Any, accum: int) ->
 
 
 # ---- parameters and state
+def test_parameters_that_are_shards_are_sent_through_unshard() -> None:
+    step_fn = fzero.make_train_step(lambda p, x: p["w"].sum() * x, fzero.optim.sgd(0.1))
+    sharded = fzero.shard({"w": torch.ones(4)})
+    with pytest.raises(ShardError, match=r"\['w'\] is a DTensor, sharded .* fzero\.unshard\("):
+        step_fn.init(sharded)
+    assert step_fn.init(fzero.unshard(sharded))[0]["w"].shape == (4,)
+
+
 def test_a_parameter_that_is_no_tensor_is_named() -> None:
     with pytest.raises(ShardError, match=r"params\['lr'\] is a float"):
         _make().init({**_params(), "lr": 0.1})
