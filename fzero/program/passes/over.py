@@ -18,7 +18,6 @@ from dataclasses import replace
 from torch import fx
 
 from fzero.distributed.buckets import GATHER, Bucket, goes_alone
-from fzero.functional.memory import extent
 from fzero.program.graph import (
     copy_graph,
     is_mutable,
@@ -76,8 +75,7 @@ def _is_buffer(target: fx.Node, gather: fx.Node) -> bool:
     if target.op != "placeholder":
         return False
     (x,), (full,) = tensors_of(target), tensors_of(gather)
-    whole = extent(x) == (0, x.untyped_storage().nbytes())
-    return whole and x.is_contiguous() and x.dtype == full.dtype and x.shape == full.shape
+    return x.is_contiguous() and x.dtype == full.dtype and x.shape == full.shape
 
 
 def _is_unread(target: fx.Node, gather: fx.Node, copy: fx.Node) -> bool:
