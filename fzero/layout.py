@@ -27,7 +27,7 @@ References:
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from math import lcm, prod
@@ -288,6 +288,26 @@ class Claims:
         if not before and not after:
             self.ends.insert(at, (start, stop))
         return not before and not after
+
+
+def uneven_bytes(parts: Iterable[tuple[LeafLayout, int]], rank: int) -> int:
+    """How many bytes more than `rank` the rank with the largest shards holds.
+
+    Args:
+        parts: leaves, and the bytes that are held for each element of a shard.
+
+    >>> leaf = LeafLayout("w", (7, 3), torch.float32, dim=0, world=4)
+    >>> [uneven_bytes([(leaf, 4)], rank) for rank in range(4)]
+    [0, 0, 0, 12]
+    """
+    split = [(leaf, each) for leaf, each in parts if leaf.dim is not None]
+
+    def held(rank: int) -> int:
+        return sum(prod(leaf.shard_shape(rank)) * each for leaf, each in split)
+
+    # rows that are dealt out give the first rank the most; in flats it may be any
+    flat = max((leaf.world for leaf, _ in split if leaf.home is not None), default=1)
+    return max(map(held, range(flat))) - held(rank)
 
 
 def plan_flats(layout: Layout, most: int, least: int = 2**20) -> Layout:

@@ -27,17 +27,18 @@ class NothingFits(ConfigError):
     Args:
         program: the one that holds least.
         limit: bytes.
+        uneven: bytes, see `Fitting`.
         ways_on: what would fit.
     """
 
-    def __init__(self, program: Program, limit: int, ways_on: str = "") -> None:
-        self.program, self.limit = program, limit
-        super().__init__(f"{_nothing_fits(program, limit)} {ways_on}".rstrip())
+    def __init__(self, program: Program, limit: int, uneven: int = 0, ways_on: str = "") -> None:
+        self.program, self.limit, self.uneven = program, limit, uneven
+        super().__init__(f"{_nothing_fits(program, limit, uneven)} {ways_on}".rstrip())
 
     @property
     def number(self) -> int:
         """Of the plan that holds least; -1: even that holds too much."""
-        fits = peak_bytes(self.program) <= self.limit - RESERVE
+        fits = peak_bytes(self.program) + self.uneven <= self.limit - RESERVE
         return self.program.thrift[0] if fits else -1
 
 
@@ -54,12 +55,16 @@ class Fitting:
         build: `(plan, limit, late, alone)` -> the Program as it runs, its buckets the largest under
             a limit in bytes; with 0 the smallest. With `alone` as if ranks had settled nothing.
         machine: to whose host values may be sent away; None: they may not.
+        uneven: bytes that the rank with the largest shards holds more than this one. A Program is
+            judged as on that rank, so that ranks with alike batches find the same; or one would
+            look for other collectives in a call in which the others go on.
     """
 
     laid: Callable[[], Program]
     regather: bool
     build: Callable[[Plan | None, int, bool, bool], Program]
     machine: Hardware | None = None
+    uneven: int = 0
     _ladder: Ladder | None = None
 
     @property
@@ -77,7 +82,7 @@ class Fitting:
     def at(self, number: int, limit: int) -> Program:
         """One of them, its buckets chosen under a limit in bytes."""
         rung, late = divmod(number, 2)
-        program = self.build(self.ladder.plan(rung), limit - RESERVE, bool(late), False)
+        program = self.build(self.ladder.plan(rung), self._room(limit), bool(late), False)
         return _numbered(program, number)
 
     def under(self, limit: int) -> Program:
@@ -86,10 +91,10 @@ class Fitting:
         Raises:
             NothingFits: none does.
         """
-        room = limit - RESERVE
+        room = self._room(limit)
         found = self._first(room, lambda rung: self._thriftiest(rung, room))
         if peak_bytes(found) > room:
-            raise NothingFits(found, limit)
+            raise NothingFits(found, limit, self.uneven)
         return self.at(found.thrift[0], limit)
 
     def settled(self, limit: int, thrift: Thrift) -> Program:
@@ -98,7 +103,7 @@ class Fitting:
         Raises:
             NothingFits: none does. Its Program is the one that holds least with others.
         """
-        room = limit - RESERVE
+        room = self._room(limit)
         leaves = frozenset(thrift.regathered)
 
         def with_them(plan: Plan) -> Program | None:
@@ -111,8 +116,12 @@ class Fitting:
         if found is None or peak_bytes(found) > room:
             found = with_them(Plan(recomputed=frozenset(thrift.recomputed)))
         if found is None or peak_bytes(found) > room:
-            raise NothingFits(self._thriftiest(RUNGS, room, alone=True), limit)
+            raise NothingFits(self._thriftiest(RUNGS, room, alone=True), limit, self.uneven)
         return found
+
+    def _room(self, limit: int) -> int:
+        """Bytes that a Program may hold under a limit."""
+        return limit - RESERVE - self.uneven
 
     def _thriftiest(self, rung: int, room: int, *, alone: bool = False) -> Program:
         """That of a rung, in the smallest buckets; its gathers late if it takes that."""
@@ -169,16 +178,18 @@ MAX_RUNG = 2 * RUNGS + 1
 _NEAR, _TRIES = 2, 5
 
 
-def _nothing_fits(program: Program, limit: int) -> str:
+def _nothing_fits(program: Program, limit: int, uneven: int) -> str:
     peak = program.peak()
+    least = peak.bytes + uneven
+    on = " on the rank with the largest shards" if uneven else ""
     rows = list(peak.by_category().items())
     rows.sort(key=lambda row: -row[1])
     most = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in rows[:3])
     first = peak[0]
     at = f" of {first.module}" if first.module else ""
     return (
-        f"Config.memory_limit={limit}: the least that this step can hold is {peak.bytes} bytes "
-        f"({size(peak.bytes)}), with all recomputed and gathered again that may be; the limit is "
+        f"Config.memory_limit={limit}: the least that this step can hold{on} is {least} bytes "
+        f"({size(least)}), with all recomputed and gathered again that may be; the limit is "
         f"{size(limit)}. At that peak ({peak.phase}, {peak.node}) there are {most}; the largest is "
         f"{first.category} {first.name!r}{at}, {size(first.bytes)}."
     )

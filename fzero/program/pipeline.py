@@ -38,6 +38,7 @@ def optimise(
     thrift: Thrift | None = None,
     passes: Named = (),
     machine: Hardware | None = None,
+    uneven: int = 0,
     placing: bool = True,
 ) -> Program:
     """Make the Program of a gradient function fit to run.
@@ -55,6 +56,7 @@ def optimise(
             fits. See [Note: ranks under a limit].
         passes: a user's, by name: see [Note: passes of users].
         machine: to whose host a plan for `limit` may send values away; None: to none.
+        uneven: bytes that the rank with the largest shards holds more than this one.
         placing: compute gradients into the buffers that carry them. Not where a compiler joins
             operators: it joins none that write where they are told.
 
@@ -104,7 +106,7 @@ def optimise(
         own = Thrift(0, tuple(sorted(plan.regathered)), order, tuple(sorted(plan.recomputed)))
         return replace(done, thrift=tuple(shared or own))
 
-    fitting = Fitting(lambda: _laid(program), reshard_after_forward, build, machine)
+    fitting = Fitting(lambda: _laid(program), reshard_after_forward, build, machine, uneven)
     if limit is None:
         done = build()
     else:

@@ -101,18 +101,23 @@ class Plan:
         """An optimizer's state; leaves shaped and named like parameters become DTensors."""
         if not self.splits_state or self.opt.foreign:  # which has done so itself
             return inner
+        leaves, spec = tree.flatten(inner)
+        pairs = zip(leaves, self.leaves_of(inner), strict=True)
+        wrapped = [x if leaf is None else self._wrap(x, leaf) for x, leaf in pairs]
+        return tree.unflatten(spec, wrapped)
+
+    def leaves_of(self, inner: PyTree) -> list[LeafLayout | None]:
+        """The parameter that each leaf of an optimizer's state is shaped and named like, if any."""
         rank = self.mesh.shard_rank
         paths = dict(zip(self.sharding.paths, self.sharding.layout, strict=True))
-        leaves, spec = tree.flatten(inner)
-        wrapped = []
-        for x, path in zip(leaves, tree.paths(inner), strict=True):
+        found = []
+        for x, path in zip(tree.leaves(inner), tree.paths(inner), strict=True):
             # a moment's path ends with its parameter's, .mu['w'] with ['w']: the longest first
             starts = (i for i, char in enumerate(path) if char in "[.")
             leaf = next((paths[path[i:]] for i in starts if path[i:] in paths), None)
-            if leaf and isinstance(x, Tensor) and tuple(x.shape) == leaf.shard_shape(rank):
-                x = self._wrap(x, leaf)
-            wrapped.append(x)
-        return tree.unflatten(spec, wrapped)
+            alike = leaf and isinstance(x, Tensor) and tuple(x.shape) == leaf.shard_shape(rank)
+            found.append(leaf if alike else None)
+        return found
 
     def _wrap(self, x: Tensor, leaf: LeafLayout) -> Tensor:
         if not self.splits_state or isinstance(x, DTensor):

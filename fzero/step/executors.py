@@ -179,11 +179,11 @@ class Executors:
             try:
                 made = Traced(self.model_fn, plan, leaves, local, batch, frame)
             except NothingFits as error:
-                return error.program.peak_bytes()
+                return error.program.peak_bytes() + error.uneven
             return made.program.peak_bytes()
 
         ways_on = alternatives(peak, plan, leaves, local, batch, frame)
-        raise NothingFits(refusal.program, refusal.limit, ways_on) from None
+        raise NothingFits(refusal.program, refusal.limit, refusal.uneven, ways_on) from None
 
     def agreed(
         self, plan: Plan, leaves: list[Tensor], local: LocalState, micro: PyTree

@@ -185,6 +185,7 @@ def trace_gradients(
     resident: Sequence[Held],
     choice: Choice | None = None,
     dynamic: Sequence[InputDim] = (),
+    uneven: int = 0,
 ) -> Recorded:
     """The gradient function, staged out.
 
@@ -195,6 +196,7 @@ def trace_gradients(
         choice: settled by all ranks; None: the best buckets up to `cfg.bucket_mb`, and the first
             plan that fits.
         dynamic: dims of inputs whose sizes may be others at other calls, if that can be had.
+        uneven: bytes of state that the rank with the largest shards holds more than this one.
 
     Raises:
         ConfigError: nothing stays under `cfg.memory_limit`.
@@ -224,6 +226,7 @@ def trace_gradients(
         changed=lambda name: batch_changed(name) if name in batch else changed_in_place(name),
         choice=choice,
         slack=slack_of(cfg),
+        uneven=uneven,
         last=lambda program: replace(program, resident=_batch_once(program)),
         dynamic=dynamic,
     )

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.layout import LeafLayout
+from fzero import tree
+from fzero.layout import LeafLayout, uneven_bytes
 from fzero.numerics.rng import mix
 from fzero.program import Program
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS
@@ -100,6 +101,7 @@ class Traced:
                 Held(_sum_bytes(x, leaf, plan), GRADIENTS, leaf.name)
                 for x, leaf in zip(trained, plan.trained, strict=True)
             ]
+        uneven = 0 if cfg.limit is None else self._uneven(leaves, local)
         if shared:
             self.gradient_fn = shared.gradient_fn
             check_inputs(shared.gradient_fn.program, inputs)
@@ -112,6 +114,7 @@ class Traced:
                 beside,
                 choice,
                 sorted((self._fed_from + leaf, dim) for leaf, dim in dynamic),
+                uneven,
             )
         gradients = self.gradient_fn.program
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
@@ -138,10 +141,29 @@ class Traced:
             slack=slack_of(cfg) if reduces_once(cfg) and cfg.limit is None else 0.0,
             saved=saved,
         )
-        if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
-            raise NothingFits(self.program, cfg.limit)
+        if cfg.limit is not None and self.program.peak_bytes() + uneven > cfg.limit:
+            raise NothingFits(self.program, cfg.limit, uneven)
         self.choice = Choice.of(self.program)
         self.collectives = signature_of(self.program, plan.mesh, cfg.named_passes)
+
+    def _uneven(self, leaves: Sequence[Tensor], local: LocalState) -> int:
+        """How many bytes of state the rank with the largest shards holds more than this one."""
+        plan = self.plan
+        layout, trained = plan.sharding.layout, plan.trained
+        parts: list[tuple[LeafLayout, int]] = []
+        if plan.cfg.stage == 3:
+            parts += [(leaf, x.dtype.itemsize) for leaf, x in zip(layout, leaves, strict=True)]
+        if plan.splits_state:
+            inner = plan.leaves_of(tree.unflatten(local.inner_spec, local.inner))
+            rows = [
+                *zip(trained, local.masters, strict=False),
+                *zip(inner, local.inner, strict=True),
+            ]
+            parts += [(leaf, x.dtype.itemsize) for leaf, x in rows if leaf is not None]
+        if plan.cfg.accum_steps > 1 and plan.cfg.stage >= 2:
+            rows = zip(trained, layout.divide(leaves)[0], strict=True)
+            parts += [(leaf, _sum_dtype(x, leaf).itemsize) for leaf, x in rows]
+        return uneven_bytes(parts, plan.mesh.shard_rank)
 
     @property
     def program(self) -> Program:
@@ -230,6 +252,10 @@ class Traced:
 
 def _sum_bytes(x: Tensor, leaf: LeafLayout, plan: Plan) -> int:
     """Bytes of this rank's sum of gradients of a leaf that lives as `x` between steps."""
-    dtype = torch.promote_types(x.dtype, leaf.reduce or x.dtype)
     numel = plan.part(x, leaf).numel() if plan.cfg.stage == 2 else x.numel()
-    return numel * torch.promote_types(dtype, torch.float32).itemsize
+    return numel * _sum_dtype(x, leaf).itemsize
+
+
+def _sum_dtype(x: Tensor, leaf: LeafLayout) -> torch.dtype:
+    dtype = torch.promote_types(x.dtype, leaf.reduce or x.dtype)
+    return torch.promote_types(dtype, torch.float32)

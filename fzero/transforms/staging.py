@@ -17,9 +17,11 @@ from fzero import zero
 from fzero.config import Config
 from fzero.distributed.dtensor import from_spec, local_tensor
 from fzero.distributed.mesh import Mesh
+from fzero.distributed.ragged import rows_of
 from fzero.errors import FzeroError, ShardError
 from fzero.functional.memory import Apart
 from fzero.functional.owners import Owners, noted, owners_of
+from fzero.layout import LeafLayout, uneven_bytes
 from fzero.program import Program
 from fzero.program.categories import BATCH, PARAMETERS, RESULTS
 from fzero.program.choice import Choice
@@ -76,6 +78,7 @@ def staged_out(
     choice: Choice | None = None,
     budget: int = 0,
     slack: float = 0.1,
+    uneven: int = 0,
     last: Pass = lambda program: program,
     dynamic: Sequence[InputDim] = (),
 ) -> Recorded:
@@ -99,6 +102,7 @@ def staged_out(
             plan that fits.
         budget: where it does, bytes that its peak may reach in any case.
         slack: share of the lowest peak that larger buckets may cost.
+        uneven: bytes of state that the rank with the largest shards holds more than this one.
         last: a pass after all others.
         dynamic: dims of inputs whose sizes may be others at other calls, if that can be had.
 
@@ -158,6 +162,7 @@ def staged_out(
             thrift=choice.thrift if choice else None,
             passes=cfg.named_passes,
             machine=machine,
+            uneven=uneven,
             placing=cfg.executor != "inductor",
         )
         return kept_dynamic(last(program))
@@ -260,6 +265,7 @@ class TracedFunction:
                 **known,
             }
 
+        uneven = 0 if cfg.limit is None else _uneven(leaves, mesh)
         rows = list(zip(names, locals_, donated, strict=True))
         fixed = {label: x.dtype for label, x, given in rows if not given}
         free = {label: x.dtype for label, x, given in rows if given}
@@ -287,6 +293,7 @@ class TracedFunction:
                 choice=choice,
                 budget=budget,
                 slack=slack,
+                uneven=uneven,
                 last=lambda program: own_outputs(program, donated),
                 dynamic=sorted(dynamic),
             )
@@ -295,8 +302,10 @@ class TracedFunction:
         if made is not None:  # the spec of a shard has the shape of the whole
             pairs = zip(self.outputs, made.results, strict=True)
             made.open = not any(follows and leaf.spec is not None for leaf, follows in pairs)
-        if cfg.limit is not None and self.program.peak_bytes() > cfg.limit:
-            raise NothingFits(self.program, cfg.limit)  # results that need memory of their own
+        if cfg.limit is not None and self.program.peak_bytes() + uneven > cfg.limit:
+            raise NothingFits(
+                self.program, cfg.limit, uneven
+            )  # results that need memory of their own
         self.choice = Choice.of(self.program)
         self.collectives = signature_of(self.program, mesh, cfg.named_passes)
 
@@ -343,6 +352,17 @@ class TracedFunction:
                 "written over one while the other is still read. Give each tree memory of its own "
                 "(fzero.tree_map(torch.clone, tree)), or donate neither."
             )
+
+
+def _uneven(leaves: Iterable[Tensor], mesh: Mesh) -> int:
+    """How many bytes of DTensors the rank with the largest shards holds more than this one."""
+    parts = []
+    for x in leaves:
+        if isinstance(x, DTensor) and (rows := rows_of(x)) is not None:
+            dim, home = rows
+            leaf = LeafLayout("", tuple(x.shape), x.dtype, dim, mesh.shard_size, home=home)
+            parts.append((leaf, x.dtype.itemsize))
+    return uneven_bytes(parts, mesh.shard_rank)
 
 
 def attention_written_out(fn: Callable[..., Any]) -> Callable[..., Any]:
