@@ -86,6 +86,7 @@ LAWS = {
     "buckets_carry_every_leaf_once_and_in_time",
     # state and step
     "state/follow": "laws/test_writes.py: what_is_written_counts",
+    "state/homes": "step/test_update.py: parameters_of_flats_are_at_home_from_init_on",
     "state/init": "laws/test_parity.py: one_rank_is_bitwise_plain_torch",
     "state/model_state": "engine/test_buffers.py: others_become_the_mean_or_the_first_ranks",
     "state/opt_state": "laws/test_precision.py: masters_equal_those_kept_by_hand",

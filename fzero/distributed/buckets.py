@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.distributed import works
 from fzero.distributed.collectives import as_wire, leaf_of, pad_rows
@@ -55,8 +56,8 @@ class Bucket:
             time of its all-to-all. Two ranks have no need of it: see `works`.
         parts: of an EXCHANGE, the elements that come from each rank, and that go to each.
         apart: of a REDUCE_SCATTER, whether it travels beside gathers: see [Note: two lanes].
-        over: of a GATHER of one leaf, whether the memory of the leaf that is written over is the
-            buffer: what comes is written where it belongs.
+        over: of a GATHER of one leaf, or of a flat, whether the memory of the leaves that are
+            written over is the buffer: what comes is written where it belongs.
     """
 
     kind: str
@@ -161,6 +162,12 @@ class Bucket:
         places = Places.of([leaf.shard_shape(self.rank) for leaf in self.leaves])
         start = self.rank * self.part
         return places.at(max(leaf.home.offset - start, 0) for leaf in self.leaves if leaf.home)
+
+    @functools.cached_property
+    def there(self) -> tuple[list[int], list[int]]:
+        """Which of `own` have elements, by index, and where they begin."""
+        indices = self.fills[1].order
+        return indices, [self.own.starts[i] for i in indices]
 
     @functools.cached_property
     def parts_of(self) -> "Places":
@@ -349,19 +356,17 @@ ALONE_FROM_ON_DEVICES = 2**24
 
 
 # ------------------------------------------------------------------- in and out of its buffer
-def pack_shards(shards: Sequence[Tensor], bucket: Bucket, target: Tensor | None = None) -> Tensor:
+def pack_shards(shards: Sequence[Tensor], bucket: Bucket, targets: Sequence[Tensor] = ()) -> Tensor:
     """The buffer to gather from, in a dtype that travels: see `Bucket.is_around`.
 
     Args:
         shards: this rank's.
         bucket: in which they travel.
-        target: of a bucket that is gathered over a leaf, the full leaf.
+        targets: of a bucket that is gathered over its leaves, the full leaves. Those of a flat
+            that lie otherwise than it does are not gathered over, but copied from a buffer.
     """
-    if target is not None:
-        parts = target.view(bucket.world, -1)
-        if not _is_at(shards[0], parts[bucket.rank]):
-            parts[bucket.rank].copy_(shards[0].reshape(-1))
-        return as_wire(target.view(-1))
+    if targets and (buffer := _packed_over(shards, bucket, targets)) is not None:
+        return buffer
     if bucket.is_plain and not bucket.exchanged:
         return as_wire(shards[0])
     if bucket.is_flat:
@@ -385,6 +390,60 @@ def pack_shards(shards: Sequence[Tensor], bucket: Bucket, target: Tensor | None 
         return as_wire(buffer.view(-1))
     # an all-to-all has a part for every rank
     return as_wire(torch.cat(parts * bucket.world))
+
+
+def _packed_over(
+    shards: Sequence[Tensor], bucket: Bucket, targets: Sequence[Tensor]
+) -> Tensor | None:
+    """The memory of full leaves as a buffer, with this rank's part in its place."""
+    if not bucket.is_flat:
+        own = targets[0].view(bucket.world, -1)[bucket.rank]
+        if not _is_at(shards[0], own):
+            own.copy_(shards[0].reshape(-1))
+        return as_wire(targets[0].view(-1))
+    flat = flat_of(targets, bucket.full.starts, bucket.part * bucket.world)
+    if flat is None or isinstance(flat, FakeTensor):
+        return flat
+    own = flat.narrow(0, bucket.rank * bucket.part, bucket.part)
+    indices, starts = bucket.there
+    if not lie_at([shards[i] for i in indices], own.data_ptr(), starts):
+        torch._foreach_copy_(bucket.own.views(own), list(shards))
+    return as_wire(flat)
+
+
+def flat_of(leaves: Sequence[Tensor], starts: Sequence[int], numel: int) -> Tensor | None:
+    """The flat in which full leaves lie; None where they lie otherwise.
+
+    Args:
+        leaves: none of them empty.
+        starts: the elements of the flat at which they begin, if they lie in it.
+        numel: of the flat.
+
+    >>> x = torch.arange(6)
+    >>> flat_of([x[1:3], x[3:]], [0, 2], 5), flat_of([x[1:3], x[3:]], [0, 2], 6)
+    (tensor([1, 2, 3, 4, 5]), None)
+    """
+    first = leaves[0]
+    if isinstance(first, FakeTensor):  # has no memory: it only says whose memory that is
+        return first.flatten()[:1].expand(numel)
+    if type(first) not in (Tensor, torch.nn.Parameter):  # a wrapper
+        return None
+    start = first.storage_offset() - starts[0]
+    end = (start + numel) * first.itemsize
+    if start < 0 or end > first.untyped_storage().nbytes():
+        return None
+    if not lie_at(leaves, first.data_ptr() - starts[0] * first.itemsize, starts):
+        return None
+    return first.as_strided((numel,), (1,), start)
+
+
+def lie_at(tensors: Sequence[Tensor], address: int, starts: Sequence[int]) -> bool:
+    """Whether tensors are dense, and begin so many elements behind an address; none is empty."""
+    if not tensors:
+        return True
+    size = tensors[0].itemsize
+    there = [*map(Tensor.data_ptr, tensors)] == [address + start * size for start in starts]
+    return there and all(map(Tensor.is_contiguous, tensors))
 
 
 def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
@@ -414,14 +473,16 @@ def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 
 def _is_at(x: Tensor, place: Tensor) -> bool:
     """Whether a tensor lies where another begins."""
-    if x.storage_offset() != place.storage_offset():
-        return False
-    return x.untyped_storage()._cdata == place.untyped_storage()._cdata
+    return x.storage_offset() == place.storage_offset() and _share_memory(x, place)
+
+
+def _share_memory(x: Tensor, other: Tensor) -> bool:
+    return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def unpack_into(buffer: Tensor, bucket: Bucket, targets: Sequence[Tensor]) -> None:
     """Write the gathered leaves over `targets`, with no copy in between where memory allows it."""
-    if bucket.over and _is_at(buffer, targets[0]):
+    if bucket.over and _share_memory(buffer, targets[0]):
         return
     direct = bucket.kind == GATHER and all(
         is_laid_out(leaf, bucket.world) and target.is_contiguous() and target.dtype == bucket.dtype

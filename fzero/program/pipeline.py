@@ -1,6 +1,8 @@
 """The order of the passes, and why."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from fzero.program.choice import Thrift
 from fzero.program.fitting import Fitting
@@ -123,6 +125,7 @@ def in_place(
     slack: float = 0.1,
     exact: bool = False,
     passes: Named = (),
+    at_home: Mapping[int, int] = MappingProxyType({}),
 ) -> Program:
     """Make a Program fit to run that writes into its inputs, such as an update.
 
@@ -132,6 +135,8 @@ def in_place(
     Args:
         bucket_bytes, prefetch, slack, exact, passes: as for `optimise`.
         budget: bytes that the peak may reach in any case.
+        at_home: of each flat whose full leaves lie in memory as it does, how many they are: see
+            [Note: at home].
 
     Raises:
         TraceError: a user's pass is wrong.
@@ -139,7 +144,7 @@ def in_place(
     if draws(program):
         program = number_sites(program)
     program = share_collectives(
-        mark_copied(run_passes(program, passes, late=False)),
+        mark_copied(run_passes(program, passes, late=False), at_home),
         bucket_bytes=bucket_bytes,
         prefetch=prefetch,
         slack=slack,

@@ -149,11 +149,17 @@ def settled(output: fx.Node) -> None:
 def values_read(node: fx.Node) -> list[fx.Node]:
     """The operands that are values; what draws has a generator besides, what is placed a buffer."""
     found = [x for x in operands(node) if "val" in x.meta and x.target is not buffer_of]
-    return found[:1] if is_packed_over(node) else found
+    return found[: len(node.args[0])] if is_packed_over(node) else found  # pyright: ignore
+
+
+def came_over(launch: fx.Node) -> list[fx.Node]:
+    """The leaves that are written over by what a collective brings."""
+    pack = launch.all_input_nodes[0]
+    return list(pack.args[2]) if launch.meta["bucket"].over else []  # pyright: ignore
 
 
 def is_packed_over(node: fx.Node) -> bool:
-    """Whether a node packs a leaf into the memory of the leaf that is written over."""
+    """Whether a node packs leaves into the memory of the leaves that are written over."""
     return node.target is KINDS[GATHER].pack and len(node.args) > 2
 
 

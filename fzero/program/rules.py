@@ -31,6 +31,7 @@ from fzero.program.passes.rewrite import is_cheap, is_reduction
 from fzero.program.placed import placed
 from fzero.program.promises import (
     TURN,
+    came_over,
     counted,
     is_packed_over,
     promise_of,
@@ -93,8 +94,8 @@ def _untouched(launch: fx.Node, wait: fx.Node, bucket: Bucket) -> Iterator[str]:
             yield f"{user.name} reads the buffer of {bucket!r}, which has to be taken apart first"
         elif user.args[1] != bucket:
             yield f"{user.name} takes {user.args[1]!r} out of the buffer of {bucket!r}"
-        elif bucket.over and user.args[2] != [launch.args[0].args[2]]:  # pyright: ignore
-            yield f"{user.name} writes {user.args[2]}, and {bucket!r} comes over another leaf"
+        elif bucket.over and list(user.args[2]) != came_over(launch):  # pyright: ignore
+            yield f"{user.name} writes {user.args[2]}, and {bucket!r} comes over other leaves"
     yield from _unwritten(launch, wait)
     if bucket.over:
         yield from _unread(launch, wait)
@@ -102,7 +103,7 @@ def _untouched(launch: fx.Node, wait: fx.Node, bucket: Bucket) -> Iterator[str]:
 
 def _unwritten(launch: fx.Node, wait: fx.Node) -> Iterator[str]:
     """What is on its way stays as it is until it has come."""
-    flying = {storage for node in (launch, *launch.all_input_nodes) for storage in memory_of(node)}
+    flying = {storage for node in _carried(launch) for storage in memory_of(node)}
     node = launch.next
     while node is not wait:
         for operand in written_operands(node):
@@ -111,9 +112,15 @@ def _unwritten(launch: fx.Node, wait: fx.Node) -> Iterator[str]:
         node = node.next
 
 
+def _carried(launch: fx.Node) -> Iterator[fx.Node]:
+    yield from (launch, *launch.all_input_nodes)
+    if "bucket" in launch.meta:
+        yield from came_over(launch)
+
+
 def _unread(launch: fx.Node, wait: fx.Node) -> Iterator[str]:
     """What is written over by what comes is read by nobody until it has come."""
-    flying = set(memory_of(launch))
+    flying = {storage for leaf in came_over(launch) for storage in memory_of(leaf)}
     node = launch.next
     while node is not wait:
         for operand in node.all_input_nodes:

@@ -93,6 +93,9 @@ def start(
     else:
         _agree_on_randomness(recording, mesh, cfg.timeout)
         recording.replay(take)
+    if plan.homes is not None:
+        trained, frozen = sharding.layout.divide(shards)
+        shards = list(sharding.layout.merge(plan.homes.settled(trained), frozen))
     targets = plan.targets(sharding.layout.divide(shards)[0])
     if dtypes.masters is not None:
         targets = list(sharding.layout.divide(masters_of)[0])

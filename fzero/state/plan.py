@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.config import Config
+from fzero.distributed.buckets import GATHER, bucket_of
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import Axes, Mesh
 from fzero.distributed.ragged import placements_of
@@ -20,6 +21,7 @@ from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
 from fzero.optim.counts import common_count
 from fzero.optim.whole import Leaves, Whole, whole_leaves
+from fzero.state.homes import Homes
 from fzero.state.sharding import Sharding, locals_of, refuse_complex
 from fzero.tree import PyTree
 
@@ -83,6 +85,17 @@ class Plan:
         if self.cfg.stage in (0, 3):
             return list(trained)
         return [x.contiguous() for x in self.parts(trained)]
+
+    @functools.cached_property
+    def homes(self) -> Homes | None:
+        """Where the trained leaves live between steps, if that matters: see [Note: at home]."""
+        axis = self.axes.shard
+        if self.cfg.stage not in (1, 2) or axis.size == 1 or self.opt.foreign:
+            return None
+        # carried by an all-to-all, whose parts to send are a buffer of their own
+        exchanged = bucket_of(GATHER, self.trained[:1], torch.float32, axis).exchanged
+        homes = None if exchanged else Homes(self.trained)
+        return homes if homes and homes.flats else None
 
     def trained_tree(self, leaves: Sequence[Any]) -> PyTree:
         """Trained leaves in the structure of the parameters, None in place of frozen ones."""
@@ -186,8 +199,11 @@ class Plan:
         local = locals_of(leaves)
         kinds, shapes, dtypes = self._wanted
         # nearly always: without a line of Python for each leaf
-        alike = [*map(type, leaves)] == kinds and [*map(_shape, local)] == shapes
-        if alike and [*map(_dtype, local)] == dtypes:
+        alike = all(map(is_, map(type, leaves), kinds)) and all(
+            map(is_, map(_dtype, local), dtypes)
+        )
+        # one by one: a list of so many shapes would be work for the collector
+        if alike and all(map(eq, map(_shape, local), shapes)):
             return
         wanted = zip(kinds, shapes, dtypes, strict=True)
         for x, (kind, shape, dtype), path in zip(leaves, wanted, sharding.paths, strict=True):

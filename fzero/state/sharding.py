@@ -101,7 +101,8 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
                 f"Config.layout='flat' needs torch 2.13 or later, and this is {torch.__version__}: "
                 "its DTensors are of a kind that an older torch can't run operators on. Use 'rows'."
             )
-        layout = plan_flats(layout, int(cfg.bucket_mb * 2**20))
+        # below stage 3 full leaves are there in any case, and flats may as well be large
+        layout = plan_flats(layout, int(cfg.bucket_mb * 2**20), 2**20 if sharded else 2**22)
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
 

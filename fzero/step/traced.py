@@ -88,6 +88,8 @@ class Traced:
         shared = like if like is not None and like.gradient_fn.hold() else None
         self.signature = shared.signature if shared else signature_for(plan, local, batch_spec)
         trained, frozen = layout.divide(leaves)
+        if plan.homes is not None:
+            trained = tuple(plan.homes.stand_ins(trained))
         names = [name for group in plan.names for name in group]
         names += [f"model_state.{i}" for i in range(len(local.state))]
         names += [f"batch.{name}".rstrip(".") for name in batch_spec.names]
@@ -95,7 +97,8 @@ class Traced:
         inputs = [*trained, *frozen, *local.state, *batch, *local.scale[:1]]
         fed = sum(x.nbytes for x in batch)
         # the other micro-batches: parts of one batch, which stays there as a whole
-        beside = [*held_rows(plan, local), Held((cfg.accum_steps - 1) * fed, BATCH, REST)]
+        gaps = [Held(plan.homes.gaps, PARAMETERS, "gaps of flats")] if plan.homes else []
+        beside = [*gaps, *held_rows(plan, local), Held((cfg.accum_steps - 1) * fed, BATCH, REST)]
         if cfg.accum_steps > 1:  # the sum so far
             beside += [
                 Held(_sum_bytes(x, leaf, plan), GRADIENTS, leaf.name)
@@ -120,7 +123,9 @@ class Traced:
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
         self.shared = shared_outputs(gradients)[: len(plan.trained)]
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
-        self.update_program = update or UpdateProgram(plan, reduced=not reduces_once(cfg))
+        self.update_program = update or UpdateProgram(
+            plan, reduced=not reduces_once(cfg), at_home=True
+        )
         grads, loss, state, _ = self.signature.results(fakes)
         given: list[Held] = []
         if not cfg.donate:
@@ -129,7 +134,7 @@ class Traced:
             given += held_rows(plan, local)
         rows = zip(frozen, plan.names[1], strict=True)
         still = [Held(x.nbytes, PARAMETERS, name) for x, name in rows]
-        self.resident = (Held(cfg.accum_steps * fed, BATCH, "batch"), *still, *given)
+        self.resident = (*gaps, Held(cfg.accum_steps * fed, BATCH, "batch"), *still, *given)
         inputs = (trained, local, grads, loss, state)
         # up to where the gradients come in any case, memory is free
         room = gradients.peak_bytes() if cfg.limit is None else cfg.limit - RESERVE

@@ -196,6 +196,10 @@ class TrainStep:
         executor = self._executors.agreed(plan, leaves, local, micro[0])
 
         trained, frozen = plan.sharding.layout.divide(leaves)
+        given = trained
+        if self.cfg.donate and plan.homes is not None:
+            trained = plan.homes.settled(trained)
+        stay = self.cfg.donate and trained is given
         with self._executors.running(plan):
             grads, loss, state, aux = executor.gradients(
                 trained, frozen, local, micro, opt_state.step
@@ -206,7 +210,9 @@ class TrainStep:
         lr = rate_of(self.opt, opt_state.inner)  # before the update writes over the state
         # not before: gradients only read what came in, and copies would take memory meanwhile
         if not self.cfg.donate:
-            trained, local = tuple(map(copied, trained)), local.copied()
+            homes = plan.homes
+            trained = homes.copies(trained) if homes is not None else [*map(copied, trained)]
+            local = local.copied()
         # not `at`: this call's station is the one that the gradients came to
         with circle_of(plan.mesh).within():
             updated = executor.update(trained, local, grads, loss, state)
@@ -214,8 +220,11 @@ class TrainStep:
             before = LossScaleState(*local.scale)
             self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling))
 
-        new = plan.sharding.layout.merge(trained, frozen)
-        return self._pack(params, opt_state, new, local, updated, aux, lr)
+        if not stay:
+            old, spec = tree.flatten(params)
+            new = plan.sharding.layout.merge(trained, frozen)
+            params = tree.unflatten(spec, map(like, new, old))
+        return params, self._pack(opt_state, local, updated, aux, lr)
 
     def lower(
         self,
@@ -360,19 +369,15 @@ class TrainStep:
 
     def _pack(
         self,
-        params: PyTree,
         opt_state: OptState,
-        leaves: Sequence[Tensor],
         local: LocalState,
         updated: Updated,
         aux: PyTree,
         lr: Tensor | None,
-    ) -> tuple[PyTree, OptState]:
-        """The trees to return; with donation their leaves are the very tensors that came in."""
+    ) -> OptState:
+        """The state to return; with donation its leaves are the very tensors that came in."""
         master, inner = opt_state.master, opt_state.inner
         if not self.cfg.donate:
-            old, spec = tree.flatten(params)
-            params = tree.unflatten(spec, map(like, leaves, old))
             old, spec = tree.flatten(master)
             master = tree.unflatten(spec, map(like, local.masters, old))
             old, spec = tree.flatten(inner)
@@ -391,7 +396,7 @@ class TrainStep:
         new = OptState(opt_state.step + advance, inner, master, updated.loss_scale, state, metrics)
         if self.cfg.donate:
             spend(opt_state)
-        return params, new
+        return new
 
 
 def _one_memory(plan: Plan, local: LocalState, i: int, j: int) -> ShardError:

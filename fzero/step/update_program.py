@@ -42,10 +42,12 @@ class UpdateProgram:
     Args:
         plan: of the step.
         reduced: whether gradients come summed over the ranks.
+        at_home: whether parameters will be where the plan has homes for them.
     """
 
-    def __init__(self, plan: Plan, *, reduced: bool) -> None:
+    def __init__(self, plan: Plan, *, reduced: bool, at_home: bool = False) -> None:
         self.plan, self.reduced = plan, reduced
+        self.homes = plan.homes if at_home else None
         self._update = update_of(plan, reduced=reduced)
         given = plan.cfg  # of which this counts: no module runs in an update
         cfg = Config(
@@ -89,10 +91,14 @@ class UpdateProgram:
         """
         if self.plan.opt.foreign:
             return None
+        if self.homes is not None:
+            trained = self.homes.stand_ins(trained)
+            more["at_home"] = self.homes.members
         groups = self._groups(trained, local, *rest)
         known = self._known(groups, local)
         with on_mesh(self.plan.mesh):
-            return self.fn.staged(*self._arguments(groups, local), known=known, **more)
+            arguments = self._arguments(groups, local)
+            return self.fn.staged(*arguments, known=known, **more)
 
     def __call__(
         self,

@@ -174,7 +174,7 @@ class Function:
             args: as for a call; fake tensors will do.
             choice: of buckets, settled by all ranks; None: the best up to `cfg.bucket_mb`.
             saved: what another process has recorded, if its notes hold.
-            more: `budget`, `slack` and `known` of `TracedFunction`.
+            more: `budget`, `slack`, `at_home` and `known` of `TracedFunction`.
 
         Raises:
             TraceError: the function can't be staged out.

@@ -1,6 +1,7 @@
 """A flat function, recorded once and compiled: what every staged-out function comes down to."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -10,7 +11,7 @@ from fzero.config import Config
 from fzero.functional.functionalize import calls_noted, refuse_hooks
 from fzero.program import Program
 from fzero.program.codegen import compile_program
-from fzero.program.collector import collector_paused
+from fzero.program.collector import collector_paused, runs_kernels_alone
 from fzero.program.cuda_graph import replayed
 from fzero.program.dynamic import InputDim
 from fzero.program.graph import placeholders, tensors_of
@@ -91,6 +92,7 @@ class Recorded:
         if cuda_graph:
             self.run = replayed(program, self.run, self._tell)
         self.seeded = KEY in program.inputs
+        self.quiet = runs_kernels_alone(program.graph)
 
     def _tell(self, line: str) -> None:
         """Say in the Program's log what became of it when it was compiled."""
@@ -114,7 +116,9 @@ class Recorded:
             ShardError: a parameter of a functionalised module has got a hook since.
         """
         refuse_hooks(self.module_params)
-        results = self.run(*flat, key()) if self.seeded else self.run(*flat)
+        inputs = (*flat, key()) if self.seeded else flat
+        with collector_paused() if self.quiet else nullcontext():  # see [Note: collector]
+            results = self.run(*inputs)
         self._ran = True
         return results
 

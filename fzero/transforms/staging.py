@@ -79,6 +79,7 @@ def staged_out(
     budget: int = 0,
     slack: float = 0.1,
     uneven: int = 0,
+    at_home: Mapping[int, int] = MappingProxyType({}),
     last: Pass = lambda program: program,
     dynamic: Sequence[InputDim] = (),
 ) -> Recorded:
@@ -103,6 +104,8 @@ def staged_out(
         budget: where it does, bytes that its peak may reach in any case.
         slack: share of the lowest peak that larger buckets may cost.
         uneven: bytes of state that the rank with the largest shards holds more than this one.
+        at_home: of each flat whose full leaves lie in memory as it does, how many they are; for
+            what writes to them.
         last: a pass after all others.
         dynamic: dims of inputs whose sizes may be others at other calls, if that can be had.
 
@@ -143,6 +146,7 @@ def staged_out(
                 slack=slack,
                 exact=choice is not None,
                 passes=cfg.named_passes,
+                at_home=at_home,
             )
             return kept_dynamic(last(program))
         machine = machine_of(inputs) if cfg.offloads_activations else None
@@ -201,7 +205,7 @@ class TracedFunction:
         choice: what ranks have settled, or None.
         dynamic: dims of leaves, (leaf, dim), whose sizes may be others at other calls, if that can
             be had.
-        budget, slack: as for `staged_out`.
+        budget, slack, at_home: as for `staged_out`.
         known: fields of the Program that the caller knows better than the arguments tell.
         saved: what another process has recorded of it, whose leaves are all plain tensors, and the
             form of its result.
@@ -227,6 +231,7 @@ class TracedFunction:
         dynamic: Iterable[InputDim] = (),
         budget: int = 0,
         slack: float = 0.1,
+        at_home: Mapping[int, int] = MappingProxyType({}),
         known: Mapping[str, Any] = MappingProxyType({}),
         saved: tuple[Recorded, Frame] | None = None,
     ) -> None:
@@ -294,6 +299,7 @@ class TracedFunction:
                 budget=budget,
                 slack=slack,
                 uneven=uneven,
+                at_home=at_home,
                 last=lambda program: own_outputs(program, donated),
                 dynamic=sorted(dynamic),
             )

@@ -1,5 +1,6 @@
 """What comes after the gradients gives the same numbers on shards as on whole leaves."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import fzero
 from fzero import Config, optim, tree
+from fzero.distributed.ragged import is_supported
 from fzero.layout import LeafLayout
 from fzero.step.update import _borders
 from tests.ranks import fake_ranks, run_ranks
@@ -134,11 +136,13 @@ def _two_layers(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return (x @ params["down"] + params["bias"]).square().mean()
 
 
-def _stages(precision: Any, accum: int, batches: Tensor) -> list[tuple[list[Any], str]]:
+def _stages(
+    precision: Any, accum: int, batches: Tensor, **more: Any
+) -> list[tuple[list[Any], str]]:
     """On a rank, at stages 0 to 2: parameters after each step, and the last step's Program."""
     found = []
     for stage in (0, 1, 2):
-        cfg = Config(stage=stage, accum_steps=accum, precision=precision)
+        cfg = Config(stage=stage, accum_steps=accum, precision=precision, **more)
         step_fn = fzero.make_train_step(_two_layers, optim.sgd(0.3, 0.9), cfg)
         state = step_fn.init(_large(batches.dtype))
         if stage == 2 and dist.get_rank() == 0:  # a part of a larger memory, and on one rank alone
@@ -148,7 +152,10 @@ def _stages(precision: Any, accum: int, batches: Tensor) -> list[tuple[list[Any]
         after = []
         mine = batches.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]
         for batch in mine:
+            given, before = state[0], {k: x.clone() for k, x in state[0].items()}
             state = step_fn(*state, batch)
+            kept = all(torch.equal(given[k], x) for k, x in before.items())
+            assert kept or cfg.donate
             after.append(fzero.unshard(state[0]))
         found.append((after, str(step_fn.lower(*state, mine[0]))))
     return found
@@ -176,3 +183,51 @@ def test_leaves_that_are_gathered_where_they_live_are_those_of_plain_torch(
             for mine, wanted in zip(found, expected, strict=True):
                 for k, x in mine.items():
                     assert (x.to(F64) - wanted[k]).abs().max() < tolerance
+
+
+@pytest.mark.skipif(not is_supported(), reason="flats want a torch whose DTensors can be ragged")
+@pytest.mark.parametrize(
+    ("precision", "accum", "donate"),
+    [(None, 1, True), (None, 2, True), ("bf16", 1, True), (None, 1, False)],
+)
+def test_so_they_are_where_they_lie_end_to_end(precision: Any, accum: int, donate: bool) -> None:
+    """On one rank a leaf comes from elsewhere: it is where it should be from the first step on."""
+    dtype = F64 if precision is None else torch.float32
+    batches = torch.randn(3, 8, 512, generator=torch.Generator().manual_seed(5), dtype=dtype)
+    more = {"layout": "flat", "donate": donate}
+    by_rows = run_ranks(2, _stages, precision, accum, batches)[0]
+    for whole, *split in run_ranks(2, partial(_stages, **more), precision, accum, batches):
+        torch.testing.assert_close(whole[0], by_rows[0][0], rtol=0, atol=0)
+        for found, text in split:
+            assert "gather over: 3 leaves" in text
+            assert text.count(", in place") >= 1
+            assert "unpack_into" not in text
+            torch.testing.assert_close(found, whole[0], rtol=0, atol=0 if accum == 1 else 1e-12)
+
+
+def _homes(stage: int) -> tuple[bool, bool, bool]:
+    """On a rank: whether leaves lie in one memory: the first ones, copies, and those of a step."""
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (torch.tanh(x @ params["w"]) * params["b"]).square().mean()
+
+    def full() -> dict[str, Tensor]:
+        return {"w": torch.ones(5, 3), "b": torch.ones(3)}
+
+    step_fn = fzero.make_train_step(loss, optim.sgd(0.3), Config(stage=stage, layout="flat"))
+    params, opt_state = step_fn.init(full())
+    first, _ = step_fn(params, opt_state, torch.ones(4, 5))
+    same = all(first[k] is x for k, x in params.items())
+
+    def together(leaves: dict[str, Tensor]) -> bool:
+        return len({x.untyped_storage()._cdata for x in leaves.values()}) == 1
+
+    apart = {k: x.clone() for k, x in first.items()}
+    moved, _ = step_fn(apart, step_fn.init(full())[1], torch.ones(4, 5))
+    return same and together(params) and together(first), together(apart), together(moved)
+
+
+@pytest.mark.skipif(not is_supported(), reason="flats want a torch whose DTensors can be ragged")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_of_flats_are_at_home_from_init_on(stage: int) -> None:
+    assert run_ranks(2, _homes, stage) == [(True, False, True)] * 2

@@ -147,7 +147,7 @@ def _lower(graph: fx.Graph, group: Group) -> None:
     operands = [node.all_input_nodes[0] for node in group.nodes]
     # straight to where they live: unpacked first, they would be held twice
     targets = _written_over(group.nodes)
-    over = targets if whole.over else []
+    over = [targets] if whole.over else []
     with graph.inserting_before(first_place(group)):
         send = call(graph, pack, operands, whole, *over, name=f"pack_{group.kind}")
         target, arguments = carrier(whole, tensors_of(send)[0].numel())

@@ -31,6 +31,7 @@ class Asked(NamedTuple):
         dtype, nbytes: of its full side.
         copied: what `passes.over` found of a gather whose leaf is only copied somewhere: STRAIGHT
             or OVER.
+        members: how many leaves have to come together for the latter: all those of a flat.
     """
 
     leaf: LeafLayout
@@ -38,12 +39,15 @@ class Asked(NamedTuple):
     dtype: torch.dtype
     nbytes: int
     copied: str = ""
+    members: int = 1
 
 
 ASKED = "asked"
 """Where a node of a sketch has it, which holds no values to tell it from."""
 COPIED = "copied"
 """Where a gather has what can be done of a copy of its leaf: that is STRAIGHT, or OVER."""
+MEMBERS = "members"
+"""Where it has how many leaves have to be gathered together for that."""
 STRAIGHT, OVER = "straight", "over"
 """It is unpacked to where it is copied; it is gathered there, and never unpacked."""
 
@@ -56,7 +60,8 @@ def asked_of(node: fx.Node) -> Asked:
     (value,) = tensors_of(node.all_input_nodes[0])
     kind, leaf, axis = asked_for(target._schema.name, value, node.args[1:])
     (full,) = tensors_of(node) if KINDS[kind].gathers else (value,)
-    return Asked(leaf, axis, full.dtype, full.nbytes, node.meta.get(COPIED, ""))
+    copied, members = node.meta.get(COPIED, ""), node.meta.get(MEMBERS, 1)
+    return Asked(leaf, axis, full.dtype, full.nbytes, copied, members)
 
 
 @dataclass
@@ -210,8 +215,9 @@ def bucket_for(group: Group) -> Bucket:
     leaves = [one.leaf for one in asked]
     dtype, axis = leaves[0].dtype, asked[0].axis
     bucket = bucket_of(group.kind, leaves, dtype, axis, parts, gathers=group.gathers)
-    # one that is goes alone
-    return replace(bucket, over=True) if asked[0].copied == OVER else bucket
+    # of a flat with a leaf that is not asked for, that leaf would be written over, too
+    over = all(one.copied == OVER for one in asked) and len(asked) == asked[0].members
+    return replace(bucket, over=True) if over else bucket
 
 
 def bring_operands(group: Group, order: dict[fx.Node, int]) -> None:

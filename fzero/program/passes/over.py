@@ -3,8 +3,9 @@
 [Note: gathered over] An update of stages 1 and 2 writes each rank's part of a parameter and gathers
 the rest. A leaf whose rows are dealt out evenly along dim 0 lies as its bucket does, so a large
 one, which travels alone, needs no buffer: what other ranks send is received into the parameter
-itself, around this rank's part, which is there already. (An all-to-all can't: its parts to send
-would be a buffer of their own.)
+itself, around this rank's part, which is there already. So are the leaves of a flat that lie in
+memory as it does: see [Note: at home]. (An all-to-all can't: its parts to send would be a buffer of
+their own.)
 
 That changes a parameter from the moment at which the gather is launched, not when it is copied. So
 it is done where nobody else reads or writes that memory between the two. As such gathers take no
@@ -12,8 +13,9 @@ memory, all are launched as soon as their leaves are written, and awaited at the
 sums that nothing else of an update waits for: those of loss and norm, if they are only told.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import fx
 
@@ -24,35 +26,40 @@ from fzero.program.graph import (
     is_op,
     memory_of,
     operands,
+    order_of,
     output_node,
     tensors_of,
     written_operands,
 )
 from fzero.program.memory import is_wait
-from fzero.program.passes.groups import COPIED, OVER, STRAIGHT, Group, asked_of, bucket_for
+from fzero.program.passes.groups import COPIED, MEMBERS, OVER, STRAIGHT, Group, asked_of, bucket_for
 from fzero.program.passes.rewrite import is_cheap, is_gather
 from fzero.program.passes.schedule import launch_part, wait_of
 from fzero.program.program import Program
-from fzero.program.promises import TURN
+from fzero.program.promises import TURN, came_over
 
 
-def mark_copied(program: Program) -> Program:
+def mark_copied(program: Program, at_home: Mapping[int, int] = MappingProxyType({})) -> Program:
     """Mark the gathers of leaves that are only copied somewhere, with what can be done of that.
 
     Args:
         program: in which collectives carry single leaves.
+        at_home: of each flat whose leaves lie in memory as it does, how many they are.
     """
     graph = copy_graph(program.graph)
-    marks = {node: mark for node in graph.nodes if is_gather(node) and (mark := _mark(node))}
+    gathers = filter(is_gather, graph.nodes)
+    marks = {node: mark for node in gathers if (mark := _mark(node, at_home))}
     for node, mark in marks.items():
         node.meta[COPIED] = mark
+        home = asked_of(node).leaf.home
+        node.meta[MEMBERS] = 1 if home is None else at_home.get(home.flat, 0)
     count = list(marks.values()).count(OVER)
     if not count:
         return replace(program, graph=graph)
     return program.logged(graph, f"gather over: {count} leaves gathered where they live")
 
 
-def _mark(gather: fx.Node) -> str:
+def _mark(gather: fx.Node, at_home: Mapping[int, int]) -> str:
     if len(gather.users) != 1:  # a leaf that something else reads has to be a tensor of its own
         return ""
     (copy,) = gather.users
@@ -66,11 +73,13 @@ def _mark(gather: fx.Node) -> str:
         return ""
     asked = asked_of(gather)
     exchanged = bucket_for(Group(GATHER, 0, "", False, nodes=[gather])).exchanged
-    alone = goes_alone(asked.leaf, asked.nbytes, asked.axis) and not exchanged
-    return OVER if alone and _is_buffer(target, gather) else STRAIGHT
+    is_buffer = goes_alone(asked.leaf, asked.nbytes, asked.axis)
+    if (home := asked.leaf.home) is not None:
+        is_buffer = home.flat in at_home
+    return OVER if is_buffer and not exchanged and _is_place(target, gather) else STRAIGHT
 
 
-def _is_buffer(target: fx.Node, gather: fx.Node) -> bool:
+def _is_place(target: fx.Node, gather: fx.Node) -> bool:
     """Whether the memory of an input is all that a gathered leaf needs."""
     if target.op != "placeholder":
         return False
@@ -107,13 +116,15 @@ def await_late(program: Program) -> Program:
     graph = copy_graph(program.graph)
     launches = [node for node in graph.nodes if "bucket" in node.meta]
     over = [node for node in launches if node.meta["bucket"].over]
-    told = [part for node in launches if (part := _only_told(node))]
+    told = [(node, part) for node in launches if (part := _only_told(node))]
     if not over and not told:
         return program
     for node in over:
         _move_up(launch_part(node))
-    for part in told:
+    for node, part in told:
         _move_down(part)
+        if over:
+            _move_behind(_made_for(node), over)
     for node in over:
         _move_down([wait_of(node), *wait_of(node).users])
     for turn, node in enumerate(node for node in graph.nodes if "bucket" in node.meta):
@@ -125,7 +136,7 @@ def _move_up(part: list[fx.Node]) -> None:
     """Move what launches a gather up to where its operands are made, or its memory was used."""
     needs = {x for node in part for x in node.all_input_nodes if x not in part}
     memory = {key for node in needs for key in memory_of(node)}
-    own = set(memory_of(part[-1]))
+    own = {key for leaf in came_over(part[-1]) for key in memory_of(leaf)}
     before = part[0]
     while True:
         above = before.prev
@@ -156,6 +167,37 @@ def _only_told(launch: fx.Node) -> list[fx.Node]:
                 return []
             found[node] = None
     return list(found)
+
+
+def _made_for(launch: fx.Node) -> list[fx.Node]:
+    """What is computed for a sum and nothing else, and its launch, in order."""
+    found = {launch}
+    node = launch
+    while (node := node.prev).op != "root":
+        pure = node.op == "call_function" and not is_mutable(node) and "bucket" not in node.meta
+        if pure and not is_wait(node) and node.users and found.issuperset(node.users):
+            found.add(node)
+    return [node for node in launch.graph.nodes if node in found]
+
+
+def _move_behind(part: list[fx.Node], launches: list[fx.Node]) -> None:
+    """Move nodes to behind those of these launches that come after them, if nothing between writes
+    what they read.
+    """
+    order = order_of(part[0].graph)
+    last = max(launches, key=order.__getitem__)
+    if order[last] < order[part[-1]]:
+        return
+    read = {key for node in part for x in node.all_input_nodes for key in memory_of(x)}
+    node = part[0]
+    while node is not last:
+        node = node.next
+        overwritten = [*written_operands(node), *(came_over(node) if node in launches else ())]
+        written = {key for x in overwritten for key in memory_of(x)}
+        if node not in part and not read.isdisjoint(written):
+            return
+    for node in reversed(part):
+        last.append(node)
 
 
 def _move_down(part: list[fx.Node]) -> None:

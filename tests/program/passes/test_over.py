@@ -1,6 +1,6 @@
 """Leaves that are gathered into the memory that they live in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fzero.distributed.collectives import all_gather, all_reduce
 from fzero.distributed.mesh import Axis, resolve_mesh
 from fzero.errors import TraceError
-from fzero.layout import LeafLayout
+from fzero.layout import LeafLayout, plan_flats, plan_layout
 from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.graph import copy_graph
@@ -20,9 +20,12 @@ from fzero.program.memory import is_wait
 from fzero.program.passes.schedule import wait_of
 from fzero.program.pipeline import in_place
 from fzero.program.trace import trace_program
+from fzero.state.homes import Homes
 from tests.ranks import fake_ranks, run_ranks
 
 LARGE, ODD = (1024, 128), (1023, 129)  # half a megabyte goes alone; the odd one is padded
+BY_ROWS = (LARGE, LARGE, ODD, LARGE)
+IN_FLATS = ((6, 4), (6, 4), (5, 3), (6, 4))
 Step = tuple[str, int, int]
 """What is done, to which leaf, with which one."""
 
@@ -31,10 +34,18 @@ def own(leaf: LeafLayout, x: Tensor, rank: int) -> Tensor:
     return leaf.split(x, rank)
 
 
-def function_of(steps: list[Step], world: int, rank: int, axis: Axis) -> Callable[..., Any]:
+def leaves_of(world: int, *, flat: bool = False) -> Sequence[LeafLayout]:
+    shapes = IN_FLATS if flat else BY_ROWS
+    if flat:  # the first three in one, the last in another
+        whole = [torch.empty(shape, device="meta") for shape in shapes]
+        return plan_flats(plan_layout("0123", whole, world), 2**20, least=300).leaves
+    return [LeafLayout(str(i), shape, torch.float32, 0, world) for i, shape in enumerate(shapes)]
+
+
+def function_of(
+    steps: list[Step], leaves: Sequence[LeafLayout], rank: int, axis: Axis
+) -> Callable[..., Any]:
     """What an update may do with leaves, line by line; of each gather what is copied comes once."""
-    shapes = (LARGE, LARGE, ODD, LARGE)
-    leaves = [LeafLayout(str(i), shape, torch.float32, 0, world) for i, shape in enumerate(shapes)]
 
     def run(*xs: Tensor) -> tuple[Tensor, ...]:
         told, gathered = [], {}
@@ -60,27 +71,36 @@ def function_of(steps: list[Step], world: int, rank: int, axis: Axis) -> Callabl
     return run
 
 
-def program_of(steps: list[Step], rank: int, world: int, axis: Axis) -> Program:
-    function = function_of(steps, world, rank, axis)
-    inputs = [torch.empty(shape) for shape in (LARGE, LARGE, ODD, LARGE)]
+def program_of(steps: list[Step], leaves: Sequence[LeafLayout], rank: int, axis: Axis) -> Program:
+    function = function_of(steps, leaves, rank, axis)
+    inputs = [torch.empty(leaf.shape) for leaf in leaves]
     names = ["0", "1", "2", "3"]
     recorded = trace_program("update", [("torch.func", function)], inputs, names)
-    return in_place(recorded, bucket_bytes=2**22, prefetch=None)
+    homes = Homes(leaves).members
+    return in_place(recorded, bucket_bytes=2**22, prefetch=None, at_home=homes)
 
 
-def both(cases: list[list[Step]]) -> list[tuple[list[Tensor], list[Tensor], int]]:
-    """On a rank: what lines give one by one, what their Program gives, and how many are over."""
+def both(
+    cases: list[list[Step]], flat: bool = False
+) -> list[tuple[list[Tensor], list[Tensor], int]]:
+    """On a rank: what lines give one by one, what their Program gives, and how many are over.
+
+    Leaves of flats are where they should be on the first rank, on the second now and then.
+    """
     mesh = resolve_mesh(None, "cpu")
     axis = Axis(mesh.shard_group, mesh.shard_size, mesh.shard_rank)
     found = []
-    for steps in cases:
+    leaves = leaves_of(mesh.world_size, flat=flat)
+    for number, steps in enumerate(cases):
         generator = torch.Generator().manual_seed(mesh.rank)
-        given = [torch.randn(s, generator=generator) for s in (LARGE, LARGE, ODD, LARGE)]
-        program = program_of(steps, mesh.rank, mesh.world_size, axis)
+        given = [torch.randn(leaf.shape, generator=generator) for leaf in leaves]
+        program = program_of(steps, leaves, mesh.rank, axis)
         program.verify()
         wanted, mine = [x.clone() for x in given], [x.clone() for x in given]
+        if mesh.rank == 0 or number % 2 == 0:
+            mine = Homes(leaves).copies(given)
         with torch.no_grad():
-            first = function_of(steps, mesh.world_size, mesh.rank, axis)(*wanted)
+            first = function_of(steps, leaves, mesh.rank, axis)(*wanted)
         second = compile_program(program)(*mine)
         found.append(([*wanted, *first], [*mine, *second], len(over(program))))
     return found
@@ -121,11 +141,32 @@ def test_an_update_gives_what_its_lines_give_one_by_one(cases: list[list[Step]])
             assert all(map(same, wanted, found))
 
 
-def in_line(*steps: Step) -> Program:
+EVERY: list[Step] = [
+    *(("own", i, 0) for i in range(4)),
+    *((what, i, i) for what in ("gather", "copy") for i in range(4)),
+    ("read", 0, 0), ("tell", 1, 0),
+]  # fmt: skip
+ALL = st.sampled_from([EVERY[4:12], EVERY[:12], []])
+"""Leaves of a flat come over it only together."""
+
+
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+@given(st.lists(st.tuples(STEPS, ALL, STEPS), min_size=6, max_size=6))
+def test_so_it_does_where_leaves_lie_in_flats(
+    cases: list[tuple[list[Step], list[Step], list[Step]]],
+) -> None:
+    drawn = [[*before, *every, *after] for before, every, after in cases]
+    for results in run_ranks(2, both, [EVERY, EVERY, *drawn], True):
+        assert results[0][2] == 2
+        for wanted, found, _ in results:
+            assert all(map(same, wanted, found))
+
+
+def in_line(*steps: Step, flat: bool = False) -> Program:
     with fake_ranks(2):
         mesh = resolve_mesh(None, "cpu")
         axis = Axis(mesh.shard_group, mesh.shard_size, mesh.shard_rank)
-        program = program_of([*steps], 0, 2, axis)
+        program = program_of([*steps], leaves_of(2, flat=flat), 0, axis)
         program.verify()
         return program
 
@@ -174,7 +215,7 @@ def test_who_reads_a_leaf_while_it_comes_is_found(
     graph = copy_graph(program.graph)
     changed = program.logged(graph, "a pass of mine")
     damage(graph, over(changed)[0])
-    with pytest.raises(TraceError, match=r"is writing over|over another leaf"):
+    with pytest.raises(TraceError, match=r"is writing over|over other leaves"):
         changed.verify()
 
 
@@ -185,10 +226,11 @@ def test_they_take_no_memory_and_are_on_their_way_together(
     owned: list[Step] = [("own", i, 0) for i in (0, 1, 3)]
     moved: list[Step] = [(what, i, i) for i in (0, 1, 3) for what in ("gather", "copy")]
     program = in_line(*owned, ("tell", 0, 0), *moved)
-    inputs = sum(torch.empty(shape).nbytes for shape in (LARGE, LARGE, ODD, LARGE))
+    inputs = sum(torch.empty(shape).nbytes for shape in BY_ROWS)
     assert program.peak_bytes() < inputs + 100
     marks = [x for x in program.graph.nodes if "bucket" in x.meta or is_wait(x)]
     kinds = ["wait" if is_wait(x) else x.meta["bucket"].kind for x in marks]
+    # the sum that is told reads a leaf that comes over: it can't be taken behind its gather
     assert kinds == ["all_reduce", *["all_gather"] * 3, *["wait"] * 4]
     assert str(program).count(", in place") == 3
     assert "unpack_into" not in str(program)
