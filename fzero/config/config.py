@@ -67,8 +67,8 @@ class Config:
         bucket_mb: MiB of gathered bytes that share one collective.
         layout: "rows" gives each rank rows of every leaf, as `Shard(dim)` does. "flat" lays small
             leaves end to end and cuts them there, so that what is gathered needs no copy: see
-            docs/design.md. Results are the same; `layout="flat"` is faster for models of many small
-            leaves, and its DTensors have placements of their own.
+            docs/design.md. Results are the same; "flat" is faster at stages 1 to 3, its DTensors
+            have placements of their own, and it wants torch 2.13. In an Engine at stage 3 "rows" is.
         prefetch: how many buckets ahead gathers are launched. None: 1 in the Engine and on devices;
             in a Program over gloo up to 4, but for those around the end of forward, where early
             buffers would raise the peak.

@@ -102,7 +102,7 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
                 "its DTensors are of a kind that an older torch can't run operators on. Use 'rows'."
             )
         # below stage 3 full leaves are there in any case, and flats may as well be large
-        layout = plan_flats(layout, int(cfg.bucket_mb * 2**20), 2**20 if sharded else 2**22)
+        layout = plan_flats(layout, int(cfg.bucket_mb * 2**20), 2**21 if sharded else 2**22)
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
 
