@@ -75,7 +75,6 @@ LAWS = {
     "two_recordings_serve_all_lengths_where_nothing_else_changes",
     "program/frontier": "program/test_fitting.py: less_memory_never_takes_fewer_flops_again",
     "program/codec": "step/test_saved.py: what_is_loaded_computes_what_was_recorded",
-    "program/collector": "program/test_file.py: no_cycles_are_looked_for_meanwhile",
     "program/passes/groups": "program/passes/test_sketch.py: a_step_is_sketched_whole",
     "program/passes/bucket": "program/passes/test_passes.py: "
     "bucket_takes_the_largest_size_that_memory_allows",

@@ -234,3 +234,31 @@ def test_they_take_no_memory_and_are_on_their_way_together(
     assert kinds == ["all_reduce", *["all_gather"] * 3, *["wait"] * 4]
     assert str(program).count(", in place") == 3
     assert "unpack_into" not in str(program)
+
+
+def test_what_is_only_told_is_computed_while_leaves_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that something is multiplied by is awaited there."""
+    monkeypatch.setattr("fzero.distributed.buckets.ALONE_FROM_ON_DEVICES", 0)
+    moved: list[Step] = [("own", 0, 0), ("gather", 0, 0), ("copy", 0, 0)]
+    kinds = {}
+    for what in ("tell", "clip"):
+        program = in_line((what, 2, 1), *moved)
+        marks = [x for x in program.graph.nodes if "bucket" in x.meta or is_wait(x)]
+        kinds[what] = ["wait" if is_wait(x) else x.meta["bucket"].kind for x in marks]
+        order = [str(x.target) for x in program.graph.nodes]
+        assert (order.index("aten.sum.default") > order.index(str(GATHER_IN_PLACE))) == (
+            what == "tell"
+        )
+    assert kinds["tell"] == ["all_gather", "all_reduce", "wait", "wait"]
+    assert kinds["clip"] == ["all_reduce", "wait", "all_gather", "wait"]
+
+
+GATHER_IN_PLACE = torch.ops.fzero.gather_in_place.default
+
+
+def test_a_flat_is_gathered_over_only_as_a_whole() -> None:
+    """A leaf that is not asked for would be written over by what other ranks have of it."""
+    every: list[Step] = [(what, i, i) for what in ("gather", "copy") for i in (0, 1, 2)]
+    assert len(over(in_line(*every, flat=True))) == 1
+    some = [step for step in every if step[1] != 1]
+    assert not over(in_line(*some, flat=True))
