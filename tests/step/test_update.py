@@ -227,6 +227,22 @@ def _homes(stage: int) -> tuple[bool, bool, bool]:
     return same and together(params) and together(first), together(apart), together(moved)
 
 
+def _update_of_eager() -> str:
+    cfg = Config(stage=2, layout="flat", executor="eager")
+    step_fn = fzero.make_train_step(_two_layers, optim.sgd(0.3), cfg)
+    step_fn(*step_fn.init(_large(F64)), torch.ones(4, 512, dtype=F64))
+    (eager,) = step_fn._executors._eager.values()
+    made = eager.update_program._last
+    assert made is not None
+    return str(made.program)
+
+
+@pytest.mark.skipif(not is_supported(), reason="flats want a torch whose DTensors can be ragged")
+def test_the_eager_executors_update_gathers_them_there_too() -> None:
+    for text in run_ranks(2, _update_of_eager):
+        assert "gather over: 3 leaves" in text
+
+
 @pytest.mark.skipif(not is_supported(), reason="flats want a torch whose DTensors can be ragged")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_of_flats_are_at_home_from_init_on(stage: int) -> None:

@@ -17,6 +17,7 @@ from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.graph import copy_graph
 from fzero.program.memory import is_wait
+from fzero.program.passes.rewrite import call
 from fzero.program.passes.schedule import wait_of
 from fzero.program.pipeline import in_place
 from fzero.program.trace import trace_program
@@ -99,11 +100,22 @@ def both(
         wanted, mine = [x.clone() for x in given], [x.clone() for x in given]
         if mesh.rank == 0 or number % 2 == 0:
             mine = Homes(leaves).copies(given)
+        elif flat:
+            mine = in_another_order(given)
         with torch.no_grad():
             first = function_of(steps, leaves, mesh.rank, axis)(*wanted)
         second = compile_program(program)(*mine)
         found.append(([*wanted, *first], [*mine, *second], len(over(program))))
     return found
+
+
+def in_another_order(given: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in one memory, which is as large as flats are, and not laid out as they are."""
+    memory = torch.zeros(400)
+    sizes = [x.numel() for x in given]
+    starts = [100 + sum(sizes[i + 1 :]) for i in range(len(given))]
+    places = zip(given, sizes, starts, strict=True)
+    return [memory[at : at + n].view(x.shape).copy_(x) for x, n, at in places]
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -216,6 +228,25 @@ def test_who_reads_a_leaf_while_it_comes_is_found(
     changed = program.logged(graph, "a pass of mine")
     damage(graph, over(changed)[0])
     with pytest.raises(TraceError, match=r"is writing over|over other leaves"):
+        changed.verify()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"), [(torch.ops.aten.sum.default, "reads"), (torch.ops.aten.zero_.default, "")]
+)
+@pytest.mark.parametrize("leaf", [0, 1, 2])
+def test_nor_may_any_leaf_of_a_flat_be_touched_while_it_comes(
+    wrong: Any, told: str, leaf: int
+) -> None:
+    every: list[Step] = [(what, i, i) for what in ("gather", "copy") for i in (0, 1, 2)]
+    program = in_line(*every, flat=True)
+    graph = copy_graph(program.graph)
+    changed = program.logged(graph, "a pass of mine")
+    (launch,) = over(changed)
+    x = [node for node in graph.nodes if node.op == "placeholder"][leaf]
+    with graph.inserting_after(launch):
+        call(graph, wrong, x)
+    with pytest.raises(TraceError, match=f"{told or 'writes'} .*, which all_gather is"):
         changed.verify()
 
 
