@@ -199,7 +199,7 @@ class TrainStep:
         given = trained
         if self.cfg.donate and plan.homes is not None:
             trained = plan.homes.settled(trained)
-        stay = self.cfg.donate and trained is given
+        stay = self.cfg.donate and trained is given  # the very tensors that came in go back
         with self._executors.running(plan):
             grads, loss, state, aux = executor.gradients(
                 trained, frozen, local, micro, opt_state.step

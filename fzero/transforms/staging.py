@@ -308,10 +308,9 @@ class TracedFunction:
         if made is not None:  # the spec of a shard has the shape of the whole
             pairs = zip(self.outputs, made.results, strict=True)
             made.open = not any(follows and leaf.spec is not None for leaf, follows in pairs)
+        # results may need memory of their own
         if cfg.limit is not None and self.program.peak_bytes() + uneven > cfg.limit:
-            raise NothingFits(
-                self.program, cfg.limit, uneven
-            )  # results that need memory of their own
+            raise NothingFits(self.program, cfg.limit, uneven)
         self.choice = Choice.of(self.program)
         self.collectives = signature_of(self.program, mesh, cfg.named_passes)
 
