@@ -7,7 +7,7 @@ a part, each padded to the same rows on every rank:
 
 A single leaf that is split evenly along dim 0 is laid out so already; it travels without a copy.
 Large leaves of this kind have buckets of their own: see `goes_alone`. Leaves of a flat travel by
-themselves, and their buffer is the flat, whichever of its leaves are asked for: see `layout`,
+themselves, and their buffer is the flat, whichever of its leaves are asked for: see `layout.flats`,
 [Note: flats]. There a leaf is in one piece, and what comes is not copied.
 
 [Note: what carries a bucket] A kind has a row in `KINDS`: how its buffer is filled and read, and
@@ -33,6 +33,7 @@ from fzero.distributed.collectives import as_wire, leaf_of, pad_rows
 from fzero.distributed.mesh import Axis, is_gloo
 from fzero.distributed.whereabouts import Circle
 from fzero.layout import LeafLayout
+from fzero.layout.flats import by_flat
 
 GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 EXCHANGE = "all_to_all"
@@ -645,19 +646,23 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 # ----------------------------------------------------------------------- which leaves share one
-def plan_buckets(nbytes: Sequence[int], order: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices in this order, in groups of at most `limit` bytes, or one.
+def plan_buckets(
+    leaves: Sequence[LeafLayout], nbytes: Sequence[int], order: Sequence[int], limit: int
+) -> list[list[int]]:
+    """Indices in this order, in groups of at most `limit` bytes, one leaf or one flat.
 
-    >>> plan_buckets([4, 4, 8], [2, 1, 0], limit=8)
+    >>> leaves = [LeafLayout("w", (4,), torch.uint8)] * 3
+    >>> plan_buckets(leaves, [4, 4, 8], [2, 1, 0], limit=8)
     [[2], [1, 0]]
     """
     groups: list[list[int]] = []
     filled = 0
-    for index in order:
-        # a leaf that is larger than the limit has a group of its own: it can't be cut
-        if not groups or filled + nbytes[index] > limit:
+    for part in by_flat(leaves, order):
+        size = sum(nbytes[index] for index in part)
+        # what is larger than the limit has a group of its own: it can't be cut
+        if not groups or filled + size > limit:
             groups.append([])
             filled = 0
-        groups[-1].append(index)
-        filled += nbytes[index]
+        groups[-1] += part
+        filled += size
     return groups

@@ -31,7 +31,8 @@ from fzero.distributed.collectives import dense
 from fzero.distributed.journal import Journal
 from fzero.distributed.mesh import Axes, Axis, Mesh
 from fzero.distributed.whereabouts import circle_of
-from fzero.layout import Claims, LeafLayout
+from fzero.layout import LeafLayout
+from fzero.layout.flats import Claims
 
 Finish = Callable[[], list[Tensor]]
 

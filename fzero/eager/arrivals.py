@@ -41,7 +41,7 @@ class Arrivals:
         self.arrived: dict[int, Tensor] = {}
         self.reduced: dict[int, Tensor] = {}
         last_first = range(len(tensors))[::-1]
-        self.waiting = plan_buckets([x.nbytes for x in tensors], last_first, limit)
+        self.waiting = plan_buckets(leaves, [x.nbytes for x in tensors], last_first, limit)
         self.task = -1  # of autograd's, in which they arrive
         self.hooks = [x.register_hook(self._taker(i, done)) for i, x in enumerate(tensors)]
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from fzero.distributed.transport import Transport
 from fzero.eager.lazy import LazyLeaf, changed_in_place
 from fzero.layout import Layout
+from fzero.layout.flats import by_flat
 
 
 class Gathered:
@@ -34,6 +35,8 @@ class Gathered:
             LazyLeaf(shard, leaf, i, self)
             for i, (shard, leaf) in enumerate(zip(shards, layout, strict=True))
         ]
+        parts = by_flat(layout.leaves, range(len(layout)))
+        self.mates = {i: part for part in parts for i in part}  # of each leaf's flat, or itself
         self.used: dict[int, None] = {}  # an ordered set
         self._full: dict[int, Tensor] = {}
 
@@ -60,7 +63,8 @@ class Gathered:
 
     def reshard(self) -> None:
         """Forget what is large: backward gathers again what it reads."""
-        self._full = {i: full for i, full in self._full.items() if full.nbytes < _SMALL}
+        small = {i: full for i, full in self._full.items() if full.nbytes < _SMALL}
+        self._full = {i: _alone(full) for i, full in small.items()}
 
     def drop(self, index: int) -> None:
         """Forget a leaf."""
@@ -78,16 +82,22 @@ class Gathered:
                 raise changed_in_place(lazy.leaf.name)
 
     def _together(self, index: int) -> list[int]:
-        if index not in self.turn:
-            return [index]
-        indices, nbytes = [], 0
-        for i in self.order[self.turn[index] :]:
-            nbytes += self.leaves[i].leaf.nbytes
+        ahead = self.order[self.turn[index] :] if index in self.turn else [index]
+        indices: dict[int, None] = {}
+        nbytes = 0
+        for i in ahead:
+            # what comes with it, whether it is asked for or not
+            more = [j for j in self.mates[i] if j not in self._full and j not in indices]
+            nbytes += sum(self.leaves[j].leaf.nbytes for j in more)
             if indices and nbytes > self.limit:
                 break
-            if i not in self._full:
-                indices.append(i)
-        return indices
+            indices.update(dict.fromkeys(more))
+        return list(indices)
+
+
+def _alone(full: Tensor) -> Tensor:
+    """The same leaf; a copy of one that lies in a flat, all of which it would keep."""
+    return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
 
 
 _SMALL = 2**16  # bytes; biases and norms, whose second gather costs more than they do

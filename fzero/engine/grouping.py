@@ -1,8 +1,6 @@
 """Which leaves travel together: decided once, from names and sizes, the same on every rank."""
 
-import itertools
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -12,8 +10,16 @@ from fzero.distributed.mesh import Axis
 from fzero.engine.counts import masks
 from fzero.errors import ConfigError
 from fzero.layout import LeafLayout
+from fzero.layout.modules import (
+    block_of,
+    is_numbered,
+    module_of,
+    module_within,
+    modules_around,
+    natural_order,
+    runs,
+)
 
-_BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
 # A model of more blocks than this gathers several at once: it has the memory of one block in
 # thirty-two to spare, and each collective costs its latency.
 _MOST_UNITS = 32
@@ -32,7 +38,8 @@ def plan_units(
 
     A numbered module (`layers.3`) is the natural unit: with at most 32 of them each is one; with
     more, consecutive ones share, as do small ones in the first part of the model. What is larger
-    than a unit may be is cut at its inner modules.
+    than a unit may be is cut at its inner modules. Where leaves lie in flats, which travel as a
+    whole, a unit is a section: see `fzero.layout.flats`, [Note: flats].
 
     Args:
         leaves: all of them.
@@ -59,19 +66,57 @@ def plan_units(
     """
     owner = _owners(leaves, together)
     free = [index for index in order if index not in owner]
-    blocks = _runs(free, lambda index: _block_of(leaves[index].name))
+    units = _by_flats(leaves, free) or _by_blocks(leaves, free, limit)
+    special: dict[str, list[int]] = {}
+    for index in order:
+        if index in owner:
+            special.setdefault(owner[index], []).append(index)
+    return [*units, *special.values()], list(special)
+
+
+def _by_flats(leaves: Sequence[LeafLayout], free: Sequence[int]) -> list[list[int]]:
+    """Sections, each with all that lies between the leaves of its flats; none without flats.
+
+    >>> from fzero.layout import Home
+    >>> homes = [Home(0, 8, 0), Home(1, 8, 0), Home(0, 8, 8), None, Home(2, 8, 0)]
+    >>> float32 = __import__("torch").float32
+    >>> leaves = [LeafLayout("abcde"[i], (8,), float32, 0, 2, home=homes[i]) for i in range(5)]
+    >>> _by_flats(leaves, range(5))
+    [[0, 1, 2], [3], [4]]
+    """
+    named = [leaves[i].name for i in free]
+    order = [free[at] for at in natural_order(named)]
+    last = {leaf.home.flat: at for at, i in enumerate(order) if (leaf := leaves[i]).home}
+    units: list[list[int]] = []
+    end, module = -1, None  # of the unit's flats; of its last leaf, if that is in none
+    for at, index in enumerate(order):
+        leaf = leaves[index]
+        # what is whole on every rank doesn't travel, and goes with any
+        joins = at <= end or leaf.dim is None or (not leaf.home and module_of(leaf.name) == module)
+        if not units or not joins:
+            units.append([])
+        units[-1].append(index)
+        end = max(end, at if leaf.home is None else last[leaf.home.flat])
+        module = None if leaf.home else module_of(leaf.name)
+    place = {index: at for at, index in enumerate(free)}
+    return sorted(units, key=lambda unit: min(place[i] for i in unit)) if last else []
+
+
+def _by_blocks(leaves: Sequence[LeafLayout], free: Sequence[int], limit: int) -> list[list[int]]:
+    """Consecutive leaves in units of at most `limit` bytes, cut between modules."""
+    blocks = runs(free, lambda index: block_of(leaves[index].name))
     sizes = [sum(leaves[i].nbytes for i in block) for block in blocks]
     numbered = [
         size
         for block, size in zip(blocks, sizes, strict=True)
-        if _BLOCK.match(leaves[block[0]].name)
+        if is_numbered(leaves[block[0]].name)
     ]
     # no smaller than the largest block, which is to be one unit; larger where units are too many
     wanted = max(max(numbered or sizes or [0]), sum(sizes) // _MOST_UNITS)
     roomy, limit = min(limit, max(wanted, _WORTH_A_COLLECTIVE)), min(limit, wanted)
     parts: list[list[int]] = []
     for block, size in zip(blocks, sizes, strict=True):
-        parts += [block] if size <= limit else _runs(block, lambda i: _module_of(leaves[i].name))
+        parts += [block] if size <= limit else runs(block, lambda i: module_of(leaves[i].name))
     units: list[list[int]] = []
     filled, left = 0, sum(sizes)
     for part in parts:
@@ -83,46 +128,22 @@ def plan_units(
         units[-1] += part
         filled += size
         left -= size
-    special: dict[str, list[int]] = {}
-    for index in order:
-        if index in owner:
-            special.setdefault(owner[index], []).append(index)
-    return [*units, *special.values()], list(special)
+    return units
 
 
 def _owners(leaves: Sequence[LeafLayout], together: Sequence[str]) -> dict[int, str]:
     """For the leaves of modules that a glob matches, the outermost such module."""
-    owner: dict[int, str] = {}
-    unused = dict.fromkeys(together)
-    for index, leaf in enumerate(leaves):
-        parts = leaf.name.split(".")
-        for depth in range(len(parts)):
-            module = ".".join(parts[:depth])
-            globs = [glob for glob in together if fnmatchcase(module, glob)]
-            if globs:
-                owner.setdefault(index, module)
-            for glob in globs:  # of a module inside of another that is named, too
-                unused.pop(glob, None)
+    found = {index: module_within(leaf.name, together) for index, leaf in enumerate(leaves)}
+    modules = {module for leaf in leaves for module in modules_around(leaf.name)}
+    # of a module inside of another that is named, too
+    unused = [glob for glob in together if not any(fnmatchcase(x, glob) for x in modules)]
     if unused:
-        modules = sorted({_module_of(leaf.name) for leaf in leaves} - {""})
+        shown = sorted({module_of(leaf.name) for leaf in leaves} - {""})
         raise ConfigError(
-            f"Config.gather_together={next(iter(unused))!r} matches no module that has parameters; "
-            f"it must be a glob over module names, such as {', '.join(map(repr, modules[:3]))}."
+            f"Config.gather_together={unused[0]!r} matches no module that has parameters; "
+            f"it must be a glob over module names, such as {', '.join(map(repr, shown[:3]))}."
         )
-    return owner
-
-
-def _block_of(name: str) -> str:
-    match = _BLOCK.match(name)
-    return match.group() if match else _module_of(name)
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _runs(indices: Sequence[int], key: Callable[[int], str]) -> list[list[int]]:
-    return [list(run) for _, run in itertools.groupby(indices, key)]
+    return {index: module for index, module in found.items() if module is not None}
 
 
 class Grouping(NamedTuple):
@@ -180,7 +201,7 @@ def plan_order(
         return grouping._replace(buckets=[], masks=())
     if not units:
         nbytes = [leaf.nbytes for leaf in leaves]
-        buckets = plan_buckets(nbytes, trained, int(cfg.bucket_mb * 2**20))
+        buckets = plan_buckets(leaves, nbytes, trained, int(cfg.bucket_mb * 2**20))
         return grouping._replace(buckets=buckets, masks=masks(buckets))
     turn = {index: i for i, index in enumerate(trained)}
     parts = [[index for index in unit if index in turn] for unit in units]

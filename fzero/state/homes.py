@@ -28,7 +28,8 @@ class Homes:
         leaves: of which those with a home are in flats.
 
     Examples:
-        >>> from fzero.layout import plan_flats, plan_layout
+        >>> from fzero.layout.flats import plan_flats
+        >>> from fzero.layout import plan_layout
         >>> params = [torch.arange(8.0).view(4, 2), torch.ones(4)]
         >>> homes = Homes(plan_flats(plan_layout("ab", params, world=2), 2**20).leaves)
         >>> moved = homes.settled(params)

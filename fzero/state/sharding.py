@@ -30,7 +30,8 @@ from fzero.functional.owners import (
     noted_like,
     owners_of,
 )
-from fzero.layout import Home, Layout, LeafLayout, plan_flats, plan_layout
+from fzero.layout import Home, Layout, LeafLayout, plan_layout
+from fzero.layout.flats import plan_flats
 from fzero.numerics.precision import Precision
 from fzero.tree import PyTree
 
@@ -102,7 +103,8 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
                 "its DTensors are of a kind that an older torch can't run operators on. Use 'rows'."
             )
         # below stage 3 full leaves are there in any case, and flats may as well be large
-        layout = plan_flats(layout, int(cfg.bucket_mb * 2**20), 2**21 if sharded else 2**22)
+        least = 2**21 if sharded else 2**22
+        layout = plan_flats(layout, int(cfg.bucket_mb * 2**20), least, cfg.gather_together)
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
 

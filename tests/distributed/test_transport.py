@@ -15,7 +15,8 @@ from fzero.distributed.journal import Journal
 from fzero.distributed.mesh import Axes, Axis, Mesh, resolve_mesh
 from fzero.distributed.transport import Transport
 from fzero.distributed.whereabouts import circle_of
-from fzero.layout import Layout, LeafLayout, plan_flats
+from fzero.layout import Layout, LeafLayout
+from fzero.layout.flats import plan_flats
 from tests.ranks import fake_ranks, run_ranks
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -1,5 +1,8 @@
 """Which leaves travel together: every leaf once, in bounds, and in the order of readiness."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +12,9 @@ from fzero.config import Config
 from fzero.distributed.mesh import Axis
 from fzero.engine.grouping import Grouping, plan_grouping, plan_order, plan_units, units_ahead
 from fzero.errors import ConfigError
-from fzero.layout import LeafLayout
+from fzero.layout import Layout, LeafLayout
+from fzero.layout.flats import plan_flats
+from fzero.layout.modules import block_of, module_of, natural_order
 
 NAMES = st.lists(
     st.from_regex(r"(embed|layers\.[0-4]\.(attn|mlp)|experts\.[01]|head)\.(w|b)", fullmatch=True),
@@ -24,16 +29,6 @@ def leaves_of(names: list[str], frozen: frozenset[str] = frozenset()) -> list[Le
         LeafLayout(name, (1 + i % 3, 4), torch.float32, trainable=name not in frozen)
         for i, name in enumerate(names)
     ]
-
-
-def module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def block_of(name: str) -> str:
-    return (
-        ".".join(name.split(".")[:2]) if name.startswith(("layers", "experts")) else module_of(name)
-    )
 
 
 @given(NAMES, st.data())
@@ -105,6 +100,39 @@ def test_small_blocks_share_a_collective_away_from_the_end_of_forward() -> None:
 def test_a_glob_that_matches_no_module_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'expert' matches no module.*'a'"):
         plan_units(leaves_of(["a.w"]), range(1), 64, ["expert"])
+
+
+@given(NAMES, st.integers(30, 400), st.booleans(), st.data())
+def test_what_lies_in_a_flat_is_gathered_and_reduced_together(
+    names: list[str], least: int, apart: bool, data: st.DataObject
+) -> None:
+    frozen = frozenset(data.draw(st.sets(st.sampled_from(names))))
+    kinds = data.draw(st.lists(st.sampled_from([None, torch.bfloat16]), min_size=12, max_size=12))
+    leaves = [
+        replace(leaf, dim=data.draw(st.sampled_from([0, 0, 0, None])), world=2, compute=kind)
+        for leaf, kind in zip(leaves_of(names, frozen), kinds, strict=False)
+    ]
+    experts = {module_of(name) for name in names if name.startswith("experts")}
+    together = ["experts.*"] if apart and experts else []
+    leaves = plan_flats(Layout(tuple(leaves), 2), 10**6, least, together).leaves
+    cfg = Config(gather_together=together)
+    units = plan_grouping(leaves, range(len(leaves)), cfg, lazy=True, alone=False)
+    shared = plan_grouping(leaves, range(len(leaves)), cfg, lazy=False, alone=False)
+    assert sorted(i for unit in units.units for i in unit) == list(range(len(leaves)))
+    for groups in (units.units, units.buckets, shared.buckets):
+        found = [{home.flat for i in group if (home := leaves[i].home)} for group in groups]
+        assert sum(map(len, found)) == len(set().union(*found))
+    # and what only some ranks run shares nothing with the rest
+    last = units.units[len(units.units) - len(units.special) :]
+    assert [{module_of(names[i]) for i in unit} for unit in last] == [{x} for x in units.special]
+    # a unit is left before the next is entered, in the order of use
+    if any(leaf.home for leaf in leaves):
+        common = units.units[: len(units.units) - len(units.special)]
+        indices = [i for unit in common for i in unit]
+        order = [indices[at] for at in natural_order([names[i] for i in indices])]
+        place = {i: at for at, i in enumerate(order)}
+        ends = sorted((min(place[i] for i in u), max(place[i] for i in u)) for u in common)
+        assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(ends))
 
 
 @given(NAMES, st.data())

@@ -11,7 +11,8 @@ from torch import Tensor
 import fzero
 from fzero import zero
 from fzero.distributed.mesh import Axes, Axis, resolve_mesh
-from fzero.layout import Layout, plan_flats, plan_layout
+from fzero.layout import Layout, plan_layout
+from fzero.layout.flats import plan_flats
 from fzero.program import Program
 from fzero.program.trace import trace_program
 

@@ -17,7 +17,8 @@ from torch import fx
 
 from fzero.distributed.buckets import EXCHANGE, KINDS, Bucket, asked_for, bucket_of, goes_alone
 from fzero.distributed.mesh import Axis
-from fzero.layout import Claims, LeafLayout
+from fzero.layout import LeafLayout
+from fzero.layout.flats import Claims
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE, is_mutable, is_op, segments, tensors_of
 from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
 

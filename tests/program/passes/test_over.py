@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from fzero.distributed.collectives import all_gather, all_reduce
 from fzero.distributed.mesh import Axis, resolve_mesh
 from fzero.errors import TraceError
-from fzero.layout import LeafLayout, plan_flats, plan_layout
+from fzero.layout import LeafLayout, plan_layout
+from fzero.layout.flats import plan_flats
 from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.graph import copy_graph
@@ -26,7 +27,7 @@ from tests.ranks import fake_ranks, run_ranks
 
 LARGE, ODD = (1024, 128), (1023, 129)  # half a megabyte goes alone; the odd one is padded
 BY_ROWS = (LARGE, LARGE, ODD, LARGE)
-IN_FLATS = ((6, 4), (6, 4), (5, 3), (6, 4))
+IN_FLATS = ((6, 4), (6, 4), (5, 3), (9, 3))
 Step = tuple[str, int, int]
 """What is done, to which leaf, with which one."""
 

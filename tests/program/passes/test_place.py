@@ -21,7 +21,8 @@ from fzero.distributed.buckets import (
 )
 from fzero.distributed.ragged import is_supported
 from fzero.errors import TraceError
-from fzero.layout import plan_flats, plan_layout
+from fzero.layout import plan_layout
+from fzero.layout.flats import plan_flats
 from fzero.program import Program
 from fzero.program.codegen import compile_program
 from fzero.program.graph import copy_graph

@@ -7,30 +7,14 @@
 
 Rows are dealt out as `torch.chunk` and `DTensor`'s `Shard(dim)` do: `ceil(rows / world)` to each
 rank until none are left, so the last ranks may get fewer, or none. A leaf that has a `home` lies
-otherwise: see [Note: flats].
-
-[Note: flats] Where every leaf is cut into as many parts as there are ranks, what a gather brings
-has the parts of each leaf in different places, and they have to be copied together. So leaves can
-be laid end to end in a *flat* of some MiB, which is cut into equal parts, one a rank, whatever leaf
-a border meets. A part is what a rank sends; what comes is the flat, and each leaf is a view of it.
-A leaf is cut between rows only, so that a rank's part of it is rows of it, as everywhere: where a
-border would fall into a row, the leaf begins a little later. The gaps travel, too: `plan_flats`
-leaves as they were what would need too large ones.
-
-A flat is gathered as a whole, and is there until the last of its leaves is read. Most else is alive
-where forward turns into backward, at the last leaves, so flats become smaller towards there.
-
-References:
-    veScale-FSDP, arXiv:2602.22437 (RaggedShard), which cuts leaves at any row for the same reason;
-    FSDP1's flat parameters, arXiv:2304.11277, which are cut at any element.
+otherwise: see `fzero.layout.flats`, [Note: flats].
 """
 
 import functools
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
-from math import lcm, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +24,7 @@ from fzero.errors import ShardError
 
 
 class Home(NamedTuple):
-    """The place of a leaf in its flat; see [Note: flats].
+    """The place of a leaf in its flat; see `fzero.layout.flats`, [Note: flats].
 
     Args:
         flat: the flat's number in its layout.
@@ -265,31 +249,6 @@ def plan_layout(
     return Layout(tuple(map(one, names, leaves)), world)
 
 
-class Claims:
-    """What of a flat is spoken for: leaves of two trees may ask for the same place of theirs.
-
-    >>> claims = Claims()
-    >>> a, b = (LeafLayout("w", (3,), torch.float32, 0, 2, home=Home(0, 4, at)) for at in (0, 2))
-    >>> claims.claim(a), claims.claim(b)
-    (True, False)
-    """
-
-    def __init__(self) -> None:
-        self.ends: list[tuple[int, int]] = []
-
-    def claim(self, leaf: LeafLayout) -> bool:
-        """Whether a leaf's place was free; then it is its own. What has no home needs none."""
-        if leaf.home is None:
-            return True
-        start, stop = leaf.home.offset, leaf.home.offset + leaf.numel
-        at = bisect_left(self.ends, (start, stop))
-        before = at > 0 and self.ends[at - 1][1] > start
-        after = at < len(self.ends) and self.ends[at][0] < stop
-        if not before and not after:
-            self.ends.insert(at, (start, stop))
-        return not before and not after
-
-
 def uneven_bytes(parts: Iterable[tuple[LeafLayout, int]], rank: int) -> int:
     """How many bytes more than `rank` the rank with the largest shards holds.
 
@@ -308,88 +267,6 @@ def uneven_bytes(parts: Iterable[tuple[LeafLayout, int]], rank: int) -> int:
     # rows that are dealt out give the first rank the most; in flats it may be any
     flat = max((leaf.world for leaf, _ in split if leaf.home is not None), default=1)
     return max(map(held, range(flat))) - held(rank)
-
-
-def plan_flats(layout: Layout, most: int, least: int = 2**20) -> Layout:
-    """The same leaves, those that are small in flats; see [Note: flats].
-
-    Args:
-        layout: from `plan_layout`.
-        most: bytes of full leaves in a flat at most; a leaf of as many stays as it is.
-        least: bytes that a flat may have wherever it is.
-
-    >>> leaves = [torch.zeros(4, 4), torch.zeros(8, 4), torch.zeros(4, 4), torch.zeros(5)]
-    >>> print(plan_flats(plan_layout("abcd", leaves, world=2), 2**20))
-    a   float32 (4, 4)  flat 0: rows 4, 0
-    b   float32 (8, 4)  flat 0: rows 5, 3
-    c   float32 (4, 4)  flat 0: rows 0, 4
-    d   float32 (5,)    flat 0: rows 0, 5
-    """
-    if layout.world == 1:
-        return layout
-    found = list(layout.leaves)
-    for number, indices in enumerate(_alike(layout, most, least)):
-        leaves = [found[i] for i in indices]
-        part, offsets = _end_to_end([leaf.shape for leaf in leaves], layout.world)
-        # as they are, each would be filled up by itself
-        if part > sum(prod(leaf.padded_shape) for leaf in leaves) * (1 + _WASTE):
-            continue
-        for i, offset in zip(indices, offsets, strict=True):
-            found[i] = replace(found[i], dim=0, home=Home(number, part, offset))
-    return replace(layout, leaves=tuple(found))
-
-
-# Share of a flat by which gaps may exceed what filling up takes without them.
-_WASTE = 1 / 16
-
-
-def _alike(layout: Layout, most: int, least: int) -> Iterator[list[int]]:
-    """Indices of leaves that share a flat: small ones that travel alike, in their order."""
-    open_: dict[Any, list[int]] = {}
-    room: dict[Any, int] = {}
-    left = sum(leaf.nbytes for leaf in layout)
-    for i, leaf in enumerate(layout):
-        if leaf.dim is not None and leaf.nbytes < most:
-            key = leaf.dtype, leaf.compute, leaf.reduce, leaf.trainable
-            if key in open_ and leaf.nbytes > room[key]:
-                yield open_.pop(key)
-            if key not in open_:
-                # a quarter of what is left: see [Note: flats]
-                open_[key], room[key] = [], min(max(left // 4, least), most)
-            open_[key].append(i)
-            room[key] -= leaf.nbytes
-        left -= leaf.nbytes
-    yield from open_.values()
-
-
-def _end_to_end(shapes: Sequence[tuple[int, ...]], world: int) -> tuple[int, list[int]]:
-    """Elements of a rank's part of a flat, and where each leaf begins in it.
-
-    >>> _end_to_end([(4, 4), (8, 4), (5,)], world=2)
-    (28, [0, 16, 48])
-    """
-    sizes = [prod(shape) for shape in shapes]
-    share = -(-sum(sizes) // world)
-    rows = [size // shape[0] for size, shape in zip(sizes, shapes, strict=True)]
-    # a leaf that more than one border meets has rows between any two
-    step = lcm(*(row for row, size in zip(rows, sizes, strict=True) if size > share))
-    part = -(-share // step) * step
-    while True:
-        offsets = list(_placed(rows, sizes, part))
-        if offsets[-1] + sizes[-1] <= world * part:
-            return part, offsets
-        part += step
-
-
-def _placed(rows: Sequence[int], sizes: Sequence[int], part: int) -> Iterator[int]:
-    """Where leaves begin, each as soon after the one before as borders between rows allow."""
-    end = 0
-    for row, size in zip(rows, sizes, strict=True):
-        border = -(-(end + 1) // part) * part
-        if end + size > border:
-            end = border - (border - end) // row * row
-        yield end
-        end += size
 
 
 def _choose_dim(shape: tuple[int, ...], world: int) -> int | None:

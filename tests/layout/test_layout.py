@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from fzero.errors import ShardError
-from fzero.layout import Claims, LeafLayout, plan_flats, plan_layout
+from fzero.layout import LeafLayout, plan_layout
 
 DTYPES = [
     torch.float64,
@@ -162,73 +162,3 @@ def test_dtypes_of_computing_and_reducing_are_for_floating_leaves() -> None:
     assert [leaf.compute for leaf in layout] == [torch.bfloat16, None, None]
     assert [leaf.reduce for leaf in layout] == [torch.float32, torch.float32, None]
     assert [leaf.nbytes for leaf in layout] == [4, 4, 16]
-
-
-# --------------------------------------------------------------------------------------- flats
-trees = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1)
-
-
-def _flats(shapes: list[tuple[int, ...]], world: int, most: int, least: int) -> list[LeafLayout]:
-    leaves = [torch.empty(shape) for shape in shapes]
-    layout = plan_layout([str(i) for i in range(len(leaves))], leaves, world)
-    return list(plan_flats(layout, most, least))
-
-
-@laws
-@given(trees, worlds, st.integers(64, 4096), st.integers(16, 512))
-def test_a_part_of_a_flat_is_whole_rows_of_its_leaves(
-    shapes: list[tuple[int, ...]], world: int, most: int, least: int
-) -> None:
-    for leaf in _flats(shapes, world, most, least):
-        full = torch.arange(leaf.numel).view(leaf.shape)
-        parts = [leaf.split(full, rank) for rank in range(world)]
-        assert torch.equal(leaf.join(parts), full)
-        assert leaf.padded_rows == max(len(part) for part in parts) or leaf.dim != 0
-        if leaf.home is None:
-            continue
-        for rank, part in enumerate(parts):
-            if part.numel():  # and they lie in the rank's part of the flat
-                first = leaf.home.offset + int(part.flatten()[0])
-                assert rank * leaf.home.part <= first
-                assert first + part.numel() <= (rank + 1) * leaf.home.part
-
-
-@laws
-@given(trees, worlds, st.integers(64, 4096), st.integers(16, 512))
-def test_leaves_of_a_flat_lie_apart_and_small_ones_are_in_one(
-    shapes: list[tuple[int, ...]], world: int, most: int, least: int
-) -> None:
-    flats: dict[int, list[LeafLayout]] = {}
-    for leaf in _flats(shapes, world, most, least):
-        if leaf.home is not None:
-            assert leaf.nbytes < most
-            flats.setdefault(leaf.home.flat, []).append(leaf)
-    for leaves in flats.values():
-        claims = Claims()
-        assert all(claims.claim(leaf) for leaf in leaves)
-        assert not any(claims.claim(leaf) for leaf in leaves)
-        parts = {leaf.home.part for leaf in leaves if leaf.home}
-        assert len(parts) == 1
-        # no rank sends more than a sixteenth over what it would have of the leaves one by one
-        rows = [LeafLayout(x.name, x.shape, x.dtype, _plan_dim(x), world) for x in leaves]
-        most_of = sum(torch.Size(leaf.padded_shape).numel() for leaf in rows)
-        assert parts.pop() <= most_of * 17 / 16
-
-
-def _plan_dim(leaf: LeafLayout) -> int | None:
-    return _plan(torch.empty(leaf.shape), leaf.world).dim
-
-
-def test_flats_become_smaller_towards_the_end() -> None:
-    leaves = _flats([(64, 64)] * 64, 2, 2**18, 2**15)
-    sizes = [0] * (1 + max(leaf.home.flat for leaf in leaves if leaf.home))
-    for leaf in leaves:
-        assert leaf.home is not None
-        sizes[leaf.home.flat] += leaf.nbytes
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == 2**18 > 4 * sizes[-1]
-
-
-def test_what_would_need_large_gaps_stays_as_it_is() -> None:
-    (leaf,) = _flats([(3, 1000)], 2, 2**20, 2**16)
-    assert leaf.home is None
