@@ -68,8 +68,7 @@ class Config:
         layout: "rows" gives each rank rows of every leaf, as `Shard(dim)` does. "flat" lays small
             leaves end to end and cuts them there, so that what is gathered needs no copy: see
             docs/design.md. Results are the same; "flat" is faster at stages 1 to 3, its DTensors
-            have placements of their own, and torch 2.13 is wanted. In an Engine at stage 3 "rows"
-            is.
+            have placements of their own, and torch 2.13 is wanted.
         prefetch: how many buckets ahead gathers are launched. None: 1 in the Engine and on devices;
             in a Program over gloo up to 4, but for those around the end of forward, where early
             buffers would raise the peak.

@@ -71,7 +71,8 @@ def plan_flats(
 
     Args:
         layout: from `plan_layout`.
-        most: bytes of full leaves in a section at most; a leaf of as many stays as it is.
+        most: bytes of full leaves that a section is not to exceed by half a block; a leaf of as
+            many stays as it is.
         least: bytes that a section may have wherever it is.
         together: globs over modules that no flat is to reach out of: see `module_within`.
 
@@ -121,7 +122,7 @@ def by_flat(leaves: Sequence[LeafLayout], order: Sequence[int]) -> list[list[int
 
 
 # Bytes of a module in no list that is a section of its own.
-_APART = 2**19
+_APART = 2**21
 # Share of a flat by which gaps may exceed what filling up takes without them.
 _WASTE = 1 / 16
 
@@ -129,7 +130,7 @@ _WASTE = 1 / 16
 def _sections(
     leaves: Sequence[LeafLayout], most: int, least: int, together: Sequence[str]
 ) -> Iterator[list[int]]:
-    """Indices of leaves in sections, of so many bytes or one leaf; see [Note: flats]."""
+    """Indices of leaves in sections of about so many bytes; see [Note: flats]."""
     section: list[int] = []
     left, room, kind = sum(leaf.nbytes for leaf in leaves), 0, None
     for part in _parts(leaves, most):
@@ -138,7 +139,8 @@ def _sections(
         # a list's modules are used between those before and those behind it
         large = nbytes >= _APART and not is_numbered(name)
         new = part if large else is_numbered(name), module_within(name, together)
-        if section and (nbytes > room or new != kind):
+        # to the nearest: half of a part may be too much
+        if section and (nbytes > 2 * room or new != kind):
             yield section
             section = []
         if not section:

@@ -33,7 +33,7 @@ class Model(nn.Module):
 
     def __init__(self, d: int = 160) -> None:
         super().__init__()
-        self.words = nn.Embedding(2**11, d)
+        self.words = nn.Embedding(2**12, d)
         self.blocks = nn.ModuleList(Block(d) for _ in range(12))
         self.last = nn.LayerNorm(d)
 
