@@ -55,7 +55,6 @@ LAWS = {
     "config/names": "program/passes/test_users.py: a_pass_is_known_by_a_name_that_all_ranks_have",
     # lazy parameters
     "eager/arrivals": "step/test_eager.py: training_equals_plain_torch",
-    "eager/gathered": "step/test_eager.py: training_equals_plain_torch",
     "eager/units": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",
     # Programs
     "program/categories": "program/test_held.py: leaves_and_lines_are_named",

@@ -86,12 +86,15 @@ class Gathered:
         indices: dict[int, None] = {}
         nbytes = 0
         for i in ahead:
+            if i in indices:
+                continue
             # what comes with it, whether it is asked for or not
-            more = [j for j in self.mates[i] if j not in self._full and j not in indices]
+            more = [i] if i in self._full else [j for j in self.mates[i] if j not in self._full]
             nbytes += sum(self.leaves[j].leaf.nbytes for j in more)
             if indices and nbytes > self.limit:
                 break
-            indices.update(dict.fromkeys(more))
+            if i not in self._full:
+                indices.update(dict.fromkeys(more))
         return list(indices)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import fzero
 from fzero import Config, tree
 from tests.ranks import run_ranks
-from tests.test_layout import leaves
+from tests.layout.test_layout import leaves
 
 
 class Pair(NamedTuple):
