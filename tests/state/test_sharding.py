@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fzero
 from fzero import Config, tree
-from tests.ranks import run_ranks
 from tests.layout.test_layout import leaves
+from tests.ranks import run_ranks
 
 
 class Pair(NamedTuple):
