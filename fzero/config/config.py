@@ -67,8 +67,9 @@ class Config:
         bucket_mb: MiB of gathered bytes that share one collective.
         layout: "rows" gives each rank rows of every leaf, as `Shard(dim)` does. "flat" lays small
             leaves end to end and cuts them there, so that what is gathered needs no copy: see
-            docs/design.md. Results are the same; "flat" is faster at stages 1 to 3, its DTensors
-            have placements of their own, and torch 2.13 is wanted.
+            docs/design.md. Results are the same; "flat" is faster at stages 1 and 2, and at stage 3
+            from many small leaves or more than two ranks on. Its DTensors have placements of their
+            own, and torch 2.13 is wanted.
         prefetch: how many buckets ahead gathers are launched. None: 1 in the Engine and on devices;
             in a Program over gloo up to 4, but for those around the end of forward, where early
             buffers would raise the peak.
