@@ -205,8 +205,16 @@ def test_every_module_has_a_test_or_a_law() -> None:
 def test_folders_of_tests_are_those_of_the_tree(folder: Path) -> None:
     if list(folder.glob("test_*.py")):
         there = (PACKAGE / folder.relative_to(TESTS)).is_dir()
-        # of no package alone: true of all stages and executors, of models, of examples, of docs
-        assert there or folder.name in ("laws", "models", "examples", "fuzz", "cluster", "docs")
+        # of no package alone: true of all stages and executors, models, examples, devices, docs
+        assert there or folder.name in (
+            "laws",
+            "models",
+            "examples",
+            "fuzz",
+            "cluster",
+            "cuda",
+            "docs",
+        )
 
 
 def test_faults_are_found(tmp_path: Path) -> None:

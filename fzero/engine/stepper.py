@@ -92,9 +92,11 @@ class Stepper:
         local = now.local(local)
         scale = LossScaleState(*local.scale) if local.scale else None
         known = [loss.to(self.loss_dtype) for loss in losses]
-        loss = torch.stack(known).mean() if known else torch.zeros((), dtype=self.loss_dtype)
+        device = plan.mesh.device_type
+        none = torch.zeros((), dtype=self.loss_dtype, device=device)
+        loss = torch.stack(known).mean() if known else none
         # the update sums it over ranks, and the sum is to be the mean
-        loss = loss.to(plan.mesh.device_type) / plan.axes.world
+        loss = loss.to(device) / plan.axes.world
         if scale is not None and cfg.scaling is not None and cfg.scaling.external:
             loss = loss * scale.scale  # which the update takes off again
         if cfg.nonfinite_policy == "raise":

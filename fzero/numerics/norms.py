@@ -30,16 +30,20 @@ _COPIED, _SHARE = 2 * _GRAIN, 32
 _SAFE = (1e-18, 1e30)
 
 
-def sum_of_squares(leaves: Sequence[Tensor], *, exact: bool) -> Tensor:
+def sum_of_squares(
+    leaves: Sequence[Tensor], *, exact: bool, device: torch.device | str | None = None
+) -> Tensor:
     """The sum of squares of all numbers, for norms that nobody differentiates.
 
     Args:
         leaves: plain floating or complex tensors of any shapes, dtypes and devices.
         exact: as if every number were squared and added in float64. False: 1e-6 of that are
             enough, on a CPU in half the time.
+        device: of the result, of no leaves too: a zero of the host's would make it wait for the
+            device. None: the first leaf's.
 
     Returns:
-        0-d float64 on the first leaf's device.
+        0-d float64.
 
     Examples:
         >>> leaves = [torch.tensor([3e30, 4e30]), torch.zeros(2, dtype=torch.bfloat16)]
@@ -47,13 +51,13 @@ def sum_of_squares(leaves: Sequence[Tensor], *, exact: bool) -> Tensor:
         tensor(2.5000e+61, dtype=torch.float64)
     """
     if not leaves:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=device)
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for x in leaves:
         x = x.detach() if x.requires_grad else x  # a Program has no node for it then
         x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
         groups.setdefault((x.device, x.dtype), []).append(x)
-    device = leaves[0].device
+    device = leaves[0].device if device is None else device
     sums = [torch.ops.fzero.sum_of_squares(group, exact=exact) for group in groups.values()]
     parts = [x.to(device) for x in sums]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()

@@ -172,8 +172,8 @@ class Shards:
         """
         p, axis = self.cfg.norm_type, self.axes.shard
         if p == 2:
-            return [sum_of_squares(parts, exact=self._scales).to(device)]
-        norm = tree_norm(list(parts), p).double()
+            return [sum_of_squares(parts, exact=self._scales, device=device)]
+        norm = tree_norm(list(parts), p).double() if parts else _zero(device)
         ends = (axis.rank, axis.size - 1 - axis.rank)
         return torch.nn.functional.pad(norm.view(1).to(device), ends).unbind()
 
@@ -181,9 +181,9 @@ class Shards:
         """The norm of everything, from every rank's share and the leaves that all have."""
         p = self.cfg.norm_type
         if p == 2:
-            rest = sum_of_squares(whole, exact=self._scales)
-            return (stats[1] + rest.to(stats.device)).sqrt()
-        rest = tree_norm(list(whole), p).double()
+            rest = sum_of_squares(whole, exact=self._scales, device=stats.device)
+            return (stats[1] + rest).sqrt()
+        rest = tree_norm(list(whole), p).double() if whole else _zero(stats.device)
         return tree_norm([stats[1:], rest.to(stats.device)], p)
 
     @property
@@ -287,11 +287,11 @@ class Shards:
         ]
         whole = [x for x, leaf in zip(leaves, layout, strict=True) if not split or leaf.dim is None]
         # of masters in host memory, too
-        squares = sum_of_squares(parts, exact=True).to(self.plan.mesh.device_type)
+        squares = sum_of_squares(parts, exact=True, device=self.plan.mesh.device_type)
         squares = all_reduce(squares, self.axes.shard, "global_norm")
         if leaves:
             squares = squares.to(leaves[0].device)
-        total = squares + sum_of_squares(whole, exact=True).to(squares.device)
+        total = squares + sum_of_squares(whole, exact=True, device=squares.device)
         return total.sqrt().to(_widest(leaves))
 
     def publish(self, targets: Sequence[Tensor], params: Sequence[Tensor]) -> None:
@@ -351,3 +351,8 @@ def _borders(leaves: Sequence[LeafLayout], limit: int) -> list[int]:
             filled = 0
         filled += leaf.nbytes
     return [*borders, len(leaves)] if leaves else []
+
+
+def _zero(device: torch.device) -> Tensor:
+    """Made there: from the host it would be a copy that waits for the device."""
+    return torch.zeros((), dtype=torch.float64, device=device)

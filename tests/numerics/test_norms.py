@@ -150,3 +150,4 @@ def test_what_is_not_dense_is_read_where_it_lies(exact: bool) -> None:
 
 def test_no_leaves_have_no_length() -> None:
     assert float(sum_of_squares([], exact=True)) == 0
+    assert sum_of_squares([], exact=True, device="meta").device.type == "meta"
