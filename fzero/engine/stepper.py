@@ -93,8 +93,10 @@ class Stepper:
         scale = LossScaleState(*local.scale) if local.scale else None
         known = [loss.to(self.loss_dtype) for loss in losses]
         device = plan.mesh.device_type
-        none = torch.zeros((), dtype=self.loss_dtype, device=device)
-        loss = torch.stack(known).mean() if known else none
+        if known:
+            loss = torch.stack(known).mean()
+        else:
+            loss = torch.zeros((), dtype=self.loss_dtype, device=device)
         # the update sums it over ranks, and the sum is to be the mean
         loss = loss.to(device) / plan.axes.world
         if scale is not None and cfg.scaling is not None and cfg.scaling.external:
