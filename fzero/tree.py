@@ -4,23 +4,36 @@ Dict keys are sorted, `None` is an empty subtree, and a leaf's path reads like t
 reaches it (`['head.weight']`, `.mu['w']`, `[0]`).
 """
 
+import builtins
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import optree
+from torch import Tensor
 
 PyTree = Any
 Spec = optree.PyTreeSpec
 
 
-def flatten(tree: PyTree) -> tuple[list[Any], Spec]:
+def flatten(tree: PyTree, like: Spec | None = None) -> tuple[list[Any], Spec]:
     """The leaves of `tree` in the library's one order, and the spec that rebuilds it.
+
+    Args:
+        like: one that it probably has, if its leaves are tensors. That it has it is seen in a
+            quarter of the time; a dict of another kind with the same keys has it, too.
 
     >>> leaves, spec = flatten({"b": 2, "a": (1, None)})
     >>> leaves, unflatten(spec, leaves)
     ([1, 2], {'b': 2, 'a': (1, None)})
     """
+    if like is not None:
+        with contextlib.suppress(ValueError):  # another structure
+            leaves = like.flatten_up_to(tree)
+            # at the place of a leaf there may be a tree
+            if all(issubclass(kind, Tensor) for kind in {*builtins.map(type, leaves)}):
+                return leaves, like
     return optree.tree_flatten(tree)
 
 

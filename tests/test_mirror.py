@@ -18,7 +18,6 @@ MODULES = sorted(
 
 # A module without tests/<its folder>/test_<its name>.py -> file and test that would fail with it.
 LAWS = {
-    "tree": "state/test_sharding.py: unshard_undoes_shard",
     # the ranks
     "distributed/buckets": "program/passes/test_passes.py: "
     "buckets_carry_every_leaf_once_and_in_time",

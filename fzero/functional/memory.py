@@ -6,7 +6,7 @@ function. A tensor that sits in several slots is one parameter with several name
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import call, is_
 
 import torch
@@ -74,19 +74,27 @@ class Apart:
 
     Examples:
         >>> x, apart = torch.zeros(5), Apart()
-        >>> apart.shared([x[:3], x[3:]], [True, True]), apart.shared([x, x[3:]], [True, False])
-        (None, (0, 1))
+        >>> apart.shared([x[:3], x[3:]], lambda: [True, True])
+        >>> apart.shared([x, x[3:]], lambda: [True, False])
+        (0, 1)
     """
 
     def __init__(self) -> None:
         self._seen: list[weakref.ref[Tensor]] = []
 
-    def shared(self, tensors: Sequence[Tensor], written: Sequence[bool]) -> tuple[int, int] | None:
-        """The numbers of two tensors that share an element, of which one is written; or None."""
+    def shared(
+        self, tensors: Sequence[Tensor], written: Callable[[], Sequence[bool]]
+    ) -> tuple[int, int] | None:
+        """The numbers of two tensors that share an element, of which one is written; or None.
+
+        Args:
+            tensors: plain ones.
+            written: tells which are; asked where they are not those of the last call.
+        """
         # a loop hands in again what it got; without a line of Python for each
         if len(self._seen) == len(tensors) and all(map(is_, map(call, self._seen), tensors)):
             return None
-        found = next(overlapping(tensors, written), None)
+        found = next(overlapping(tensors, written()), None)
         if found is None:
             self._seen = list(map(weakref.ref, tensors))
         return found

@@ -102,9 +102,17 @@ class LocalState(NamedTuple):
     step: Tensor
 
     @classmethod
-    def of(cls, opt_state: OptState, *, dtensors: bool) -> "LocalState":
-        """Unpack; `dtensors` leaves the optimizer's state as DTensors."""
-        inner, inner_spec = tree.flatten(opt_state.inner)
+    def of(
+        cls, opt_state: OptState, *, dtensors: bool, like: tree.Spec | None = None
+    ) -> "LocalState":
+        """Unpack.
+
+        Args:
+            opt_state: a step's.
+            dtensors: leave the optimizer's state as DTensors.
+            like: the structure that the optimizer's state probably has.
+        """
+        inner, inner_spec = tree.flatten(opt_state.inner, like)
         state, state_spec = tree.flatten(opt_state.model_state)
         return cls(
             locals_of(tree.leaves(opt_state.master)),

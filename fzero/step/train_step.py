@@ -335,13 +335,13 @@ class TrainStep:
     def _unpack(self, params: PyTree, opt_state: OptState) -> tuple[Plan, list[Tensor], LocalState]:
         """The plan for this tree, its local leaves, and the local leaves of the state."""
         refuse_outer_autocast()
-        leaves, spec = tree.flatten(params)
+        plan = self._plan
+        leaves, spec = tree.flatten(params, plan.sharding.spec if plan else None)
         if not isinstance(opt_state, OptState):
             raise ShardError(
                 f"opt_state is a {type(opt_state).__name__}; pass the second value that "
                 "step_fn.init or the last call of step_fn returned."
             )
-        plan = self._plan
         if plan is None:  # a state from elsewhere: a checkpoint, another step function
             check_tensors("params", leaves, tree.paths(params))
             device_type = leaves[0].device.type if leaves else "cpu"
@@ -352,7 +352,7 @@ class TrainStep:
         plan.check(leaves, spec)
         _check_scale(opt_state, self.cfg)
         carried = opt_state if self._takes_state else opt_state._replace(model_state=None)
-        local = LocalState.of(carried, dtensors=self.opt.foreign)
+        local = LocalState.of(carried, dtensors=self.opt.foreign, like=plan.inner_spec)
         plan.check_inner(local.inner_spec)
         return self._use(plan), locals_of(leaves), local
 
@@ -361,9 +361,13 @@ class TrainStep:
         inner = local.inner
         if not {*map(type, inner)} <= {Tensor}:  # of an optimizer of others, or refused later
             inner = [local_tensor(x) for x in inner if isinstance(x, Tensor)]
-        written = [leaf.trainable for leaf in plan.sharding.layout]
-        written += [True] * (len(local.masters) + len(inner)) + [False] * len(local.state)
-        pair = self._apart.shared([*leaves, *local.masters, *inner, *local.state], written)
+        groups = leaves, local.masters, inner, local.state
+
+        def written() -> list[bool]:
+            trained = [leaf.trainable for leaf in plan.sharding.layout]
+            return trained + [True] * (len(local.masters) + len(inner)) + [False] * len(local.state)
+
+        pair = self._apart.shared([x for group in groups for x in group], written)
         if pair is not None:
             raise _one_memory(plan, local, *pair)
 

@@ -350,7 +350,7 @@ class TracedFunction:
         Raises:
             ShardError: it is.
         """
-        if self.donated and (pair := self._apart.shared(flat, self.donated)) is not None:
+        if self.donated and (pair := self._apart.shared(flat, lambda: self.donated)) is not None:
             first, second = (self.frame.names[i] for i in pair)
             raise ShardError(
                 f"{first} and {second} lie in the same memory, and are donated: results are "
