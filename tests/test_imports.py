@@ -45,7 +45,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "simulation": (
         *("errors", "tree", "distributed", "optim", "functional", "config", "program"),
-        *("transforms.frames", "transforms.function", "step"),
+        *("state.sharding", "transforms.frames", "transforms.function", "step"),
     ),
     "simulate": ("simulation",),
     "checkpoint": (

@@ -69,7 +69,9 @@ class Config:
             leaves end to end and cuts them there, so that what is gathered needs no copy: see
             docs/design.md. Results are the same; "flat" is faster at stages 1 and 2, and at stage 3
             from many small leaves or more than two ranks on. Its DTensors have placements of their
-            own, and torch 2.13 is wanted.
+            own, and torch 2.13 is wanted. "auto" is "flat" at stages 1 and 2, where parameters are
+            whole and nothing but the optimizer's state is in such DTensors; it is "rows" at stage
+            3, for optimizers that are not of `fzero.optim`, and with an older torch.
         prefetch: how many buckets ahead gathers are launched. None: 1 in the Engine and on devices;
             in a Program over gloo up to 4, but for those around the end of forward, where early
             buffers would raise the peak.
@@ -136,7 +138,7 @@ class Config:
     frozen: Selection = ()
     reshard_after_forward: bool = True
     bucket_mb: float = 25
-    layout: Literal["rows", "flat"] = "rows"
+    layout: Literal["auto", "rows", "flat"] = "auto"
     prefetch: int | None = None
     gather_together: str | Sequence[str] = ()
     opaque: str | Sequence[str] = ()
@@ -170,7 +172,7 @@ class Config:
             if not isinstance(getattr(self, field), bool):
                 self._refuse(field, "True or False")
         self._check_choice("on_nonfinite", ("report", "skip", "raise"))
-        self._check_choice("layout", ("rows", "flat"))
+        self._check_choice("layout", ("auto", "rows", "flat"))
         self._check_choice("executor", ("traced", "eager", "inductor"))
         self._check_choice("offload", (None, "cpu", "activations", "all"))
         if self.offloads_activations and self.memory_limit is None:

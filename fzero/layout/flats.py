@@ -6,7 +6,7 @@ be laid end to end in a *flat* of some MiB, which is cut into equal parts, one a
 a border meets. A part is what a rank sends; what comes is the flat, and each leaf is a view of it.
 A leaf is cut between rows only, so that a rank's part of it is rows of it, as everywhere: where a
 border would fall into a row, the leaf begins a little later. The gaps travel, too: `plan_flats`
-leaves as they were what would need too large ones.
+leaves as they were what would take a hundredth more than filling up rows does.
 
 A flat is gathered as a whole, and is there until the last of its leaves is read. So its leaves are
 used one after the other: a tree is cut into *sections*, between its blocks (`layers.3`), and what
@@ -124,7 +124,7 @@ def by_flat(leaves: Sequence[LeafLayout], order: Sequence[int]) -> list[list[int
 # Bytes of a module in no list that is a section of its own.
 _APART = 2**21
 # Share of a flat by which gaps may exceed what filling up takes without them.
-_WASTE = 1 / 16
+_WASTE = 1 / 100
 
 
 def _sections(

@@ -93,7 +93,7 @@ def _bytes_moved(node: fx.Node) -> int:
     if node.op != "call_function" or node.target in (operator.getitem, buffer_of) or is_wait(node):
         return 0
     if node.target in _PACKS and len(node.args) > 2:
-        missing: Any = [node.args[0][i] for i in node.args[3]]  # pyright: ignore
+        missing = _packed(node)
         return 2 * sum(x.nbytes for operand in missing for x in dense_of(operand))
     inputs = [x for x in node.all_input_nodes if x.target is not buffer_of]
     read = storages(inputs)
@@ -107,6 +107,17 @@ def _bytes_moved(node: fx.Node) -> int:
         operands = operands[1:]
         return 2 * output + sum(x.nbytes for x in operands)
     return output + sum(x.nbytes for x in operands)
+
+
+def _packed(pack: fx.Node) -> list[fx.Node]:
+    """What is copied, of what goes into a buffer that is there: the rest lies in it."""
+    operands: list[fx.Node] = list(pack.args[0])  # pyright: ignore
+    where, *rest = pack.args[2:]
+    if rest:  # results, some of which were computed into it: see `place`
+        missing: Any = rest[0]
+        return [operands[i] for i in missing]
+    there = storages(where)  # pyright: ignore
+    return [x for x in operands if not storages([x]).keys() <= there.keys()]
 
 
 _PACKS = {kind.pack for kind in KINDS.values()}

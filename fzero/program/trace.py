@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
+from torch.nn import Parameter
 
 from fzero.errors import FzeroError, TraceError, TransformOverError
 from fzero.functional.opaque import opaque_modules
@@ -51,6 +52,7 @@ def trace_program(
     opaque: Sequence[str] = (),
     remat: Rules = (),
     symbolic: "Symbolic | None" = None,
+    apart: bool = False,
 ) -> Program:
     """Record `fn(*inputs)`, a flat tuple of tensors, with the first front end that can.
 
@@ -64,6 +66,7 @@ def trace_program(
             that can't be recorded.
         remat: globs over names of modules, each with a policy of `fzero.remat`.
         symbolic: the same, recorded with symbols: see [Note: dynamic dims].
+        apart: each input is recorded in memory of its own, whatever lies beside it.
 
     Raises:
         ConfigError: a glob of `remat` matches no module.
@@ -71,7 +74,7 @@ def trace_program(
     """
     try:
         with remat_modules(remat), failures_unlogged():
-            return _with_islands(name, front_ends, inputs, names, guard, opaque, symbolic)
+            return _with_islands(name, front_ends, inputs, names, guard, opaque, symbolic, apart)
     except TraceError as error:
         _begin_with_users_code(error.__cause__)
         raise
@@ -85,15 +88,16 @@ def _with_islands(
     guard: Callable[[], contextlib.AbstractContextManager[None]],
     opaque: Sequence[str],
     symbolic: "Symbolic | None",
+    apart: bool,
 ) -> Program:
     if tuple(opaque) != ("auto",):
         with opaque_modules(opaque):
-            return _by_front_ends(name, front_ends, inputs, names, guard, symbolic)
+            return _by_front_ends(name, front_ends, inputs, names, guard, symbolic, apart)
     chosen: list[str] = []
     while True:
         try:
             with opaque_modules(chosen):
-                program = _by_front_ends(name, front_ends, inputs, names, guard, symbolic)
+                program = _by_front_ends(name, front_ends, inputs, names, guard, symbolic, apart)
         except TraceError as error:
             # what can't be an island was tried apart, so its cause knows of no module around it
             module = _module_of(error.__cause__ or error)
@@ -121,12 +125,13 @@ def _by_front_ends(
     names: Sequence[str],
     guard: Callable[[], contextlib.AbstractContextManager[None]],
     symbolic: "Symbolic | None",
+    apart: bool,
 ) -> Program:
     refusals: list[tuple[str, Exception]] = []
     for label, fn in front_ends:
         try:
             with guard():
-                graph_module = _recorded(fn, inputs)
+                graph_module = _recorded(fn, inputs, apart=apart)
                 _refuse_host_collectives(graph_module.graph)
                 _refuse_recorded(graph_module, inputs)
         except Exception as error:
@@ -175,20 +180,20 @@ def _refuse_recorded(graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> 
             )
 
 
-def _recorded(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+def _recorded(fn: Callable[..., Any], inputs: Sequence[Tensor], *, apart: bool) -> fx.GraphModule:
     try:
-        return _record(fn, inputs)
+        return _record(fn, inputs, apart=apart)
     except Exception as error:
         # Only what torch has put on the meta device by itself (see `devices`) needs a second try.
         if "meta" not in str(error):
             raise
-        return _record(devices_kept(fn), inputs)
+        return _record(devices_kept(fn), inputs, apart=apart)
 
 
-def _record(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+def _record(fn: Callable[..., Any], inputs: Sequence[Tensor], *, apart: bool) -> fx.GraphModule:
     # Non-fake inputs are what the function closes over.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _run(fn, lambda: _fakes(inputs, mode))
+    return _run(fn, lambda: _fakes(inputs, mode, apart=apart))
 
 
 class Symbolic(NamedTuple):
@@ -257,25 +262,36 @@ def _run(fn: Callable[..., Any], fakes: Callable[[], Sequence[Tensor]]) -> fx.Gr
         return make_fx(noted, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes())
 
 
-def _fakes(inputs: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
+def _fakes(inputs: Sequence[Tensor], mode: FakeTensorMode, *, apart: bool) -> list[Tensor]:
     seen: set[int] = set()
     fakes: list[Tensor] = []
     for x in inputs:
         # A tensor that is passed twice (labels that are the tokens) may be two at another call. As
         # one fake tensor, all reads of it would be recorded as reads of the input that comes last.
-        fakes.append(_fake(x, mode, anew=id(x) in seen))
+        fakes.append(_fake(x, mode, anew=id(x) in seen, apart=apart))
         seen.add(id(x))
     return fakes
 
 
-def _fake(x: Tensor, mode: FakeTensorMode, *, anew: bool) -> Tensor:
+def _fake(x: Tensor, mode: FakeTensorMode, *, anew: bool, apart: bool) -> Tensor:
     # A fake tensor of another Program is to be the same in this mode. A number is made anew, too:
     # from 2.15 on torch reads its value, which would count as read by the function.
     number = type(x) is Tensor and x.dim() == 0 and not x.requires_grad
-    if anew or number or isinstance(x, FakeTensor):
+    # And a part of a larger memory, where others may lie, now or at another call: torch takes no
+    # derivative along a direction of one (2.13: an internal assertion).
+    part = apart and type(x) in (Tensor, Parameter) and x.layout is torch.strided and _is_part(x)
+    if anew or number or part or isinstance(x, FakeTensor):
         with mode:
-            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+            made = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+        return made.requires_grad_(x.requires_grad)
     return mode.from_tensor(x, static_shapes=True)
+
+
+def _is_part(x: Tensor) -> bool:
+    """Whether its memory is larger than it is."""
+    spans = zip(x.shape, x.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in spans) if x.numel() else -1
+    return x.untyped_storage().nbytes() > (last + 1) * x.itemsize
 
 
 def _program(

@@ -19,6 +19,7 @@ from torch import fx
 
 from fzero.config import Config
 from fzero.distributed.buckets import KINDS
+from fzero.optim import as_optimizer
 from fzero.program import Program
 from fzero.program.categories import summed
 from fzero.program.graph import tensors_of
@@ -28,6 +29,7 @@ from fzero.program.memory import is_wait
 from fzero.program.passes.rewrite import is_cheap
 from fzero.simulation.report import Report, Traffic, away, report_on, tokens_in
 from fzero.simulation.simulation import check_world, lowered
+from fzero.state.sharding import lies_flat
 from fzero.step.gradients import ModelFn
 from fzero.tree import PyTree
 
@@ -64,7 +66,7 @@ def simulate_layers(
         return _Sample(depth, report, _sections(program, cfg))
 
     # how large flats are depends on how many layers follow
-    if layers <= FIRST + 2 or cfg.layout == "flat":
+    if layers <= FIRST + 2 or lies_flat(cfg, as_optimizer(opt)):
         return sample(layers).report
     third = sample(FIRST + 2)
     # the deepest of the first three says how large buckets are, and the others need not look

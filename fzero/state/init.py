@@ -76,7 +76,7 @@ def start(
     # On the meta device: plans need no values, and casts of all leaves at once would cost memory.
     low = [noted_like(x.detach().to("meta", dtype), x) for x, dtype in pairs]
     low = tree.unflatten(tree.flatten(shapes)[1], low)
-    sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)
+    sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3, opt=opt)
     plan = Plan(cfg, opt, mesh, sharding)
     shards: list[Any] = [None] * len(leaves)
     masters_of: list[Any] = [None] * len(leaves)

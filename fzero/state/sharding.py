@@ -33,6 +33,7 @@ from fzero.functional.owners import (
 from fzero.layout import Home, Layout, LeafLayout, plan_layout
 from fzero.layout.flats import plan_flats
 from fzero.numerics.precision import Precision
+from fzero.optim.base import Optimizer
 from fzero.tree import PyTree
 
 
@@ -75,8 +76,13 @@ class Sharding:
         return part.clone(memory_format=torch.contiguous_format)
 
 
-def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> Sharding:
+def plan_sharding(
+    params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool, opt: Optimizer | None = None
+) -> Sharding:
     """How `params` (full leaves, or DTensors) lives on `mesh`; as DTensors if `sharded`.
+
+    Args:
+        opt: what will update them, if it is known.
 
     Raises:
         ConfigError: autocast depends on modules, and a leaf doesn't know its own.
@@ -96,7 +102,7 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
     )
     owners = tuple(map(owners_of, leaves))
     layout = _by_owners(layout, owners, paths, dtypes)
-    if cfg.layout == "flat":
+    if lies_flat(cfg, opt):
         if not is_supported():
             raise ConfigError(
                 f"Config.layout='flat' needs torch 2.13 or later, and this is {torch.__version__}: "
@@ -107,6 +113,19 @@ def plan_sharding(params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool) -> 
         layout = plan_flats(layout, int(cfg.bucket_mb * 2**20), least, cfg.gather_together)
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
+
+
+def lies_flat(cfg: Config, opt: Optimizer | None) -> bool:
+    """Whether parameters that `opt` updates are laid end to end.
+
+    >>> from fzero.optim import sgd
+    >>> lies_flat(Config(stage=3), sgd(0.1)), lies_flat(Config(stage=3, layout="flat"), sgd(0.1))
+    (False, True)
+    """
+    if cfg.layout != "auto":
+        return cfg.layout == "flat"
+    whole = cfg.stage in (1, 2) and opt is not None and not opt.foreign
+    return whole and is_supported()
 
 
 def read_sharding(values: PyTree, cfg: Config, mesh: Mesh, what: str = "params") -> Sharding:

@@ -140,7 +140,7 @@ def _on(
         ]
         meta = [x.to("meta") for x in full]
         low = tree.unflatten(plan.sharding.spec, meta)
-        sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3)
+        sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3, opt=plan.opt)
         other = Plan(cfg, plan.opt, mesh, sharding)
         shards = [sharding.split_one(i, x) for i, x in enumerate(full)]
         trained, _ = sharding.layout.divide(shards)

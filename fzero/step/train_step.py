@@ -347,7 +347,9 @@ class TrainStep:
             device_type = leaves[0].device.type if leaves else "cpu"
             mesh = resolve_mesh(self.cfg.mesh, device_type)
             agree_on_start(self.cfg, params, opt_state.model_state, mesh, values=False)
-            sharding = plan_sharding(params, self.cfg, mesh, sharded=self.cfg.stage == 3)
+            sharding = plan_sharding(
+                params, self.cfg, mesh, sharded=self.cfg.stage == 3, opt=self.opt
+            )
             plan = Plan(self.cfg, self.opt, mesh, sharding)
         plan.check(leaves, spec)
         _check_scale(opt_state, self.cfg)

@@ -128,6 +128,7 @@ def staged_out(
             opaque=cfg.opaque,
             remat=cfg.remat_rules,
             symbolic=symbolic,
+            apart=not donated,
         )
 
     def passes(program: Program) -> Program:

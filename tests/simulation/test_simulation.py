@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import fzero
 from benchmarks.allocations import measure
 from benchmarks.models import GPT, Size, batch_of, fzero_step
+from fzero.distributed.ragged import is_supported
 from fzero.program import Program
 from fzero.simulation import HARDWARE
 from tests.ranks import fake_ranks
@@ -68,6 +69,20 @@ def test_a_simulated_step_is_the_one_that_ranks_stage_out(
     assert meta == real
     assert meta.peak_bytes == program.peak_bytes()
     adds_up(meta)
+
+
+@pytest.mark.parametrize(("stage", "layout"), [(1, "rows"), (2, "rows"), (3, "flat")])
+def test_so_is_one_of_either_layout(stage: int, layout: Any) -> None:
+    if layout == "flat" and not is_supported():
+        pytest.skip("flats want a torch whose DTensors can be ragged")
+    opt = fzero.optim.adamw(0.1)
+    cfg = fzero.Config(stage=stage, accum_steps=2, precision="bf16", layout=layout)
+    report = fzero.simulate(*made_for(opt, cfg, "meta"), 4, "h100")
+    with fake_ranks(4):
+        model_fn, params, batch = parts_of("cpu")
+        step_fn = fzero.make_train_step(model_fn, opt, cfg)
+        assert said(report.program) == said(step_fn.lower(*step_fn.init(params), batch))
+    adds_up(report)
 
 
 def made_for(opt: Any, cfg: fzero.Config, device: str) -> tuple[Any, ...]:

@@ -114,7 +114,7 @@ def test_what_is_updated_is_gathered_at_once_where_gradients_held_as_much() -> N
     params = {f"w{i}": torch.ones(64, 64) for i in range(40)}
     gathers = {}
     with fake_ranks(2):
-        step_fn = fzero.make_train_step(loss, optim.sgd(0.1), Config(stage=2))
+        step_fn = fzero.make_train_step(loss, optim.sgd(0.1), Config(stage=2, layout="rows"))
         state = step_fn.init(params)
         for rows in (1, 100):
             _, update = step_fn.lower(*state, torch.ones(rows, 64)).parts()
@@ -142,7 +142,8 @@ def _stages(
     """On a rank, at stages 0 to 2: parameters after each step, and the last step's Program."""
     found = []
     for stage in (0, 1, 2):
-        cfg = Config(stage=stage, accum_steps=accum, precision=precision, **more)
+        options = {"layout": "rows"} | more
+        cfg = Config(stage=stage, accum_steps=accum, precision=precision, **options)
         step_fn = fzero.make_train_step(_two_layers, optim.sgd(0.3, 0.9), cfg)
         state = step_fn.init(_large(batches.dtype))
         if stage == 2 and dist.get_rank() == 0:  # a part of a larger memory, and on one rank alone

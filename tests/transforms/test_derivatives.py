@@ -295,6 +295,43 @@ def test_a_checkpoint_has_second_derivatives() -> None:
 
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("how", ["views", "same storage"])
+def test_parameters_that_lie_in_one_memory_have_all_derivatives(how: str, executor: Any) -> None:
+    """As the flats of stages 1 and 2 do, or an optimizer's flat buffer."""
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        h = torch.tanh(torch.nn.functional.linear(x, p["up"], p["bias"]))
+        return torch.nn.functional.linear(h, p["out"]).square().mean()
+
+    shapes = {"up": (5, 4), "bias": (5,), "out": (3, 5)}
+
+    def drawn(*, together: bool) -> Params:
+        memory, end, found = torch.randn(40, dtype=F64), 0, {}
+        for name, shape in shapes.items():
+            size = torch.Size(shape).numel()
+            part = memory[end : end + size].view(shape)
+            if how == "same storage":
+                part = torch.empty(0, dtype=F64).set_(
+                    memory.untyped_storage(), end, shape, part.stride()
+                )
+            found[name] = part if together else part.clone()
+            end += size
+        return found
+
+    x = torch.randn(6, 4, dtype=F64)
+    params, along, apart = (drawn(together=x) for x in (True, False, False))
+    for p in (params, apart):
+        plain = {k: v.clone() for k, v in p.items()}
+        directions = ({k: v.clone() for k, v in along.items()},)
+        fn = fzero.hvp(loss, fzero.Config(executor=executor))
+        _, products = fn(p, along, x)
+        if executor == "traced":
+            assert "refused" not in str(fn.lower(p, along, x))
+        wanted = torch.func.jvp(lambda q: torch.func.grad(loss)(q, x), (plain,), directions)[1]
+        torch.testing.assert_close(products, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
 def test_micro_batches_count_for_all_derivatives_of_a_loss(executor: Any) -> None:
     def loss(p: Params, x: Tensor) -> Tensor:
         return _loss(p, x) ** 2  # no mean over rows: that of halves is another
