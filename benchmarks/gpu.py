@@ -261,8 +261,12 @@ class Bench:
             row["pinned"] = self.cuda and all(x.is_pinned() for x in held)
             finals.append(fzero.unshard(step.params))
             rows.append(row)
-        off = max(float((finals[0][k] - x).abs().max()) for k, x in finals[1].items())
-        rows[-1]["largest difference"] = off
+        # relative to a weight, and to 2**-5 for smaller ones: a step of bfloat16 is up to 2**-7
+        off = max(
+            float(((finals[0][k] - x).abs() / x.abs().clamp(min=2**-5)).max())
+            for k, x in finals[1].items()
+        )
+        rows[-1]["largest difference, relative"] = off
         rows[-1]["ok"] = off <= 2**-7 and (not self.cuda or rows[-1]["pinned"])
         return rows
 

@@ -78,12 +78,12 @@ def plan_flats(
 
     >>> from fzero.layout import plan_layout
     >>> import torch
-    >>> leaves = [torch.zeros(4, 4), torch.zeros(8, 4), torch.zeros(4, 4), torch.zeros(5)]
+    >>> leaves = [torch.zeros(4, 4), torch.zeros(8, 4), torch.zeros(4, 4), torch.zeros(8)]
     >>> print(plan_flats(plan_layout("abcd", leaves, world=2), 2**20))
     a   float32 (4, 4)  flat 0: rows 4, 0
     b   float32 (8, 4)  flat 0: rows 5, 3
     c   float32 (4, 4)  flat 0: rows 0, 4
-    d   float32 (5,)    flat 0: rows 0, 5
+    d   float32 (8,)    flat 0: rows 0, 8
     """
     if layout.world == 1:
         return layout
