@@ -5,7 +5,6 @@ reaches it (`['head.weight']`, `.mu['w']`, `[0]`).
 """
 
 import builtins
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,23 +16,51 @@ PyTree = Any
 Spec = optree.PyTreeSpec
 
 
-def flatten(tree: PyTree, like: Spec | None = None) -> tuple[list[Any], Spec]:
+class Known:
+    """A structure that trees of tensors probably have: seen in a quarter of the time.
+
+    What its dicts are is seen of those alone that have leaves.
+
+    >>> known = Known(flatten({"b": Tensor(), "a": ()})[1])
+    >>> known.leaves({"a": (), "b": Tensor([1.0])}), known.leaves({"b": [Tensor()]})
+    ([tensor([1.])], None)
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        # dicts of another class would be taken for one, and have another order of leaves
+        self._dicts = {
+            accessor[:depth].codify(""): (accessor[:depth], accessor[depth].type)
+            for accessor in spec.accessors()
+            for depth in range(len(accessor))
+            if issubclass(accessor[depth].type, dict)
+        }
+
+    def leaves(self, tree: PyTree) -> list[Any] | None:
+        """The leaves of a tree of this structure; None of another."""
+        try:
+            leaves = self.spec.flatten_up_to(tree)
+        except ValueError:
+            return None
+        # at the place of a leaf there may be a tree
+        alike = all(issubclass(kind, Tensor) for kind in {*builtins.map(type, leaves)})
+        if alike and all(type(at(tree)) is kind for at, kind in self._dicts.values()):
+            return leaves
+        return None
+
+
+def flatten(tree: PyTree, known: Known | None = None) -> tuple[list[Any], Spec]:
     """The leaves of `tree` in the library's one order, and the spec that rebuilds it.
 
     Args:
-        like: one that it probably has, if its leaves are tensors. That it has it is seen in a
-            quarter of the time; a dict of another kind with the same keys has it, too.
+        known: a structure that it probably has.
 
     >>> leaves, spec = flatten({"b": 2, "a": (1, None)})
     >>> leaves, unflatten(spec, leaves)
     ([1, 2], {'b': 2, 'a': (1, None)})
     """
-    if like is not None:
-        with contextlib.suppress(ValueError):  # another structure
-            leaves = like.flatten_up_to(tree)
-            # at the place of a leaf there may be a tree
-            if all(issubclass(kind, Tensor) for kind in {*builtins.map(type, leaves)}):
-                return leaves, like
+    if known is not None and (leaves := known.leaves(tree)) is not None:
+        return leaves, known.spec
     return optree.tree_flatten(tree)
 
 

@@ -27,45 +27,49 @@ SUBTREES = st.recursive(
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(OrderedDict)
         | st.builds(Pair, inner, inner)
     ),
     max_leaves=6,
 )
 
 
-@given(SUBTREES, SUBTREES)
-def test_a_structure_that_is_expected_changes_nothing(one: Any, other: Any) -> None:
-    like = tree.flatten(other)[1]
+@given(SUBTREES, SUBTREES, st.booleans())
+def test_a_structure_that_is_known_changes_nothing(one: Any, other: Any, same: bool) -> None:
+    known = tree.Known(tree.flatten(one if same else other)[1])
     plain, spec = tree.flatten(one)
-    found, seen = tree.flatten(one, like)
-    assert seen == spec
-    assert len(found) == len(plain)
+    found, seen = tree.flatten(one, known)
+    assert seen in (spec, known.spec)
     assert all(x is y for x, y in zip(found, plain, strict=True))
+    assert tree.paths(tree.unflatten(seen, found)) == tree.paths(one)
+
+
+def recognised(like: Any, given: Any) -> bool:
+    """Whether a tree is, and its leaves come in their order in any case."""
+    known = tree.Known(tree.flatten(like)[1])
+    found, seen = tree.flatten(given, known)
+    plain, spec = tree.flatten(given)
+    assert seen == spec
+    assert all(x is y for x, y in zip(found, plain, strict=True))
+    return seen is known.spec
 
 
 @pytest.mark.parametrize("x", [nn.Parameter(leaf()), leaf().to("meta")])
 def test_leaves_of_any_class_of_tensors_are_recognised(x: Tensor) -> None:
-    like = tree.flatten({"a": leaf(), "b": (leaf(), None)})[1]
-    found, seen = tree.flatten({"b": (x, None), "a": x}, like)
-    assert seen is like
-    assert [y is x for y in found] == [True, True]
+    assert recognised({"a": leaf(), "b": (leaf(), None)}, {"b": (x, None), "a": x})
 
 
-def test_dicts_of_one_order_or_another_are_one_structure() -> None:
-    a, b = leaf(), leaf()
-    like = tree.flatten({"a": leaf(), "b": leaf()})[1]
-    found, seen = tree.flatten(OrderedDict(b=b, a=a), like)
-    assert seen is like
-    assert found[0] is a
-    assert found[1] is b
+def test_a_dict_of_another_class_has_another_order() -> None:
+    plain, turned = {"a": leaf(), "b": leaf()}, OrderedDict(b=leaf(), a=leaf())
+    assert not recognised(plain, turned)
+    assert not recognised(turned, plain)
+    assert not recognised([plain, leaf()], [turned, leaf()])
+    assert not recognised({"a": {"b": plain}}, {"a": {"b": turned}})
+    assert recognised([turned, {"c": plain}], [OrderedDict(b=leaf(), a=leaf()), {"c": plain}])
 
 
 @pytest.mark.parametrize(
     "there", [None, 3, [leaf()], {"x": leaf()}, (leaf(), leaf())], ids=lambda x: type(x).__name__
 )
 def test_what_is_no_tensor_at_the_place_of_one_is_another_structure(there: Any) -> None:
-    like = tree.flatten({"a": leaf(), "b": leaf()})[1]
-    given = {"a": leaf(), "b": there}
-    found, seen = tree.flatten(given, like)
-    assert seen == tree.flatten(given)[1]
-    assert all(x is y for x, y in zip(found, tree.leaves(given), strict=True))
+    assert not recognised({"a": leaf(), "b": leaf()}, {"a": leaf(), "b": there})

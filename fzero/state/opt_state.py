@@ -103,16 +103,16 @@ class LocalState(NamedTuple):
 
     @classmethod
     def of(
-        cls, opt_state: OptState, *, dtensors: bool, like: tree.Spec | None = None
+        cls, opt_state: OptState, *, dtensors: bool, known: tree.Known | None = None
     ) -> "LocalState":
         """Unpack.
 
         Args:
             opt_state: a step's.
             dtensors: leave the optimizer's state as DTensors.
-            like: the structure that the optimizer's state probably has.
+            known: a structure that the optimizer's state probably has.
         """
-        inner, inner_spec = tree.flatten(opt_state.inner, like)
+        inner, inner_spec = tree.flatten(opt_state.inner, known)
         state, state_spec = tree.flatten(opt_state.model_state)
         return cls(
             locals_of(tree.leaves(opt_state.master)),

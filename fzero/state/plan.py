@@ -173,6 +173,16 @@ class Plan:
         with whole_leaves(self.whole):
             return tree.flatten(self.opt.init(self.trained_tree(empty)))[1]
 
+    @functools.cached_property
+    def known_params(self) -> tree.Known:
+        """What parameters look like, for `tree.flatten`."""
+        return tree.Known(self.sharding.spec)
+
+    @functools.cached_property
+    def known_inner(self) -> tree.Known | None:
+        """What the optimizer's state looks like, if that is known."""
+        return None if self.inner_spec is None else tree.Known(self.inner_spec)
+
     def check_inner(self, spec: tree.Spec) -> None:
         """Raise a ShardError if the optimizer keeps a state of another structure than `spec`."""
         if self.inner_spec not in (None, spec):

@@ -336,7 +336,7 @@ class TrainStep:
         """The plan for this tree, its local leaves, and the local leaves of the state."""
         refuse_outer_autocast()
         plan = self._plan
-        leaves, spec = tree.flatten(params, plan.sharding.spec if plan else None)
+        leaves, spec = tree.flatten(params, plan.known_params if plan else None)
         if not isinstance(opt_state, OptState):
             raise ShardError(
                 f"opt_state is a {type(opt_state).__name__}; pass the second value that "
@@ -354,7 +354,7 @@ class TrainStep:
         plan.check(leaves, spec)
         _check_scale(opt_state, self.cfg)
         carried = opt_state if self._takes_state else opt_state._replace(model_state=None)
-        local = LocalState.of(carried, dtensors=self.opt.foreign, like=plan.inner_spec)
+        local = LocalState.of(carried, dtensors=self.opt.foreign, known=plan.known_inner)
         plan.check_inner(local.inner_spec)
         return self._use(plan), locals_of(leaves), local
 
