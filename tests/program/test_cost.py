@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fzero
-from fzero.distributed.buckets import Bucket
+from fzero.distributed.buckets import GATHER, KINDS, Bucket
+from fzero.distributed.ragged import is_supported
 from fzero.program import Program
 from fzero.program.cost import COMPUTE, cost, node_cost, spans
 from fzero.program.graph import copy_graph, is_op
@@ -93,6 +94,23 @@ def test_bytes_moved_are_what_an_operator_reads_and_writes() -> None:
     leaves = sum(x.numel() for x in Attention().parameters()) * 4
     # reads four of each leaf, and its counts; writes back what it changes
     assert 7 * leaves <= node_cost(adam, CPU).bytes_moved <= 9 * leaves
+
+
+@pytest.mark.skipif(not is_supported(), reason="flats want a torch whose DTensors can be ragged")
+@pytest.mark.parametrize(("precision", "copies"), [(None, 0), ("bf16", 1)])
+def test_updated_leaves_that_lie_in_their_flat_are_not_copied(precision: Any, copies: int) -> None:
+    shape = 64, 63
+    params = {"up": torch.zeros(shape), "down": torch.zeros(shape).t().contiguous()}
+    cfg = fzero.Config(stage=2, precision=precision)
+    with fake_ranks(2):
+        step_fn = fzero.make_train_step(
+            lambda p, x: (x @ p["up"] @ p["down"]).square().mean(), fzero.optim.sgd(0.1), cfg
+        )
+        update = step_fn.lower(*step_fn.init(params), torch.ones(4, 64)).next
+    assert update is not None
+    (pack,) = [n for n in update.graph.nodes if n.target is KINDS[GATHER].pack]
+    # in bfloat16 they are made of float32 masters, elsewhere: half of two leaves, read and written
+    assert node_cost(pack, CPU).bytes_moved == copies * 2 * (64 * 63) * 2
 
 
 def test_a_collective_runs_beside_what_computes_until_it_is_awaited() -> None:

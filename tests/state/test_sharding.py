@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fzero
 from fzero import Config, tree
+from fzero.distributed.ragged import is_supported
+from fzero.state.sharding import lies_flat
 from tests.layout.test_layout import leaves
 from tests.ranks import run_ranks
 
@@ -127,3 +129,16 @@ def test_steps_leave_what_was_unsharded_alone(stage: int, executor: str) -> None
     params, opt_state = step_fn(params, opt_state, torch.ones(4, 3))
     assert _same(best, {"w": torch.ones(3), "s": torch.tensor(1.0)})
     assert not _same(fzero.unshard(params), best)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_by_default_leaves_lie_end_to_end_where_parameters_are_whole(stage: int) -> None:
+    """And where the optimizer works on shards: others are given DTensors to work on."""
+    ours = fzero.optim.adamw(0.1)
+    theirs = ours._replace(foreign=True)
+    assert lies_flat(Config(stage=stage), ours) == (stage in (1, 2) and is_supported())
+    assert not lies_flat(Config(stage=stage), theirs)
+    assert not lies_flat(Config(stage=stage), None)
+    for opt in (ours, theirs, None):
+        assert lies_flat(Config(stage=stage, layout="flat"), opt)
+        assert not lies_flat(Config(stage=stage, layout="rows"), opt)
