@@ -121,7 +121,7 @@ class Transport:
 
     def reduce(
         self,
-        grads: Sequence[Tensor],
+        grads: list[Tensor],
         leaves: Sequence[LeafLayout],
         *,
         scatter: bool,
@@ -136,10 +136,13 @@ class Transport:
             leaves: how they are split.
             scatter: return this rank's shards only.
             before, after: factors on the gradients and on their sums.
-            over: whether the memory of `grads` may be written to.
+            over: whether the memory of `grads` may be written to, and let go of: then the list is
+                emptied, so that each gradient is gone once it is in its bucket.
         """
         dtypes = [leaf.reduce or grad.dtype for grad, leaf in zip(grads, leaves, strict=True)]
         high = [_in(dense(grad), dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+        if over:
+            grads.clear()
         handle = self._handle(high)
         if self.axes.world == 1:
             assert before == after == 1, "nobody to reduce with"

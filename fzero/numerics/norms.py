@@ -1,11 +1,12 @@
 """Sums of squares that neither overflow, vanish nor drift, as quick as their use allows.
 
 In float64 a sum of squares of float32 is safe: squares have twice the exponents. But torch's
-kernels for a CPU make a float64 copy of each leaf first, which takes longer than the sum itself.
-So there, where the norm is only told, each row of 128 numbers is summed in float32, which is 1e-9
-off, and the rows in float64; leaves that lie side by side are rows of one table. What that can't
-represent is seen in the sum. Then, and where the norm scales an update, rows are summed in float64
-too, from copies of a few rows that stay in the processor's cache.
+kernels for a CPU make a float64 copy of each leaf first. Of a small leaf that stays in the
+processor's cache, and one call sums all of them. Of a large one it takes longer than the sum
+itself. So there, where the norm is only told, each row of 128 numbers is summed in float32, which
+is 1e-9 off, and the rows in float64; leaves that lie side by side are rows of one table. What that
+can't represent is seen in the sum. Then, and where the norm scales an update, rows are summed in
+float64 too, from copies of a few rows.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -16,14 +17,14 @@ import torch
 from torch import Tensor
 
 _ROW = 128
-# A leaf with fewer rows is joined with others of its kind: a call costs more than the copy.
-_FEW = 8
+# Up to so many numbers a leaf is small: a call of its own costs more than the copy.
+_SMALL = 4096
 # Rows that torch's kernels leave to one thread, at::internal::GRAIN_SIZE numbers; and rows from
 # which several threads are quicker than one that takes so many at a time.
 _GRAIN = 32768 // _ROW
 _WORTH_WAKING = 8 * _GRAIN
-# Rows that are copied to float64 at a time: half a megabyte, and of fewer leaves a sixteenth of
-# their bytes, which no prediction of memory has to know.
+# Rows that are copied to float64 at a time: half a megabyte; and the share of all numbers that any
+# copy may be: a sixteenth of the leaves' bytes, which no prediction of memory has to know.
 _COPIED, _SHARE = 2 * _GRAIN, 32
 # Sums of squares of which float32 lost nothing that counts: squares vanish from 1e-38 down, and
 # overflow from 3e38 on.
@@ -66,87 +67,111 @@ def sum_of_squares(
 def _sum_of_squares(xs: list[Tensor], *, exact: bool = True) -> Tensor:
     """Of leaves of one device and dtype."""
     if xs[0].device.type != "cpu" or xs[0].dtype != torch.float32:
-        return torch.stack(torch._foreach_norm(xs, 2, dtype=torch.float64)).square().sum()
+        return _in_double(xs)
+    sizes = list(map(Tensor.numel, xs))
+    small = min(_SMALL, sum(sizes) // _SHARE)
+    by_size: tuple[list[Tensor], ...] = [], [], []
+    for x, size in zip(xs, sizes, strict=True):
+        by_size[2 if size > small else 1 if size > _ROW else 0].append(x)
+    least, small, large = by_size
+    parts = []
+    if least:
+        parts.append(torch.cat(list(map(torch.ravel, least))).double().square().sum())
+    if small:
+        parts.append(_in_double(small))
+    if large:
+        parts.append(_of_large(large, sum(sizes), exact=exact))
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+
+def _in_double(xs: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(xs, 2, dtype=torch.float64)).square().sum()
+
+
+def _of_large(xs: list[Tensor], numel: int, *, exact: bool) -> Tensor:
+    """Of leaves of float32 on a CPU, among leaves of so many numbers."""
+    xs = [x if x.is_contiguous() else x.contiguous() for x in xs]
     if not exact:
-        total = _by_rows(xs, torch.float32)
+        total = _by_rows(xs, None)
         if _SAFE[0] < float(total) < _SAFE[1]:  # neither is NaN; on a CPU this waits for nobody
             return total
-    return _by_rows(xs, torch.float64)
+    some = max(1, min(_COPIED, numel // _ROW // _SHARE))
+    return _by_rows(xs, torch.empty(some, _ROW, dtype=torch.float64, device="cpu"))
 
 
-def _by_rows(xs: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """In `dtype` within each row, and over the rows in float64."""
-    flats = [(x if x.is_contiguous() else x.reshape(-1).contiguous()).view(-1) for x in xs]
-    counts = [flat.numel() // _ROW for flat in flats]
-    wide = None
-    if dtype == torch.float64:
-        some = max(1, min(_COPIED, sum(counts) // _SHARE))
-        wide = torch.empty(some, _ROW, dtype=dtype, device="cpu")
+def _by_rows(xs: list[Tensor], wide: Tensor | None) -> Tensor:
+    """In float32 within each row, or as `wide` is, and over the rows in float64."""
+    sizes = list(map(Tensor.numel, xs))
     tables: dict[int, list[Tensor]] = {}
-    rest = {i: flat for i, flat in enumerate(flats) if counts[i] < _FEW}
-    for run in _runs(flats, [i for i, count in enumerate(counts) if count >= _FEW]):
-        norms = _norms_of_rows(flats[run[0]], sum(counts[i] for i in run), wide)
+    rest: dict[int, Tensor] = {}
+    threads = torch.get_num_threads()
+    for run in _runs(xs, sizes):
+        first, last = run[0], run[-1]
+        norms = _norms_of_rows(xs[first], sum(sizes[i] for i in run) // _ROW, wide, threads)
         if len(run) == 1:  # at world 1 each leaf is, and nothing is left to split
-            tables[run[0]] = norms
+            tables[first] = norms
         else:
-            parts = torch.cat(norms).split([counts[i] for i in run])
+            parts = torch.cat(norms).split([sizes[i] // _ROW for i in run])
             tables.update(zip(run, ([part] for part in parts), strict=True))
-        last = flats[run[-1]]
-        if more := last.numel() % _ROW:
-            rest[run[-1]] = last[-more:]
+        if more := sizes[last] % _ROW:
+            rest[last] = xs[last].view(-1)[-more:]
     # in the order of the leaves, wherever they lie: the sum is the same to the last bit.
     # Norms of rows, not their squares: those have all the digits, and few numbers are left
     parts = [x for i in sorted(tables) for x in tables[i]]
     return torch.cat([*parts, *(rest[i] for i in sorted(rest))]).double().square().sum()
 
 
-def _norms_of_rows(flat: Tensor, count: int, wide: Tensor | None) -> list[Tensor]:
-    """The norms of the first `count` rows, one part after the other.
+def _norms_of_rows(x: Tensor, count: int, wide: Tensor | None, threads: int) -> list[Tensor]:
+    """The norms of `count` rows, one part after the other.
 
     Args:
-        flat: a dense leaf of one dim; those of its run may follow it in memory.
+        x: a dense leaf, at which they start; those of its run may follow it in memory.
         count: how many.
         wide: rows of float64 to copy to, and to sum there.
+        threads: that torch has.
     """
     step = count
     if wide is not None:
         step = len(wide)
-    elif _GRAIN < count <= _WORTH_WAKING and torch.get_num_threads() > 1:
+    elif _GRAIN < count <= _WORTH_WAKING and threads > 1:
         # torch would wake its other threads for this, which takes longer than the sum: on two
         # cores 70 us for 512 rows, and 9 us for each half of them by this thread alone
         step = _GRAIN
-    start = flat.storage_offset()
+    start = x.storage_offset()
     norms = []
-    for i in range(0, count, step):
-        rows = flat.as_strided((min(step, count - i), _ROW), (_ROW, 1), start + i * _ROW)
+    for i in range(0, count, step or 1):
+        rows = x.as_strided((min(step, count - i), _ROW), (_ROW, 1), start + i * _ROW)
         if wide is not None:
             rows = wide[: len(rows)].copy_(rows)
         norms.append(torch.linalg.vector_norm(rows, dim=1))
     return norms
 
 
-def _runs(flats: Sequence[Tensor], long: Sequence[int]) -> list[list[int]]:
+def _runs(xs: Sequence[Tensor], sizes: Sequence[int]) -> list[list[int]]:
     """Places of leaves that lie one after the other in memory, and can share rows: one call does.
 
     Gradients come out of their buckets like this, though in the order of backward.
 
     Args:
-        flats: dense leaves of one dim.
-        long: the places of those that are worth rows of their own.
+        xs: dense leaves of one dtype.
+        sizes: their numbers.
     """
-    at = {i: flats[i].data_ptr() for i in long}
+    at = list(map(Tensor.data_ptr, xs))
+    itemsize = xs[0].itemsize
     runs: list[list[int]] = []
-    end = limit = 0
-    for i in sorted(long, key=at.__getitem__):
-        x, start = flats[i], at[i]
-        if start == end and end + x.nbytes <= limit:
+    end = -1
+    for i in sorted(range(len(xs)), key=at.__getitem__):
+        # beyond its storage is another's memory, though it may be next to it
+        if at[i] == end and _in_one_storage(xs[runs[-1][0]], xs[i]):
             runs[-1].append(i)
         else:
             runs.append([i])
-            # beyond its storage is another's memory, though it may be next to it
-            limit = x.untyped_storage().nbytes() + start - x.storage_offset() * x.itemsize
-        end = start + x.nbytes if x.numel() % _ROW == 0 else -1
+        end = at[i] + sizes[i] * itemsize if sizes[i] % _ROW == 0 else -1
     return runs
+
+
+def _in_one_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _fake(xs: list[Tensor], *, exact: bool = True) -> Tensor:

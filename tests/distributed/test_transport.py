@@ -1,6 +1,7 @@
 """Bucketed collectives give plain sums and joins, whatever the buckets and who waits when."""
 
 import itertools
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -140,6 +141,33 @@ def test_with_a_limit_one_bucket_is_under_way_at_a_time(limit: int | None) -> No
         assert log == rounds[:2] * sent + ["wait"] * sent
     else:
         assert log == rounds * sum(leaf.dim is not None for leaf in leaves)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_gradient_is_gone_once_it_is_in_its_bucket(flat: bool) -> None:
+    """Held up to the end, all gradients and all buckets would be there at once."""
+    alive: list[list[str]] = []
+    with fake_ranks(2):
+        mesh = resolve_mesh(None, "cpu")
+        leaves = [LeafLayout(name, (64, 64), F32, 0, 2) for name in "abcdef"]
+        if flat:
+            leaves = [*plan_flats(Layout(tuple(leaves), 2), 2 * 64 * 64 * 4, 1)]
+        carry = Transport(mesh, _axes(mesh), Journal(mesh, active=False))
+        grads = [torch.ones(64, 64) for _ in leaves]
+        held = {leaf.name: weakref.ref(grad) for leaf, grad in zip(leaves, grads, strict=True)}
+
+        def noted(bucket: buckets.Bucket, *rest: Any, **over: Any) -> Any:
+            there = [name for name, ref in held.items() if ref() is not None]
+            alive.append([leaf.name for leaf in bucket.leaves])
+            assert not {*there} & {name for names in alive for name in names}
+            return launch(bucket, *rest, **over)
+
+        launch = transport.launch
+        with mock.patch.object(transport, "launch", noted):
+            carry.reduce(grads, leaves, scatter=True).wait()
+    assert grads == []
+    assert len(alive) == (2 if flat else 1)
+    assert sorted(name for names in alive for name in names) == list("abcdef")
 
 
 def test_a_large_leaf_travels_in_its_own_memory() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from torch import nn
 
 import fzero
+from benchmarks.allocations import measure
+from fzero.distributed.ragged import is_supported
 from fzero.engine import driver, phases
 from fzero.engine.autograd import left_in
 from tests.engine.parity import SGD
+from tests.ranks import fake_ranks
 
 # stage 3 on one rank has lazy parameters with a compute dtype only
 KINDS: list[dict[str, Any]] = [
@@ -91,3 +95,26 @@ def test_of_two_gradients_in_one_memory_one_is_copied() -> None:
     grads = left_in(params, [0, 1, 1, 2], alone=True)
     assert [x.data_ptr() == at for x in grads.values()] == [False, True]
     assert all(param.grad is None for param in params.values())
+
+
+@pytest.mark.skipif(not is_supported(), reason="flats need torch 2.13")
+def test_at_stage_2_gradients_go_as_they_are_packed() -> None:
+    """At the end of backward all gradients are there, and beside them one flat and two parts."""
+    width, blocks = 640, 16
+
+    def make() -> Callable[[], None]:
+        layers = [nn.Linear(width, width, bias=False) for _ in range(blocks)]
+        engine = fzero.Engine(nn.Sequential(*layers), fzero.optim.sgd(0.1), fzero.Config(stage=2))
+        x = torch.ones(1, width)
+
+        def step() -> None:
+            engine.backward(engine(x).square().mean())
+            engine.step()
+
+        return step
+
+    with fake_ranks(8):
+        used, _ = measure(make, warm=2)
+    block = 4 * width * width
+    flat = 3 * block  # the nearest end of a block to 4 MiB
+    assert used.peak - used.between <= (blocks * block + flat * (1 + 2 / 8)) * 1.005
