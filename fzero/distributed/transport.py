@@ -132,17 +132,16 @@ class Transport:
         """Gradients summed over all ranks, in the dtypes that they are reduced in.
 
         Args:
-            grads: full; of floating or complex leaves.
+            grads: full; of floating or complex leaves. The list is emptied: each is gone once it is
+                in its bucket, unless somebody else has it.
             leaves: how they are split.
             scatter: return this rank's shards only.
             before, after: factors on the gradients and on their sums.
-            over: whether the memory of `grads` may be written to, and let go of: then the list is
-                emptied, so that each gradient is gone once it is in its bucket.
+            over: whether their memory may be written to.
         """
         dtypes = [leaf.reduce or grad.dtype for grad, leaf in zip(grads, leaves, strict=True)]
         high = [_in(dense(grad), dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
-        if over:
-            grads.clear()
+        grads.clear()
         handle = self._handle(high)
         if self.axes.world == 1:
             assert before == after == 1, "nobody to reduce with"

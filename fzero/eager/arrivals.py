@@ -12,7 +12,7 @@ from fzero.functional.differentiate import accumulated, added, no_gradient, reac
 from fzero.functional.tasks import current_task
 from fzero.layout import LeafLayout
 
-Reduce = Callable[[Sequence[Tensor], Sequence[LeafLayout]], list[Tensor]]
+Reduce = Callable[[list[Tensor], Sequence[LeafLayout]], list[Tensor]]
 
 
 class Arrivals:
@@ -102,8 +102,8 @@ class Arrivals:
     def _flush(self) -> None:
         indices = self.waiting.pop(0)
         # a backward inside of backward (of a user's checkpoint) left its part in `.grad`
-        parts = [(self.arrived.pop(i, None), accumulated(self.tensors[i])) for i in indices]
-        grads = [dense(both) for a, b in parts if (both := added(a, b)) is not None]
+        both = (added(self.arrived.pop(i, None), accumulated(self.tensors[i])) for i in indices)
+        grads = [dense(x) for x in both if x is not None]
         assert len(grads) == len(indices)
         results = self.reduce(grads, [self.leaves[i] for i in indices])
         for i, result in zip(indices, results, strict=True):

@@ -42,21 +42,13 @@ WITHOUT = Optimizer(
 """What an engine without an optimizer is made with; `step()` refuses."""
 
 
-def owned_hook(
-    hook: Callable[[Tensor], None], holder: "weakref.ref[Holder]"
-) -> Callable[[Tensor], None]:
-    """`hook`, which tells whose it is: a parameter has one engine."""
-    hook.engine = holder  # pyright: ignore[reportFunctionMemberAccess]
-    return hook
-
-
 def install(
     slots: ParameterSlots,
     params: dict[str, nn.Parameter],
     leaves: Sequence[LeafLayout],
     locals_: Sequence[Tensor],
     units: Units | None,
-    taker: Callable[[int], Callable[[Tensor], None]],
+    taker: Callable[[Tensor], None],
     holder: "weakref.ref[Holder]",
 ) -> dict[int, Tensor]:
     """Make the module's parameters an engine's, in place.
@@ -67,7 +59,8 @@ def install(
         leaves: how each is split.
         locals_: this rank's tensors of the parameters, by index.
         units: what gathers them; None if they are always there.
-        taker: makes what is called with a parameter that has got a gradient, from its index.
+        taker: what is called with a parameter that has got a gradient; its `engine` tells that it
+            is an engine's.
         holder: of their gradients.
 
     Returns:
@@ -97,7 +90,7 @@ def install(
         own(param, Owner(holder, index, name))
         if trainable:
             # past the method of the parameter's own class, which refuses
-            Tensor.register_post_accumulate_grad_hook(now, taker(index))
+            Tensor.register_post_accumulate_grad_hook(now, taker)
     slots.install(new)
     return {indices[name]: x for name, x in new.items()}
 

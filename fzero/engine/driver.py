@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,16 @@ from fzero.config import Config
 from fzero.distributed.rendezvous import says
 from fzero.eager.owned import raw_grad, set_raw_grad
 from fzero.engine import events, phases
-from fzero.engine.attach import gather_around, install, owned_hook
-from fzero.engine.autograd import accumulates, current_node, left_in, own, scaled, watch
+from fzero.engine.attach import gather_around, install
+from fzero.engine.autograd import (
+    Arrivals,
+    accumulates,
+    current_node,
+    left_in,
+    own,
+    scaled,
+    watch,
+)
 from fzero.engine.backward_state import BackwardState
 from fzero.engine.compiled import CompiledCalls, explained
 from fzero.engine.correction import Correction
@@ -80,8 +88,6 @@ class Driver:
         self._thread = threading.get_ident()
         self._calling = False  # inside the engine's own call
         self._came = False  # whether a backward has come to something of this engine
-        # of an unsynced task, leaves that have their gradients; None: each arrival is an event
-        self._deferred: list[int] | None = None
         # of a synced one, those that were taken untold: see `phases.untold`
         self._quiet, self._awaited, self._taken = -1, 0, 0
         self._correction = Correction(cfg.accum_steps, self.stepper)
@@ -90,12 +96,14 @@ class Driver:
         self._node: Any = None
         # for hooks, which must not keep it alive
         me: weakref.ref[Any] = weakref.ref(self)
+        # of an unsynced task it notes those that come; of others each arrival is an event
+        self._arrivals = Arrivals(me)
         leaves = self.reducer.leaves
         self.handles: list[RemovableHandle] = []
         if self.units is not None:
             self.handles += gather_around(model, self.units, parts.grouping)
         self.params = install(
-            slots, params, leaves, self.stepper.locals, self.units, self._taker, me
+            slots, params, leaves, self.stepper.locals, self.units, self._arrivals, me
         )
         self.handles += Door(me).install(model)
         self.writes = Writes(model, self.params, leaves, self.stepper, lazy=self.units is not None)
@@ -403,9 +411,8 @@ class Driver:
             case events.TakeAll():
                 self._take_all()
             case events.Discard():
-                for index in self._deferred or ():
-                    set_raw_grad(self.params[index], None)
-                self._deferred = None
+                for param in self._arrivals.taken():
+                    set_raw_grad(param, None)
                 self.losses.discard()
                 reducer.discard()
             case events.Flush():
@@ -425,69 +432,56 @@ class Driver:
 
     # --- gradients arrive ---
 
-    def _taker(self, index: int) -> Callable[[Tensor], None]:
-        """What autograd calls when it has accumulated a gradient into a parameter."""
-
-        # autograd's hold of a hook is hidden from the collector
-        driver: weakref.ref[Any] = weakref.ref(self)
+    def arrived(self, param: Any) -> None:
+        """Autograd has accumulated a gradient into a parameter."""
+        grad = raw_grad(param)
+        if grad is None:  # a function took the parameter and returned None for it
+            self._came = True
+            self.on(events.LeafReached(current_task()))
+            return
+        set_raw_grad(param, None)
+        index = param.fzero_owner.leaf_index
         bit = 1 << index
-
-        def take(param: Tensor) -> None:
-            self: Driver | None = driver()
-            if self is None:
-                return
-            deferred = self._deferred
-            if deferred is not None:  # nothing waits for it: it stays there till the task ends
-                deferred.append(index)
-                return
-            grad = raw_grad(param)
-            if grad is None:  # a function took the parameter and returned None for it
-                self._came = True
-                self.on(events.LeafReached(current_task()))
-                return
-            set_raw_grad(param, None)
-            grad, self._came = own(grad), True
-            number = current_task()
-            if number == self._quiet and not self._taken & bit:  # this runs once a parameter
+        grad, self._came = own(grad), True
+        number = current_task()
+        if number == self._quiet and not self._taken & bit:  # this runs once a parameter
+            if self._correction.factor is not None:
+                self._correction.apply([grad])
+            self.reducer.take(index, grad)
+            self._taken |= bit
+            self._awaited &= ~bit
+            if not self._awaited:
+                self._tell_taken()
+            return
+        self._tell_taken()
+        self._busy = True
+        actions = self._move(events.GradientReady(index, number))
+        self._busy = False
+        for action in actions:
+            kind = type(action)
+            if kind is events.Take:
                 if self._correction.factor is not None:
                     self._correction.apply([grad])
                 self.reducer.take(index, grad)
-                self._taken |= bit
-                self._awaited &= ~bit
-                if not self._awaited:
-                    self._tell_taken()
-                return
-            self._tell_taken()
-            self._busy = True
-            actions = self._move(events.GradientReady(index, number))
-            self._busy = False
-            for action in actions:
-                kind = type(action)
-                if kind is events.Take:
-                    if self._correction.factor is not None:
-                        self._correction.apply([grad])
-                    self.reducer.take(index, grad)
-                elif kind is events.TakeEarly:
-                    self.reducer.take_early(index, action.forward, grad)  # pyright: ignore
-                else:
-                    self._do(action)
-            task = self.state.task
-            if task is not None and not task.synced:
-                self._deferred = []  # the first has opened the task; the others need no event
-
-        return owned_hook(take, driver)
+            elif kind is events.TakeEarly:
+                self.reducer.take_early(index, action.forward, grad)  # pyright: ignore
+            else:
+                self._do(action)
+        task = self.state.task
+        if task is not None and not task.synced:
+            self._arrivals.defer()  # the first has opened the task; the others need no event
 
     def _take_deferred(self) -> None:
         """The gradients of an unsynced task, which are where autograd has put them."""
-        if self._deferred:
+        if self._arrivals:
             task = self.state.task
             assert task is not None
             self.on(events.GradientsReady(task.number))
-        self._deferred = None
+        self._arrivals.taken()
 
     def _take_all(self) -> None:
         factor, writes = self._correction.factor, self.reducer.accumulates
-        grads = left_in(self.params, self._deferred or (), alone=writes or factor is not None)
+        grads = left_in(self._arrivals.taken(), alone=writes or factor is not None)
         self._correction.apply([*grads.values()])
         self.reducer.take_all(grads)
 

@@ -232,7 +232,7 @@ class Eager:
             grads.append(sum(there[1:], there[0]) if there else torch.zeros_like(x.shard))
         return grads, loss, aux
 
-    def _reduce(self, grads: Sequence[Tensor], leaves: Sequence[LeafLayout]) -> list[Tensor]:
+    def _reduce(self, grads: list[Tensor], leaves: Sequence[LeafLayout]) -> list[Tensor]:
         # not written over: autograd may hand out memory that others see
         scatter = self.plan.cfg.stage > 0
         return self.transport.reduce(grads, leaves, scatter=scatter, over=False).wait()

@@ -100,7 +100,7 @@ def _all_ways(hybrid: bool, flat: bool) -> None:
                 _same(handle.wait(), gathered)
             for scatter, wanted in ((True, parts), (False, sums)):
                 mine = [x.clone() for x in by_rank[rank]]
-                _same(carry.reduce(mine, leaves, scatter=scatter, over=False).wait(), wanted)
+                _same(carry.reduce([*mine], leaves, scatter=scatter, over=False).wait(), wanted)
                 _same(mine, by_rank[rank])
                 handle = carry.reduce(mine, leaves, scatter=scatter, before=0.5, after=4)
                 _same(handle.wait(), [2 * x for x in wanted])

@@ -12,6 +12,7 @@ from torch import nn
 import fzero
 from benchmarks.allocations import measure
 from fzero.distributed.ragged import is_supported
+from fzero.eager.owned import raw_grad, set_raw_grad
 from fzero.engine import driver, phases
 from fzero.engine.autograd import left_in
 from tests.engine.parity import SGD
@@ -87,14 +88,15 @@ def test_the_public_names_of_an_engine_are_what_it_documents() -> None:
 
 def test_of_two_gradients_in_one_memory_one_is_copied() -> None:
     memory = torch.ones(4).untyped_storage()
-    params = {i: nn.Parameter(torch.zeros(4)) for i in range(3)}
+    engine = fzero.Engine(nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(3)]))
+    params = engine._driver.params
     for param in (params[0], params[1]):
-        param.grad = torch.empty(0).set_(memory, 0, (4,))  # pyright: ignore[reportCallIssue]
+        set_raw_grad(param, torch.empty(0).set_(memory, 0, (4,)))  # pyright: ignore[reportCallIssue]
     at = memory.data_ptr()
     del memory
-    grads = left_in(params, [0, 1, 1, 2], alone=True)
+    grads = left_in([params[i] for i in (0, 1, 1, 2)], alone=True)
     assert [x.data_ptr() == at for x in grads.values()] == [False, True]
-    assert all(param.grad is None for param in params.values())
+    assert all(raw_grad(param) is None for param in params.values())
 
 
 @pytest.mark.skipif(not is_supported(), reason="flats need torch 2.13")
