@@ -1,7 +1,11 @@
-"""fzero over several machines: what crosses the network, and what happens when it breaks."""
+"""fzero over several machines: what crosses the network, and what happens when it breaks.
+
+`pytest -m slow -rP tests/cluster` prints the seconds of the table in docs/machines.md.
+"""
 
 import os
 import re
+import subprocess
 import time
 from pathlib import Path
 from unittest import mock
@@ -40,7 +44,9 @@ def _losses(jobs: list[Job]) -> dict[tuple[int, int], float]:
     return {(int(rank), int(step)): float(loss) for rank, step, loss in lines}
 
 
-def _seconds_until(jobs: list[Job], words: str, times: int, limit: float) -> list[float]:
+def _seconds_until(
+    jobs: list[Job], words: str, times: int, limit: float, what: str = ""
+) -> list[float]:
     """How long it takes each machine to print these words so many times."""
     began, found = time.monotonic(), [0.0] * len(jobs)
     while not all(found):
@@ -49,6 +55,8 @@ def _seconds_until(jobs: list[Job], words: str, times: int, limit: float) -> lis
             if not found[i] and job.text.count(words) >= times:
                 found[i] = time.monotonic() - began
         time.sleep(0.1)
+    if what:
+        print(f"{what}: every rank has, after {', '.join(f'{x:.0f}' for x in found)} s by machine")
     return found
 
 
@@ -111,7 +119,8 @@ def test_a_cable_that_is_pulled_ends_every_rank_by_name(
         jobs = cluster.torchrun([TRAIN, way, "100000"], ranks=ranks)
         jobs[0].wait_for("step 3", 90)
         cluster.cut(count)
-        seconds = _seconds_until(jobs, "ended with RankMismatchError", ranks, LIMIT + 40)
+        words = "ended with RankMismatchError"
+        seconds = _seconds_until(jobs, words, ranks, LIMIT + 40, f"{words} (cable, {way})")
     assert max(seconds) < LIMIT + 25, seconds
     *others, alone = jobs
     first = (count - 1) * ranks  # of the ranks that are cut off
@@ -146,6 +155,7 @@ def test_a_cable_that_is_back_too_late_costs_the_steps_since_the_last_checkpoint
         cluster.cut(2)
         _seconds_until(jobs, "ended with RankMismatchError", 2, LIMIT + 40)
         cluster.join(2)
+        _seconds_until(jobs, "starts at step", 4, 120, "gone on (cable back too late)")
         again = _went_on(jobs)
     with machines(2, tmp_path) as cluster:
         assert again == _losses(_finished(cluster, command[:3], ranks=2))
@@ -157,12 +167,31 @@ def test_a_machine_that_dies_is_replaced_and_nothing_is_lost(tmp_path: Path) -> 
         jobs = cluster.torchrun(command, options=RESTARTS)
         jobs[0].wait_for("step 5", 90)
         cluster.kill(2)
-        jobs[0].wait_for("ended with", LIMIT + 40)
+        _seconds_until(jobs[:1], "ended with", 1, LIMIT + 40, "ended (machine killed)")
         time.sleep(6)  # until torchrun counts the dead machine out
         jobs.append(cluster.torchrun_on(2, command, options=RESTARTS))
+        _seconds_until(jobs[2:], "starts at step", 1, 120, "gone on (machine replaced)")
         again = _went_on([jobs[0], jobs[2]]) | _losses(jobs[1:2])
     with machines(2, tmp_path) as cluster:
         assert again == _losses(_finished(cluster, [TRAIN, "step", "60"]))
+
+
+def test_without_the_machine_of_the_rendezvous_torchrun_ends_and_its_ranks_with_it(
+    tmp_path: Path,
+) -> None:
+    with machines(2, tmp_path) as cluster:
+        jobs = cluster.torchrun([TRAIN, "step", "100000"], options=RESTARTS)
+        jobs[1].wait_for("step 3", 90)
+        cluster.kill(1)
+        began = time.monotonic()
+        code = jobs[1].wait(LIMIT + 40)
+        print(f"torchrun has ended (rendezvous killed): {time.monotonic() - began:.0f} s")
+        alive = subprocess.run(
+            ["ip", "netns", "pids", cluster.names[1]], capture_output=True, text=True
+        )
+    assert code != 0
+    assert "RendezvousConnectionError" in jobs[1].text
+    assert not alive.stdout.split()
 
 
 @pytest.mark.parametrize(
