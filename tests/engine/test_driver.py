@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -84,6 +85,19 @@ def test_a_forward_that_is_collected_in_the_middle_of_an_event_is_told_after_it(
 def test_the_public_names_of_an_engine_are_what_it_documents() -> None:
     engine = fzero.Engine(nn.Linear(3, 2))
     assert {name for name in dir(engine) if not name.startswith("_")} == SURFACE
+
+
+def test_of_a_task_that_is_not_synced_the_first_arrival_is_told_alone() -> None:
+    """The others are noted without a line of Python; each task begins anew."""
+    engine = fzero.Engine(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), SGD())
+    inner = engine._driver
+    for _ in range(2):
+        with mock.patch.object(inner, "arrived", wraps=inner.arrived) as arrived:
+            engine.backward(engine(torch.ones(1, 3)).sum())
+        assert arrived.call_count == 1
+        assert inner._arrivals == []
+        assert all(map(inner.holds, range(4)))
+        engine.step()
 
 
 def test_of_two_gradients_in_one_memory_one_is_copied() -> None:

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,6 +97,15 @@ def test_leaves_of_one_buffer_take_one_call(monkeypatch: pytest.MonkeyPatch) -> 
     buffer = torch.rand(20 * 2048)
     sum_of_squares([*buffer.split(2048)][::-1], exact=False)
     assert calls == [20 * 2048 // 128]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_lies_next_to_a_leaf_in_another_storage_is_none_of_its_run(exact: bool) -> None:
+    memory = numpy.random.default_rng(0).standard_normal(4096, dtype=numpy.float32)
+    leaves = [torch.from_numpy(memory[:2048]), torch.from_numpy(memory[2048:])]
+    assert leaves[0].data_ptr() + leaves[0].nbytes == leaves[1].data_ptr()
+    found = float(sum_of_squares(leaves, exact=exact))
+    assert math.isclose(found, plainly(leaves), rel_tol=OFF[exact])
 
 
 def test_an_exact_sum_copies_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
