@@ -23,8 +23,9 @@ _SMALL = 4096
 # which several threads are quicker than one that takes so many at a time.
 _GRAIN = 32768 // _ROW
 _WORTH_WAKING = 8 * _GRAIN
-# Rows that are copied to float64 at a time: half a megabyte; and the share of all numbers that any
-# copy may be: a sixteenth of the leaves' bytes, which no prediction of memory has to know.
+# Rows that are copied to float64 at a time: half a megabyte; and the share of all numbers that such
+# a copy, or that of a small leaf, may be: a sixteenth of the leaves' bytes, which no prediction of
+# memory has to know. Leaves of less than a row are joined, all of them: they are few bytes.
 _COPIED, _SHARE = 2 * _GRAIN, 32
 # Sums of squares of which float32 lost nothing that counts: squares vanish from 1e-38 down, and
 # overflow from 3e38 on.
