@@ -3,10 +3,11 @@
     python -m benchmarks.host
     python -m benchmarks.host --leaves 100 1000 4000 --stages 2 3 --steps 150
 
-Leaves are matrices of 4 x 4, so that hardly anything else is there. Times are the calling thread's
-processor time, in milliseconds, medians over steps with quartiles behind: of the whole call, and of
-what is left of it without its Programs, which are what torch's kernels and collectives cost with
-their dispatch. `us a leaf` is the host's part, by leaf.
+Leaves are matrices of 4 x 4, on one rank, so that hardly anything else is there. A row for each
+number of leaves and stage: the calling thread's processor time, in milliseconds, medians over steps
+with quartiles behind, of the whole call, and of what is left of it without its Programs, which are
+what torch's kernels cost with their dispatch. `us a leaf` is the host's part, by leaf. Three steps
+come before those that count.
 """
 
 import argparse
@@ -76,10 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--leaves", nargs="+", type=int, default=[100, 1000, 4000])
-    parser.add_argument("--stages", nargs="+", type=int, default=[3])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--leaves", nargs="+", type=int, default=[100, 1000, 4000], help="how many")
+    parser.add_argument("--stages", nargs="+", type=int, default=[3], help="by default 3")
+    parser.add_argument("--steps", type=int, default=150, help="that count, at least 2")
     args = parser.parse_args()
+    if args.steps < 2:
+        parser.error("--steps must be at least 2: one has no quartiles")
     torch.set_num_threads(1)
     print("| leaves | stage | step ms | host ms | us a leaf |")
     print("|---|---|---|---|---|", flush=True)

@@ -481,7 +481,8 @@ class Driver:
 
     def _take_all(self) -> None:
         factor, writes = self._correction.factor, self.reducer.accumulates
-        grads = left_in(self._arrivals.taken(), alone=writes or factor is not None)
+        # noted until all are taken: if that fails, the task is to be discarded whole
+        grads = left_in(self._arrivals, alone=writes or factor is not None)
         self._correction.apply([*grads.values()])
         self.reducer.take_all(grads)
 

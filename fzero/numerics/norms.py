@@ -70,10 +70,10 @@ def _sum_of_squares(xs: list[Tensor], *, exact: bool = True) -> Tensor:
     if xs[0].device.type != "cpu" or xs[0].dtype != torch.float32:
         return _in_double(xs)
     sizes = list(map(Tensor.numel, xs))
-    small = min(_SMALL, sum(sizes) // _SHARE)
+    limit = min(_SMALL, sum(sizes) // _SHARE)
     by_size: tuple[list[Tensor], ...] = [], [], []
     for x, size in zip(xs, sizes, strict=True):
-        by_size[2 if size > small else 1 if size > _ROW else 0].append(x)
+        by_size[2 if size > limit else 1 if size > _ROW else 0].append(x)
     least, small, large = by_size
     parts = []
     if least:
@@ -172,7 +172,8 @@ def _runs(xs: Sequence[Tensor], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _in_one_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    # not by its address: of memory from elsewhere there may be two, of two sizes
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _fake(xs: list[Tensor], *, exact: bool = True) -> Tensor:

@@ -14,7 +14,7 @@ import fzero
 from benchmarks.allocations import measure
 from fzero.distributed.ragged import is_supported
 from fzero.eager.owned import raw_grad, set_raw_grad
-from fzero.engine import driver, phases
+from fzero.engine import autograd, driver, phases
 from fzero.engine.autograd import left_in
 from tests.engine.parity import SGD
 from tests.ranks import fake_ranks
@@ -98,6 +98,41 @@ def test_of_a_task_that_is_not_synced_the_first_arrival_is_told_alone() -> None:
         assert inner._arrivals == []
         assert all(map(inner.holds, range(4)))
         engine.step()
+
+
+def test_a_task_whose_one_gradient_was_told_leaves_nothing_noted() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    engine = fzero.Engine(model, SGD())
+    for _ in range(2):  # no loss of the engine's own forward opens the task
+        model.weight.square().sum().backward()
+        engine.step()
+    assert engine.global_steps == 2
+
+
+def test_gradients_that_can_not_be_taken_leave_none_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the next backward would accumulate on top of them."""
+
+    def out_of_memory(grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    def weights(*, fails: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        engine = fzero.Engine(model, fzero.optim.sgd(0.1), fzero.Config(accum_steps=2))
+        if fails:
+            loss = engine(torch.ones(1, 3)).sum()
+            with monkeypatch.context() as patch:
+                patch.setattr(autograd, "own", out_of_memory)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    engine.backward(loss)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 3)).sum())
+            engine.step()
+        return [*engine.full_params().values()]
+
+    assert all(map(torch.equal, weights(fails=True), weights(fails=False)))
 
 
 def test_of_two_gradients_in_one_memory_one_is_copied() -> None:

@@ -102,10 +102,30 @@ def test_leaves_of_one_buffer_take_one_call(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_lies_next_to_a_leaf_in_another_storage_is_none_of_its_run(exact: bool) -> None:
     memory = numpy.random.default_rng(0).standard_normal(4096, dtype=numpy.float32)
-    leaves = [torch.from_numpy(memory[:2048]), torch.from_numpy(memory[2048:])]
-    assert leaves[0].data_ptr() + leaves[0].nbytes == leaves[1].data_ptr()
-    found = float(sum_of_squares(leaves, exact=exact))
-    assert math.isclose(found, plainly(leaves), rel_tol=OFF[exact])
+    first, whole = torch.from_numpy(memory[:2048]), torch.from_numpy(memory)
+    assert first.data_ptr() + first.nbytes == whole[2048:].data_ptr()
+    # storages that begin elsewhere; and of one address, whose sizes differ
+    for leaves in ([first, torch.from_numpy(memory[2048:])], [first, whole[2048:]]):
+        for order in (leaves, leaves[::-1]):
+            found = float(sum_of_squares(order, exact=exact))
+            assert math.isclose(found, plainly(leaves), rel_tol=OFF[exact])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_small_leaves_share_a_call(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_rows: list[int] = []
+    norm = torch.linalg.vector_norm
+
+    def counted(x: Tensor, **options: Any) -> Tensor:
+        by_rows.append(x.numel())
+        return norm(x, **options)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", counted)
+    leaves = [torch.rand(64, 64) for _ in range(40)]
+    sum_of_squares(leaves, exact=exact)
+    assert by_rows == []
+    sum_of_squares([*leaves, torch.rand(4224)], exact=exact)
+    assert sum(by_rows) == 4224
 
 
 def test_an_exact_sum_copies_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
