@@ -50,7 +50,7 @@ def own(grad: Tensor) -> Tensor:
     return grad.clone() if shared else grad
 
 
-class Arrivals(list[Tensor]):
+class AccumulateHook(list[Tensor]):
     """What autograd calls with a parameter into which it has accumulated a gradient.
 
     It tells its engine of each, or only notes them, without a line of Python: of a thousand small
@@ -77,13 +77,13 @@ class Arrivals(list[Tensor]):
 
     def taken(self) -> list[Tensor]:
         """Those noted; from now on each is told."""
-        self.__class__ = Arrivals  # pyright: ignore[reportAttributeAccessIssue]
+        self.__class__ = AccumulateHook  # pyright: ignore[reportAttributeAccessIssue]
         found = self[:]
         self.clear()
         return found
 
 
-class _Deferring(Arrivals):
+class _Deferring(AccumulateHook):
     __slots__ = ()
     __call__ = list.append  # pyright: ignore[reportAssignmentType]
 

@@ -22,7 +22,7 @@ from fzero.eager.owned import raw_grad, set_raw_grad
 from fzero.engine import events, phases
 from fzero.engine.attach import gather_around, install
 from fzero.engine.autograd import (
-    Arrivals,
+    AccumulateHook,
     accumulates,
     current_node,
     left_in,
@@ -97,7 +97,7 @@ class Driver:
         # for hooks, which must not keep it alive
         me: weakref.ref[Any] = weakref.ref(self)
         # of an unsynced task it notes those that come; of others each arrival is an event
-        self._arrivals = Arrivals(me)
+        self._arrivals = AccumulateHook(me)
         leaves = self.reducer.leaves
         self.handles: list[RemovableHandle] = []
         if self.units is not None:

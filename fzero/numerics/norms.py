@@ -25,7 +25,7 @@ _GRAIN = 32768 // _ROW
 _WORTH_WAKING = 8 * _GRAIN
 # Rows that are copied to float64 at a time: half a megabyte; and the share of all numbers that such
 # a copy, or that of a small leaf, may be: a sixteenth of the leaves' bytes, which no prediction of
-# memory has to know. Leaves of less than a row are joined, all of them: they are few bytes.
+# memory has to know. Leaves of up to a row are joined, all of them: they are few bytes.
 _COPIED, _SHARE = 2 * _GRAIN, 32
 # Sums of squares of which float32 lost nothing that counts: squares vanish from 1e-38 down, and
 # overflow from 3e38 on.
@@ -91,7 +91,7 @@ def _in_double(xs: list[Tensor]) -> Tensor:
 
 def _of_large(xs: list[Tensor], numel: int, *, exact: bool) -> Tensor:
     """Of leaves of float32 on a CPU, among leaves of so many numbers."""
-    xs = [x if x.is_contiguous() else x.contiguous() for x in xs]
+    xs = list(map(Tensor.contiguous, xs))
     if not exact:
         total = _by_rows(xs, None)
         if _SAFE[0] < float(total) < _SAFE[1]:  # neither is NaN; on a CPU this waits for nobody

@@ -153,15 +153,12 @@ class _Inputs:
         # nearly all inputs are dense, which is asked without a line of Python for each
         self.dense = [i for i in self.tensors if values[i][0].is_contiguous()]
         self.others = len(self.dense) < len(self.tensors)
-        self.every = len(self.dense) == len(values)
         self.written = [i for i, n in enumerate(placeholders(program.graph)) if n in written]
 
     def restore(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs as they lay while recording: those that lie otherwise are copied."""
-        if not self.others:
-            dense = given if self.every else map(given.__getitem__, self.dense)
-            if all(map(Tensor.is_contiguous, dense)):
-                return given
+        if not self.others and all(map(Tensor.is_contiguous, map(given.__getitem__, self.dense))):
+            return given
         laid_out = list(given)
         for i, strides in zip(self.tensors, self.strides, strict=True):
             laid_out[i] = restored(given[i], strides)

@@ -85,18 +85,25 @@ def test_leaves_that_lie_side_by_side_have_the_same_sum_to_the_last_bit(
     assert torch.equal(sum_of_squares(leaves, exact=exact), sum_of_squares(apart, exact=exact))
 
 
-def test_leaves_of_one_buffer_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
+@pytest.fixture
+def by_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many numbers each call that sums rows is given."""
+    found: list[int] = []
     norm = torch.linalg.vector_norm
 
-    def counted(x: Tensor, **options: int) -> Tensor:
-        calls.append(len(x))
+    def counted(x: Tensor, **options: Any) -> Tensor:
+        assert x.shape[1] == 128
+        found.append(x.numel())
         return norm(x, **options)
 
     monkeypatch.setattr(torch.linalg, "vector_norm", counted)
+    return found
+
+
+def test_leaves_of_one_buffer_take_one_call(by_rows: list[int]) -> None:
     buffer = torch.rand(20 * 2048)
     sum_of_squares([*buffer.split(2048)][::-1], exact=False)
-    assert calls == [20 * 2048 // 128]
+    assert by_rows == [20 * 2048]
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -112,15 +119,7 @@ def test_what_lies_next_to_a_leaf_in_another_storage_is_none_of_its_run(exact: b
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_small_leaves_share_a_call(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_rows: list[int] = []
-    norm = torch.linalg.vector_norm
-
-    def counted(x: Tensor, **options: Any) -> Tensor:
-        by_rows.append(x.numel())
-        return norm(x, **options)
-
-    monkeypatch.setattr(torch.linalg, "vector_norm", counted)
+def test_small_leaves_share_a_call(exact: bool, by_rows: list[int]) -> None:
     leaves = [torch.rand(64, 64) for _ in range(40)]
     sum_of_squares(leaves, exact=exact)
     assert by_rows == []
@@ -128,19 +127,11 @@ def test_small_leaves_share_a_call(exact: bool, monkeypatch: pytest.MonkeyPatch)
     assert sum(by_rows) == 4224
 
 
-def test_an_exact_sum_copies_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exact_sum_copies_a_few_rows_at_a_time(by_rows: list[int]) -> None:
     """A float64 copy of a large leaf would be as much as its gradient and both moments."""
-    calls: list[int] = []
-    norm = torch.linalg.vector_norm
-
-    def counted(x: Tensor, **options: Any) -> Tensor:
-        calls.append(x.numel())
-        return norm(x, **options)
-
-    monkeypatch.setattr(torch.linalg, "vector_norm", counted)
     sum_of_squares([torch.rand(10**6)], exact=True)
-    assert max(calls) <= 2**16
-    assert sum(calls) > 10**6 - 128
+    assert max(by_rows) <= 2**16
+    assert sum(by_rows) > 10**6 - 128
 
 
 @pytest.mark.parametrize("exact", [True, False])
