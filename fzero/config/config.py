@@ -67,11 +67,11 @@ class Config:
         bucket_mb: MiB of gathered bytes that share one collective.
         layout: "rows" gives each rank rows of every leaf, as `Shard(dim)` does. "flat" lays small
             leaves end to end and cuts them there, so that what is gathered needs no copy: see
-            docs/design.md. Results are the same; "flat" is faster at stages 1 and 2, and at stage 3
-            from many small leaves or more than two ranks on. Its DTensors have placements of their
-            own, and torch 2.13 is wanted. "auto" is "flat" at stages 1 and 2, where parameters are
-            whole and nothing but the optimizer's state is in such DTensors; it is "rows" at stage
-            3, for optimizers that are not of `fzero.optim`, and with an older torch.
+            docs/design.md. Results are the same. Its DTensors have placements of their own, and
+            torch 2.13 is wanted. "auto" is "flat" at stages 1 and 2, where parameters are whole and
+            nothing but the optimizer's state is in such DTensors, and at stage 3 for many small
+            leaves (2**20 elements or more, at most 2**13 a leaf in the mean). It is "rows"
+            elsewhere, for optimizers that are not of `fzero.optim`, and with an older torch.
         prefetch: how many buckets ahead gathers are launched. None: 1 in the Engine and on devices;
             in a Program over gloo up to 4, but for those around the end of forward, where early
             buffers would raise the peak.

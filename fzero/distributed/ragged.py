@@ -430,10 +430,19 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             "x.redistribute(placements=[Replicate()]) or x.full_tensor() first, and copy_ what "
             "comes of it back; or work on this rank's rows, x.to_local()."
         )
-    # DTensor asks all ranks there are whether it is `equal`; a number is everyone's own
-    numbers = not any("Tensor" in str(out.type) for out in func._schema.returns)
-    whole = _number_of if numbers and not written else _whole
-    return func(*tree_map(whole, args), **tree_map(whole, kwargs))
+    if written:  # of fewer rows than ranks DTensor writes only what lies as they do
+        placed = functools.partial(_as_it_lies, like=written[0])
+    else:
+        # DTensor asks all ranks there are whether it is `equal`; a number is everyone's own
+        numbers = not any("Tensor" in str(out.type) for out in func._schema.returns)
+        placed = _number_of if numbers else _whole
+    return func(*tree_map(placed, args), **tree_map(placed, kwargs))
+
+
+def _as_it_lies(x: Any, like: Tensor) -> Any:
+    if not isinstance(x, RaggedDTensor) or not isinstance(like, DTensor) or x.shape != like.shape:
+        return _whole(x)
+    return _placed(x, like.placements)
 
 
 def _number_of(x: Any) -> Any:

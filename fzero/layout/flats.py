@@ -13,8 +13,9 @@ used one after the other: a tree is cut into *sections*, between its blocks (`la
 travels alike in a section is a flat. Modules in no list may be used at any time (embeddings,
 heads): what is large of them is a section of its own. Leaves that travel otherwise (in another
 dtype, frozen, too large) have a share in the size of a section, and no flat reaches into two of
-them: what gathers module by module gathers section by section. Most else is alive where forward
-turns into backward, at the last leaves, so sections become smaller towards there.
+them: what gathers module by module gathers section by section. What is alive at a time is a few
+flats, beside most else where forward turns into backward, and beside what is reduced where backward
+ends. So sections are a tenth of the tree wherever they are, within bounds.
 
 References:
     veScale-FSDP, arXiv:2602.22437 (RaggedShard), which cuts leaves at any row for the same reason;
@@ -73,7 +74,7 @@ def plan_flats(
         layout: from `plan_layout`.
         most: bytes of full leaves that a section is not to exceed by half a block; a leaf of as
             many stays as it is.
-        least: bytes that a section may have wherever it is.
+        least: bytes that a section may have of a tree however small.
         together: globs over modules that no flat is to reach out of: see `module_within`.
 
     >>> from fzero.layout import plan_layout
@@ -104,6 +105,22 @@ def plan_flats(
     return replace(layout, leaves=tuple(found))
 
 
+def are_many_and_small(layout: Layout) -> bool:
+    """Whether copies of its leaves cost calls rather than bytes, and so many that it tells.
+
+    >>> from fzero.layout import plan_layout
+    >>> import torch
+    >>> small = [torch.empty(64, 64, device="meta")] * 1000
+    >>> large = [torch.empty(256, 256, device="meta")] * 1000
+    >>> [are_many_and_small(plan_layout(map(str, range(len(x))), x, 2)) for x in (small, large)]
+    [True, False]
+    >>> are_many_and_small(plan_layout(map(str, range(100)), small[:100], 2))
+    False
+    """
+    sizes = [leaf.numel for leaf in layout if leaf.dim is not None]
+    return _TELLS <= sum(sizes) <= _SMALL * len(sizes)
+
+
 def by_flat(leaves: Sequence[LeafLayout], order: Sequence[int]) -> list[list[int]]:
     """Leaves in this order, one by one; those of a flat together, with the last of them.
 
@@ -123,6 +140,10 @@ def by_flat(leaves: Sequence[LeafLayout], order: Sequence[int]) -> list[list[int
 
 # Bytes of a module in no list that is a section of its own.
 _APART = 2**21
+# Mean elements of leaves that are small, and how many of all of them are worth the while.
+_SMALL, _TELLS = 2**13, 2**20
+# Share of a tree that a section has.
+_SECTION = 1 / 10
 # Share of a flat by which gaps may exceed what filling up takes without them.
 _WASTE = 1 / 100
 
@@ -132,7 +153,8 @@ def _sections(
 ) -> Iterator[list[int]]:
     """Indices of leaves in sections of about so many bytes; see [Note: flats]."""
     section: list[int] = []
-    left, room, kind = sum(leaf.nbytes for leaf in leaves), 0, None
+    size = min(max(int(_SECTION * sum(leaf.nbytes for leaf in leaves)), least), most)
+    room, kind = 0, None
     for part in _parts(leaves, most):
         nbytes = sum(leaves[i].nbytes for i in part)
         name = leaves[part[0]].name
@@ -144,11 +166,9 @@ def _sections(
             yield section
             section = []
         if not section:
-            # a quarter of what is left: see [Note: flats]
-            room, kind = min(max(left // 4, least), most), new
+            room, kind = size, new
         section += part
         room -= nbytes
-        left -= nbytes
     yield section
 
 

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from fzero import tree
 from fzero.config import Config
 from fzero.distributed.buckets import KINDS
+from fzero.layout import plan_layout
 from fzero.optim import as_optimizer
 from fzero.program import Program
 from fzero.program.categories import summed
@@ -65,8 +67,10 @@ def simulate_layers(
         report = report_on(program, cfg, mesh, hardware, tokens_in(batch))
         return _Sample(depth, report, _sections(program, cfg))
 
-    # how large flats are depends on how many layers follow
-    if layers <= FIRST + 2 or lies_flat(cfg, as_optimizer(opt)):
+    # how large flats are depends on how many layers there are
+    params = make(layers)[1]
+    layout = plan_layout(tree.names(params), tree.leaves(params), shape[-1])
+    if layers <= FIRST + 2 or lies_flat(cfg, as_optimizer(opt), layout):
         return sample(layers).report
     third = sample(FIRST + 2)
     # the deepest of the first three says how large buckets are, and the others need not look

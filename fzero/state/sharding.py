@@ -20,7 +20,7 @@ from fzero.config import Config, as_config
 from fzero.distributed.collectives import gather_leaf
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import Axis, Mesh, group_along, resolve_mesh
-from fzero.distributed.ragged import is_supported, placements_of, rows_of
+from fzero.distributed.ragged import RaggedDTensor, is_supported, placements_of, rows_of
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, ShardError
 from fzero.functional.owners import (
@@ -32,7 +32,7 @@ from fzero.functional.owners import (
     owners_of,
 )
 from fzero.layout import Home, Layout, LeafLayout, plan_layout
-from fzero.layout.flats import plan_flats
+from fzero.layout.flats import are_many_and_small, plan_flats
 from fzero.numerics.precision import Precision
 from fzero.optim.base import Optimizer
 from fzero.tree import PyTree
@@ -103,30 +103,44 @@ def plan_sharding(
     )
     owners = tuple(map(owners_of, leaves))
     layout = _by_owners(layout, owners, paths, dtypes)
-    if lies_flat(cfg, opt):
+    if lies_flat(cfg, opt, layout, leaves):
         if not is_supported():
             raise ConfigError(
                 f"Config.layout='flat' needs torch 2.13 or later, and this is {torch.__version__}: "
                 "its DTensors are of a kind that an older torch can't run operators on. Use 'rows'."
             )
         # below stage 3 full leaves are there in any case, and flats may as well be large
-        least = 2**21 if sharded else 2**22
+        least = 3 * 2**19 if sharded else 2**22
         layout = plan_flats(layout, int(cfg.bucket_mb * 2**20), least, cfg.gather_together)
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
 
 
-def lies_flat(cfg: Config, opt: Optimizer | None) -> bool:
+def lies_flat(
+    cfg: Config, opt: Optimizer | None, layout: Layout, leaves: Sequence[Tensor] = ()
+) -> bool:
     """Whether parameters that `opt` updates are laid end to end.
 
+    Args:
+        layout: as it is without.
+        leaves: DTensors among them have been laid out already.
+
     >>> from fzero.optim import sgd
-    >>> lies_flat(Config(stage=3), sgd(0.1)), lies_flat(Config(stage=3, layout="flat"), sgd(0.1))
-    (False, True)
+    >>> layout = plan_layout(["w"], [torch.ones(4)], world=2)
+    >>> [lies_flat(Config(stage=stage), sgd(0.1), layout) for stage in (0, 1, 2, 3)]
+    [False, True, True, False]
+    >>> lies_flat(Config(stage=3, layout="flat"), sgd(0.1), layout)
+    True
     """
     if cfg.layout != "auto":
         return cfg.layout == "flat"
-    whole = cfg.stage in (1, 2) and opt is not None and not opt.foreign
-    return whole and is_supported()
+    if cfg.stage == 0 or opt is None or opt.foreign or not is_supported():
+        return False
+    if cfg.stage < 3:
+        return True
+    if any(isinstance(x, DTensor) for x in leaves):
+        return any(isinstance(x, RaggedDTensor) for x in leaves)
+    return are_many_and_small(layout)
 
 
 def read_sharding(values: PyTree, cfg: Config, mesh: Mesh, what: str = "params") -> Sharding:

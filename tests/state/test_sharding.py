@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fzero
 from fzero import Config, tree
-from fzero.distributed.ragged import is_supported
+from fzero.distributed.ragged import RaggedDTensor, is_supported
+from fzero.layout import plan_layout
 from fzero.state.sharding import lies_flat
 from tests.layout.test_layout import leaves
 from tests.ranks import run_ranks
@@ -136,9 +137,52 @@ def test_by_default_leaves_lie_end_to_end_where_parameters_are_whole(stage: int)
     """And where the optimizer works on shards: others are given DTensors to work on."""
     ours = fzero.optim.adamw(0.1)
     theirs = ours._replace(foreign=True)
-    assert lies_flat(Config(stage=stage), ours) == (stage in (1, 2) and is_supported())
-    assert not lies_flat(Config(stage=stage), theirs)
-    assert not lies_flat(Config(stage=stage), None)
-    for opt in (ours, theirs, None):
-        assert lies_flat(Config(stage=stage, layout="flat"), opt)
-        assert not lies_flat(Config(stage=stage, layout="rows"), opt)
+    few, many = (
+        plan_layout(map(str, range(n)), [torch.empty(64, 64, device="meta")] * n, 2)
+        for n in (4, 256)
+    )
+    assert lies_flat(Config(stage=stage), ours, few) == (stage in (1, 2) and is_supported())
+    assert lies_flat(Config(stage=stage), ours, many) == (stage > 0 and is_supported())
+    for layout in (few, many):
+        assert not lies_flat(Config(stage=stage), theirs, layout)
+        assert not lies_flat(Config(stage=stage), None, layout)
+        for opt in (ours, theirs, None):
+            assert lies_flat(Config(stage=stage, layout="flat"), opt, layout)
+            assert not lies_flat(Config(stage=stage, layout="rows"), opt, layout)
+
+
+def _small_loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.stack([(x @ w).square().mean() for w in params.values()]).sum()
+
+
+def _on_from(layout: str) -> tuple[bool, float]:
+    """On a rank: a default step on what lies so; if its leaves lie end to end, and its error."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    full, x = {f"w{i}": drawn(64, 64) for i in range(256)}, drawn(2 * 4, 64)
+    cfg, opt = Config(stage=3), fzero.optim.sgd(0.1, momentum=0.9)
+    first = fzero.make_train_step(_small_loss, opt, cfg.replace(layout=layout))
+    state = first.init(full)
+    mine = x.chunk(2)[dist.get_rank()]
+    step_fn = fzero.make_train_step(_small_loss, opt, cfg)
+    for _ in range(2):
+        state = step_fn(*state, mine)
+    plain = {name: w.clone().requires_grad_() for name, w in full.items()}
+    theirs = torch.optim.SGD(plain.values(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        theirs.zero_grad()
+        _small_loss(plain, x).backward()
+        theirs.step()
+    found = fzero.unshard(state[0])
+    error = max((found[name] - w).abs().max().item() for name, w in plain.items())
+    return all(isinstance(w, RaggedDTensor) for w in state[0].values()), error
+
+
+@pytest.mark.parametrize("layout", ["auto", "rows"])
+def test_a_default_step_goes_on_with_small_leaves_however_they_lie(layout: str) -> None:
+    for flat, error in run_ranks(2, _on_from, layout):
+        assert flat == (layout != "rows" and is_supported())
+        assert error < 1e-12
