@@ -28,6 +28,8 @@ from dataclasses import replace
 from math import lcm, prod
 from typing import Any
 
+from torch import Tensor
+
 from fzero.layout.layout import Home, Layout, LeafLayout
 from fzero.layout.modules import (
     block_of,
@@ -105,20 +107,16 @@ def plan_flats(
     return replace(layout, leaves=tuple(found))
 
 
-def are_many_and_small(layout: Layout) -> bool:
-    """Whether copies of its leaves cost calls rather than bytes, and so many that it tells.
+def are_many_and_small(leaves: Sequence[Tensor]) -> bool:
+    """Whether copies of full leaves cost calls rather than bytes, and so many that it tells.
 
-    >>> from fzero.layout import plan_layout
     >>> import torch
-    >>> small = [torch.empty(64, 64, device="meta")] * 1000
-    >>> large = [torch.empty(256, 256, device="meta")] * 1000
-    >>> [are_many_and_small(plan_layout(map(str, range(len(x))), x, 2)) for x in (small, large)]
-    [True, False]
-    >>> are_many_and_small(plan_layout(map(str, range(100)), small[:100], 2))
-    False
+    >>> small, large = (torch.empty(n, n, device="meta") for n in (64, 256))
+    >>> [are_many_and_small(x) for x in ([small] * 1000, [large] * 1000, [small] * 100)]
+    [True, False, False]
     """
-    sizes = [leaf.numel for leaf in layout if leaf.dim is not None]
-    return _TELLS <= sum(sizes) <= _SMALL * len(sizes)
+    total = sum(x.numel() for x in leaves)
+    return _TELLS <= total <= _SMALL * len(leaves)
 
 
 def by_flat(leaves: Sequence[LeafLayout], order: Sequence[int]) -> list[list[int]]:

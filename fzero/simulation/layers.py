@@ -20,7 +20,6 @@ from torch import fx
 from fzero import tree
 from fzero.config import Config
 from fzero.distributed.buckets import KINDS
-from fzero.layout import plan_layout
 from fzero.optim import as_optimizer
 from fzero.program import Program
 from fzero.program.categories import summed
@@ -68,9 +67,7 @@ def simulate_layers(
         return _Sample(depth, report, _sections(program, cfg))
 
     # how large flats are depends on how many layers there are
-    params = make(layers)[1]
-    layout = plan_layout(tree.names(params), tree.leaves(params), shape[-1])
-    if layers <= FIRST + 2 or lies_flat(cfg, as_optimizer(opt), layout):
+    if layers <= FIRST + 2 or lies_flat(cfg, as_optimizer(opt), tree.leaves(make(layers)[1])):
         return sample(layers).report
     third = sample(FIRST + 2)
     # the deepest of the first three says how large buckets are, and the others need not look

@@ -103,7 +103,7 @@ def plan_sharding(
     )
     owners = tuple(map(owners_of, leaves))
     layout = _by_owners(layout, owners, paths, dtypes)
-    if lies_flat(cfg, opt, layout, leaves):
+    if lies_flat(cfg, opt, leaves):
         if not is_supported():
             raise ConfigError(
                 f"Config.layout='flat' needs torch 2.13 or later, and this is {torch.__version__}: "
@@ -116,20 +116,16 @@ def plan_sharding(
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
 
 
-def lies_flat(
-    cfg: Config, opt: Optimizer | None, layout: Layout, leaves: Sequence[Tensor] = ()
-) -> bool:
+def lies_flat(cfg: Config, opt: Optimizer | None, leaves: Sequence[Tensor]) -> bool:
     """Whether parameters that `opt` updates are laid end to end.
 
     Args:
-        layout: as it is without.
-        leaves: DTensors among them have been laid out already.
+        leaves: full, or DTensors, which have been laid out already.
 
     >>> from fzero.optim import sgd
-    >>> layout = plan_layout(["w"], [torch.ones(4)], world=2)
-    >>> [lies_flat(Config(stage=stage), sgd(0.1), layout) for stage in (0, 1, 2, 3)]
+    >>> [lies_flat(Config(stage=stage), sgd(0.1), [torch.ones(4)]) for stage in (0, 1, 2, 3)]
     [False, True, True, False]
-    >>> lies_flat(Config(stage=3, layout="flat"), sgd(0.1), layout)
+    >>> lies_flat(Config(stage=3, layout="flat"), sgd(0.1), [torch.ones(4)])
     True
     """
     if cfg.layout != "auto":
@@ -140,7 +136,7 @@ def lies_flat(
         return True
     if any(isinstance(x, DTensor) for x in leaves):
         return any(isinstance(x, RaggedDTensor) for x in leaves)
-    return are_many_and_small(layout)
+    return are_many_and_small(leaves)
 
 
 def read_sharding(values: PyTree, cfg: Config, mesh: Mesh, what: str = "params") -> Sharding:
