@@ -11,7 +11,9 @@ Engines themselves go past all that, to what autograd sees: `raw_grad`, `set_raw
 """
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -116,6 +118,7 @@ def _register(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """`register_post_accumulate_grad_hook`, refused: it would find no gradient in `param.grad`."""
     if (found := _owner(param)) is not None:
         found[0].refuse("register_post_accumulate_grad_hook was called")
+    leave_accumulate_hooks(param)  # of an engine that is gone
     return Tensor.register_post_accumulate_grad_hook(param, hook)
 
 
@@ -243,6 +246,12 @@ def become_former(param: nn.Parameter, now: Tensor) -> None:
     param.now = now  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def leave_accumulate_hooks(param: Any) -> None:
+    """Give a parameter a dict of hooks of its own, if it shares one with all of an engine's."""
+    if type(param._post_accumulate_grad_hooks) not in (NoneType, OrderedDict):  # torch's own
+        param._post_accumulate_grad_hooks = OrderedDict()
+
+
 def keep_hooks(old: Tensor, new: Tensor) -> None:
     """Hooks and notes of one tensor on another, which takes its index.
 
@@ -266,8 +275,7 @@ def disown(param: nn.Parameter, now: Tensor, values: Tensor) -> None:
     hooks = now._backward_hooks
     for x in (param, now):
         vars(x).pop("fzero_owner", None)
-        if (accumulate := getattr(x, "_post_accumulate_grad_hooks", None)) is not None:
-            accumulate.clear()
+        leave_accumulate_hooks(x)
     if type(param) in (OwnedParameter, FormerParameter):
         vars(param).pop("now", None)
         param.__class__ = nn.Parameter

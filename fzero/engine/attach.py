@@ -2,7 +2,7 @@
 
 import glob
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from fzero.eager.owned import (
     become_former,
     has_owner,
     keep_hooks,
+    leave_accumulate_hooks,
     own,
     set_raw_grad,
 )
 from fzero.eager.units import Units
+from fzero.engine.autograd import AccumulateHooks
 from fzero.engine.grouping import Grouping
 from fzero.engine.outputs import tensors_in
 from fzero.errors import ConfigError, ShardError
@@ -48,7 +50,7 @@ def install(
     leaves: Sequence[LeafLayout],
     locals_: Sequence[Tensor],
     units: Units | None,
-    taker: Callable[[Tensor], None],
+    hooks: AccumulateHooks,
     holder: "weakref.ref[Holder]",
 ) -> dict[int, Tensor]:
     """Make the module's parameters an engine's, in place.
@@ -59,8 +61,7 @@ def install(
         leaves: how each is split.
         locals_: this rank's tensors of the parameters, by index.
         units: what gathers them; None if they are always there.
-        taker: what is called with a parameter that has got a gradient; its `engine` tells that it
-            is an engine's.
+        hooks: what hears that a parameter has got a gradient.
         holder: of their gradients.
 
     Returns:
@@ -72,8 +73,7 @@ def install(
         index = indices[name]
         trainable = leaves[index].trainable
         set_raw_grad(param, None)
-        if (hooks := getattr(param, "_post_accumulate_grad_hooks", None)) is not None:
-            hooks.clear()  # of engines that are gone; others are refused
+        leave_accumulate_hooks(param)  # of an engine that is gone; others are refused
         if units is not None:
             new[name] = now = LazyParameter(units, index, None, trainable)
             keep_hooks(param, now)
@@ -89,8 +89,7 @@ def install(
         # who still holds the former parameter asks the same engine for its gradient
         own(param, Owner(holder, index, name))
         if trainable:
-            # past the method of the parameter's own class, which refuses
-            Tensor.register_post_accumulate_grad_hook(now, taker)
+            hooks.put_on(now)
     slots.install(new)
     return {indices[name]: x for name, x in new.items()}
 

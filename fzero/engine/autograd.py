@@ -2,13 +2,14 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.eager.owned import raw_grad, set_raw_grad
+from fzero.errors import BackwardError
 
 Applied = tuple[Callable[[Tensor], None], ...]
 """Told of the factor that the gradients of the running task carry from here on."""
@@ -50,11 +51,8 @@ def own(grad: Tensor) -> Tensor:
     return grad.clone() if shared else grad
 
 
-class AccumulateHook(list[Tensor]):
+class AccumulateHook:
     """What autograd calls with a parameter into which it has accumulated a gradient.
-
-    It tells its engine of each, or only notes them, without a line of Python: of a thousand small
-    parameters that is a fiftieth of their backward.
 
     Args:
         engine: the driver that is told; autograd's hold of a hook is hidden from the collector.
@@ -63,7 +61,6 @@ class AccumulateHook(list[Tensor]):
     __slots__ = ("engine",)
 
     def __init__(self, engine: "weakref.ref[Any]") -> None:
-        super().__init__()
         self.engine = engine
 
     def __call__(self, param: Tensor) -> None:
@@ -71,41 +68,57 @@ class AccumulateHook(list[Tensor]):
         if driver is not None:
             driver.arrived(param)
 
-    def defer(self) -> None:
-        """From now on note those that come."""
-        self.__class__ = _Deferring  # pyright: ignore[reportAttributeAccessIssue]
 
-    def taken(self) -> list[Tensor]:
-        """Those noted; from now on each is told."""
-        self.__class__ = AccumulateHook  # pyright: ignore[reportAttributeAccessIssue]
-        found = self[:]
-        self.clear()
-        return found
+class AccumulateHooks(dict[int, AccumulateHook]):
+    """The hooks of a parameter, as autograd keeps them: one dict for all that an engine has.
+
+    So all are told of, or none, by one write. Of a thousand small parameters hooks that only note
+    who has come are a fiftieth of a backward, and none is as if there were no engine.
+
+    The attribute that it is set as is private; `Tensor.register_post_accumulate_grad_hook`, the
+    public way, makes each parameter a dict of its own in it.
+    """
+
+    def __init__(self, engine: "weakref.ref[Any]") -> None:
+        super().__init__()
+        self._hook = AccumulateHook(engine)
+        self.tell()
+
+    def put_on(self, param: Any) -> None:
+        """Hear of this parameter, too."""
+        param._post_accumulate_grad_hooks = self
+
+    def tell(self) -> None:
+        """From now on hear of each gradient."""
+        super().__setitem__(0, self._hook)
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        raise BackwardError(
+            "Tensor.register_post_accumulate_grad_hook was called, past the parameter's own "
+            "method, for a parameter that an engine was made with. An engine takes gradients over "
+            "as they come, so the hook would find none. Change a gradient on its way with "
+            "parameter.register_hook(...)."
+        )
 
 
-class _Deferring(AccumulateHook):
-    __slots__ = ()
-    __call__ = list.append  # pyright: ignore[reportAssignmentType]
-
-
-def left_in(params: Iterable[Any], *, alone: bool) -> dict[int, Tensor]:
-    """Take the gradients that autograd has left in these parameters, by their indices.
+def take_left(params: Mapping[int, Any], *, alone: bool) -> dict[int, Tensor]:
+    """Take the gradients that autograd has left in these parameters.
 
     Args:
-        params: of an engine, that have got one; some may be there twice.
+        params: of an engine, by index.
         alone: whether nobody else may have their memory, because they will be written to.
     """
     dense, grads = torch.strided, dict[int, Tensor]()
     # torch need not ask a class that takes no part in __torch_function__, twice for each
     with torch._C.DisableTorchFunctionSubclass():
-        for param in params:
+        for index, param in params.items():
             grad = raw_grad(param)
-            if grad is None:  # it came twice, or a function returned None for it
+            if grad is None:  # none came, or a function returned None for it
                 continue
             set_raw_grad(param, None)
             if alone or grad.requires_grad or grad.layout is not dense:
                 grad = own(grad)
-            grads[param.fzero_owner.leaf_index] = grad
+            grads[index] = grad
     return grads
 
 

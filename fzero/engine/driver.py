@@ -22,12 +22,12 @@ from fzero.eager.owned import raw_grad, set_raw_grad
 from fzero.engine import events, phases
 from fzero.engine.attach import gather_around, install
 from fzero.engine.autograd import (
-    AccumulateHook,
+    AccumulateHooks,
     accumulates,
     current_node,
-    left_in,
     own,
     scaled,
+    take_left,
     watch,
 )
 from fzero.engine.backward_state import BackwardState
@@ -96,15 +96,16 @@ class Driver:
         self._node: Any = None
         # for hooks, which must not keep it alive
         me: weakref.ref[Any] = weakref.ref(self)
-        # of an unsynced task it notes those that come; of others each arrival is an event
-        self._arrivals = AccumulateHook(me)
+        # of an unsynced task they tell of the first arrival; of others each is an event
+        self._hooks = AccumulateHooks(me)
         leaves = self.reducer.leaves
         self.handles: list[RemovableHandle] = []
         if self.units is not None:
             self.handles += gather_around(model, self.units, parts.grouping)
         self.params = install(
-            slots, params, leaves, self.stepper.locals, self.units, self._arrivals, me
+            slots, params, leaves, self.stepper.locals, self.units, self._hooks, me
         )
+        self._hooked = {leaf: x for leaf, x in self.params.items() if leaves[leaf].trainable}
         self.handles += Door(me).install(model)
         self.writes = Writes(model, self.params, leaves, self.stepper, lazy=self.units is not None)
         self._wishes = Wishes(self.params, leaves)
@@ -411,8 +412,9 @@ class Driver:
             case events.TakeAll():
                 self._take_all()
             case events.Discard():
-                for param in self._arrivals.taken():
+                for param in self._hooked.values():
                     set_raw_grad(param, None)
+                self._hooks.tell()
                 self.losses.discard()
                 reducer.discard()
             case events.Flush():
@@ -469,20 +471,19 @@ class Driver:
                 self._do(action)
         task = self.state.task
         if task is not None and not task.synced:
-            self._arrivals.defer()  # the first has opened the task; the others need no event
+            self._hooks.clear()  # the first has opened the task; the others need no event
 
     def _take_deferred(self) -> None:
         """The gradients of an unsynced task, which are where autograd has put them."""
-        if self._arrivals:
+        if not self._hooks:
             task = self.state.task
             assert task is not None
             self.on(events.GradientsReady(task.number))
-        self._arrivals.taken()
+            self._hooks.tell()
 
     def _take_all(self) -> None:
         factor, writes = self._correction.factor, self.reducer.accumulates
-        # noted until all are taken: if that fails, the task is to be discarded whole
-        grads = left_in(self._arrivals, alone=writes or factor is not None)
+        grads = take_left(self._hooked, alone=writes or factor is not None)
         self._correction.apply([*grads.values()])
         self.reducer.take_all(grads)
 

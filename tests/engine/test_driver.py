@@ -1,5 +1,6 @@
 """What moves an engine: nothing but its engine keeps it alive, and users meet the engine alone."""
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from benchmarks.allocations import measure
 from fzero.distributed.ragged import is_supported
 from fzero.eager.owned import raw_grad, set_raw_grad
 from fzero.engine import autograd, driver, phases
-from fzero.engine.autograd import left_in
+from fzero.engine.autograd import take_left
+from fzero.errors import BackwardError
 from tests.engine.parity import SGD
 from tests.ranks import fake_ranks
 
@@ -95,7 +97,7 @@ def test_of_a_task_that_is_not_synced_the_first_arrival_is_told_alone() -> None:
         with mock.patch.object(inner, "arrived", wraps=inner.arrived) as arrived:
             engine.backward(engine(torch.ones(1, 3)).sum())
         assert arrived.call_count == 1
-        assert inner._arrivals == []
+        assert len(inner._hooks) == 1  # it hears again
         assert all(map(inner.holds, range(4)))
         engine.step()
 
@@ -143,9 +145,29 @@ def test_of_two_gradients_in_one_memory_one_is_copied() -> None:
         set_raw_grad(param, torch.empty(0).set_(memory, 0, (4,)))  # pyright: ignore[reportCallIssue]
     at = memory.data_ptr()
     del memory
-    grads = left_in([params[i] for i in (0, 1, 1, 2)], alone=True)
+    grads = take_left(params, alone=True)
     assert [x.data_ptr() == at for x in grads.values()] == [False, True]
     assert all(raw_grad(param) is None for param in params.values())
+
+
+def test_a_hook_of_a_user_s_is_on_one_parameter_alone() -> None:
+    """An engine's are on all of them at once."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    engine = fzero.Engine(model, SGD())
+    seen: list[torch.Tensor] = []
+    first, *others = model.parameters()
+    with pytest.raises(BackwardError, match="past the parameter's own method"):
+        torch.Tensor.register_post_accumulate_grad_hook(first, seen.append)
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    del engine
+    gc.collect()
+    for param in (first, others[0]):  # after an engine that is gone
+        param.register_post_accumulate_grad_hook(seen.append)
+    first.register_post_accumulate_grad_hook(seen.append)
+    fzero.Engine(nn.Sequential(nn.Linear(1, 1)))  # another's are none of its business
+    model(torch.ones(1, 3)).sum().backward()
+    assert sorted(map(id, seen)) == sorted(map(id, (first, first, others[0])))
 
 
 @pytest.mark.skipif(not is_supported(), reason="flats need torch 2.13")
