@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from fzero.distributed import works
 from fzero.errors import FzeroError, TraceError
 from fzero.numerics.rng import generator_of
+from fzero.program.bindings import Known, binding_of
 from fzero.program.dynamic import Dynamic, mark_of, substituted
 from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
 from fzero.program.heap import keep_freed
@@ -65,7 +66,8 @@ def compile_program(program: Program) -> Executable:
     devices = _random_devices(program)
     layouts = _Inputs(program)
     found: set[fx.Node] = set()
-    function = _function(program, partial(_looked_at, _Look(found)))
+    known: Known = {}
+    function = _function(program, partial(_looked_at, _Look(found)), known)
     looked = False
     dynamic = program.dynamic
 
@@ -78,7 +80,7 @@ def compile_program(program: Program) -> Executable:
         if dynamic is not None and dynamic.is_new(sizes := dynamic.sizes_of(inputs)) and looked:
             # a fake kernel may be right about strides for the recorded sizes alone
             look = _Look(set(), dynamic, sizes)
-            runs = _function(program, partial(_looked_at, look))
+            runs = _function(program, partial(_looked_at, look), known)
         try:
             with torch.no_grad(), _kept_generators(devices):
                 results = runs(*inputs)
@@ -93,7 +95,8 @@ def compile_program(program: Program) -> Executable:
             # the next call can come from inside of another thread's first: both find the same
             if found and program.dynamic is not None:
                 program.dynamic.open = False  # what is restored has the strides of one size
-            function, looked = _function(program, partial(_restored_after, frozenset(found))), True
+            then = partial(_restored_after, frozenset(found))
+            function, looked = _function(program, then, known), True
         if inputs is not given:
             layouts.write_back(inputs, given)
         return results
@@ -133,8 +136,8 @@ Then = Callable[[fx.Node], Callable[[Any], Any] | None]
 """What is called on the result of a node, if anything."""
 
 
-def _function(program: Program, then: Then) -> Executable:
-    source, scope = generate(program, then)
+def _function(program: Program, then: Then, known: Known) -> Executable:
+    source, scope = generate(program, then, known)
     filename = f"<fzero program {program.name} {next(_NUMBERS)}>"
     # Without a time of change (None) linecache keeps it, so tracebacks show the generated line.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -248,8 +251,16 @@ def _laid_out(strides: Sequence[Sequence[int] | None], value: Any) -> Any:
     return [x if x is None or wanted is None else restored(x, wanted) for x, wanted in pairs]
 
 
-def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dict[str, Any]]:
-    """The Python source of a Program, and the names that it uses."""
+def generate(
+    program: Program, then: Then = lambda node: None, known: Known | None = None
+) -> tuple[str, dict[str, Any]]:
+    """The Python source of a Program, and the names that it uses.
+
+    Args:
+        then: what follows each node.
+        known: as `binding_of` takes it.
+    """
+    known = {} if known is None else known
     scope: dict[str, Any] = {}
     bound: dict[Any, str] = {}
     taken = {node.name for node in program.graph.nodes}
@@ -311,7 +322,7 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
             lines.append(f"{dropped}None")
             lines.append(f"{node.name} = {bind(node.target.run, 'region')}(boxed)")
         else:
-            lines.append(_statement(node, show, bind, then, table))
+            lines.append(_statement(node, show, bind, then, table, known))
         if dead := last_use.get(node):
             lines[-1] += "; " + " = ".join(dead) + " = None"
     body = "\n    ".join(lines)
@@ -324,14 +335,17 @@ def _statement(
     bind: Callable[[Any, str], str],
     then: Then,
     table: Sequence[Any],
+    known: Known,
 ) -> str:
     target: Any = node.target
     mark = mark_of(node) if table else None
     numbers = {path: table[number] for path, number in mark.numbers} if mark else {}
     if target is operator.getitem:
         return f"{node.name} = {show(node.args[0])}[{node.args[1]}]"
-    # the overload's C++ function itself: one Python frame less a call
-    function = target._op if isinstance(target, torch._ops.OpOverload) else target
+    function = target
+    if isinstance(target, torch._ops.OpOverload):
+        # else the overload's C++ function itself: one Python frame less a call
+        function = binding_of(node, known) or target._op
     function = getattr(function, "runs", function)  # an island: see its operator
     if is_op(node, *_IN_GRAD_MODE):
         function = _in_grad_mode(function)
