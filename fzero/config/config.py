@@ -69,9 +69,9 @@ class Config:
             leaves end to end and cuts them there, so that what is gathered needs no copy: see
             docs/design.md. Results are the same. Its DTensors have placements of their own, and
             torch 2.13 is wanted. "auto" is "flat" at stages 1 and 2, where parameters are whole and
-            nothing but the optimizer's state is in such DTensors, and at stage 3 for many small
-            leaves (2**20 elements or more, at most 2**13 a leaf in the mean). It is "rows"
-            elsewhere, for optimizers that are not of `fzero.optim`, and with an older torch.
+            nothing but the optimizer's state is in such DTensors, and at stage 3 in an Engine of
+            many small parameters (2**20 elements or more, at most 2**13 each in the mean). It is
+            "rows" elsewhere, for optimizers that are not of `fzero.optim`, and with an older torch.
         prefetch: how many buckets ahead gathers are launched. None: 1 in the Engine and on devices;
             in a Program over gloo up to 4, but for those around the end of forward, where early
             buffers would raise the peak.

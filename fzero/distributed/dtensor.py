@@ -57,8 +57,12 @@ def from_spec(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     >>> from_spec(torch.ones(2, 3), spec).full_tensor().shape
     torch.Size([2, 3])
     """
-    kind = RaggedDTensor if Rows in map(type, spec.placements) else DTensor
-    return kind(local, spec, requires_grad=False)
+    return type_of(spec)(local, spec, requires_grad=False)
+
+
+def type_of(spec: DTensorSpec) -> type[DTensor]:
+    """The class of a DTensor that `spec` describes."""
+    return RaggedDTensor if Rows in map(type, spec.placements) else DTensor
 
 
 def from_local_like(local: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -96,8 +96,9 @@ class AccumulateHooks(dict[int, AccumulateHook]):
         raise BackwardError(
             "Tensor.register_post_accumulate_grad_hook was called, past the parameter's own "
             "method, for a parameter that an engine was made with. An engine takes gradients over "
-            "as they come, so the hook would find none. Change a gradient on its way with "
-            "parameter.register_hook(...)."
+            "as they come, so the hook would find none: change a gradient on its way with "
+            "parameter.register_hook(...). Once the engine is gone, call the parameter's own "
+            "method, parameter.register_post_accumulate_grad_hook(...)."
         )
 
 

@@ -119,7 +119,7 @@ def build_parts(
         ConfigError: a combination that there isn't.
         RankMismatchError: ranks differ.
     """
-    plan, tree_of, opt_state = start(cfg, optimizer, built or parameters(model))
+    plan, tree_of, opt_state = start(cfg, optimizer, built or parameters(model), inside=True)
     leaves, axes = plan.sharding.layout.leaves, plan.axes
     indices = {leaf.name: index for index, leaf in enumerate(leaves)}
     registered = [indices[name] for name in params]

@@ -72,7 +72,11 @@ def _kind(value: Any) -> Any:
     """What of a value the choice of an overload may depend on."""
     if isinstance(value, fx.Node):
         val = value.meta["val"]
-        return (Tensor, val.dtype, val.device, val.dim() == 0) if isinstance(val, Tensor) else val
+        return (
+            (Tensor, val.dtype, val.device, val.dim() == 0)
+            if isinstance(val, Tensor)
+            else (type(val), val)
+        )
     if isinstance(value, list | tuple):
         return type(value), *map(_kind, value)
     return type(value), value

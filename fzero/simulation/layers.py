@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from fzero import tree
 from fzero.config import Config
 from fzero.distributed.buckets import KINDS
 from fzero.optim import as_optimizer
@@ -66,8 +65,8 @@ def simulate_layers(
         report = report_on(program, cfg, mesh, hardware, tokens_in(batch))
         return _Sample(depth, report, _sections(program, cfg))
 
-    # how large flats are depends on how many layers there are
-    if layers <= FIRST + 2 or lies_flat(cfg, as_optimizer(opt), tree.leaves(make(layers)[1])):
+    # how large flats are depends on how many layers follow
+    if layers <= FIRST + 2 or lies_flat(cfg, as_optimizer(opt)):
         return sample(layers).report
     third = sample(FIRST + 2)
     # the deepest of the first three says how large buckets are, and the others need not look

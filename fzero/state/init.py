@@ -32,6 +32,8 @@ def start(
     opt: Optimizer,
     params: PyTree | Callable[[], PyTree] | Recording,
     model_state: PyTree = None,
+    *,
+    inside: bool = False,
 ) -> tuple[Plan, PyTree, OptState]:
     """The plan of a step, sharded parameters, and the state before the first call.
 
@@ -76,7 +78,7 @@ def start(
     # On the meta device: plans need no values, and casts of all leaves at once would cost memory.
     low = [noted_like(x.detach().to("meta", dtype), x) for x, dtype in pairs]
     low = tree.unflatten(tree.flatten(shapes)[1], low)
-    sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3, opt=opt)
+    sharding = plan_sharding(low, cfg, mesh, sharded=cfg.stage == 3, opt=opt, inside=inside)
     plan = Plan(cfg, opt, mesh, sharding)
     shards: list[Any] = [None] * len(leaves)
     masters_of: list[Any] = [None] * len(leaves)

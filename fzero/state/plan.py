@@ -1,7 +1,7 @@
 """What is known about a step before any batch: where every leaf lives, and how states look."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, eq, is_
 from typing import Any
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fzero import tree
 from fzero.config import Config
 from fzero.distributed.buckets import GATHER, bucket_of
-from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
+from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor, type_of
 from fzero.distributed.mesh import Axes, Mesh
 from fzero.distributed.ragged import placements_of
 from fzero.errors import ShardError
@@ -122,15 +122,18 @@ class Plan:
     def leaves_of(self, inner: PyTree) -> list[LeafLayout | None]:
         """The parameter that each leaf of an optimizer's state is shaped and named like, if any."""
         rank = self.mesh.shard_rank
-        paths = dict(zip(self.sharding.paths, self.sharding.layout, strict=True))
         found = []
-        for x, path in zip(tree.leaves(inner), tree.paths(inner), strict=True):
-            # a moment's path ends with its parameter's, .mu['w'] with ['w']: the longest first
-            starts = (i for i, char in enumerate(path) if char in "[.")
-            leaf = next((paths[path[i:]] for i in starts if path[i:] in paths), None)
+        for x, leaf in zip(tree.leaves(inner), self._named_like(inner), strict=True):
             alike = leaf and isinstance(x, Tensor) and tuple(x.shape) == leaf.shard_shape(rank)
             found.append(leaf if alike else None)
         return found
+
+    def _named_like(self, inner: PyTree) -> Iterator[LeafLayout | None]:
+        paths = dict(zip(self.sharding.paths, self.sharding.layout, strict=True))
+        for path in tree.paths(inner):
+            # a moment's path ends with its parameter's, .mu['w'] with ['w']: the longest first
+            starts = (i for i, char in enumerate(path) if char in "[.")
+            yield next((paths[path[i:]] for i in starts if path[i:] in paths), None)
 
     def _wrap(self, x: Tensor, leaf: LeafLayout) -> Tensor:
         if not self.splits_state or isinstance(x, DTensor):
@@ -217,7 +220,7 @@ class Plan:
             return
         wanted = zip(kinds, shapes, dtypes, strict=True)
         for x, (kind, shape, dtype), path in zip(leaves, wanted, sharding.paths, strict=True):
-            split = kind is DTensor
+            split = issubclass(kind, DTensor)
             if not isinstance(x, Tensor) or isinstance(x, DTensor) != split:
                 wanted = "a DTensor" if split else "a plain tensor"
                 raise ShardError(
@@ -232,6 +235,31 @@ class Plan:
                     "for. Make another step function for other shapes."
                 )
 
+    def check_placements(self, params: PyTree, inner: PyTree) -> None:
+        """Raise a ShardError, on all ranks, unless DTensors from elsewhere lie as planned.
+
+        A rank's own part may be as large by chance, and then that rank would wait for the others.
+        """
+        if self.mesh.shard_size == 1:
+            return
+        for what, values in (("params", params), ("opt_state.inner", inner)):
+            rows = zip(
+                tree.leaves(values), self._named_like(values), tree.paths(values), strict=True
+            )
+            for x, leaf, path in rows:
+                # other shapes, and plain tensors, are refused elsewhere, or are the optimizer's own
+                if leaf is None or not isinstance(x, DTensor) or tuple(x.shape) != leaf.shape:
+                    continue
+                if x.placements != (wanted := placements_of(leaf, self.mesh)):
+                    raise ShardError(
+                        f"{what}{path} lies on the ranks as {x.placements}, and this step function "
+                        f"has {wanted} for it. Where leaves lie end to end, that depends on the "
+                        "whole tree, the optimizer, and Config's layout, bucket_mb, frozen and "
+                        "gather_together. Make the step function with those that step_fn.init had, "
+                        "use Config(layout='rows') for both, or lay them anew: "
+                        "step_fn.init(fzero.unshard(params)); a state goes through a checkpoint."
+                    )
+
     @functools.cached_property
     def _wanted(self) -> tuple[list[type], list[tuple[int, ...]], list[torch.dtype]]:
         """Of each leaf whether it is a DTensor or plain, this rank's shape, and its dtype.
@@ -241,7 +269,7 @@ class Plan:
         rank, layout, dtensors = self.mesh.shard_rank, self.sharding.layout, self.sharding.dtensors
         pairs = list(zip(layout, dtensors, strict=True))
         return (
-            [Tensor if dtensor is None else DTensor for _, dtensor in pairs],
+            [Tensor if dtensor is None else type_of(dtensor) for _, dtensor in pairs],
             [leaf.shape if dtensor is None else leaf.shard_shape(rank) for leaf, dtensor in pairs],
             [leaf.dtype for leaf in layout],
         )

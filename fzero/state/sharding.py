@@ -20,7 +20,7 @@ from fzero.config import Config, as_config
 from fzero.distributed.collectives import gather_leaf
 from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import Axis, Mesh, group_along, resolve_mesh
-from fzero.distributed.ragged import RaggedDTensor, is_supported, placements_of, rows_of
+from fzero.distributed.ragged import is_supported, placements_of, rows_of
 from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, ShardError
 from fzero.functional.owners import (
@@ -78,12 +78,19 @@ class Sharding:
 
 
 def plan_sharding(
-    params: PyTree, cfg: Config, mesh: Mesh, *, sharded: bool, opt: Optimizer | None = None
+    params: PyTree,
+    cfg: Config,
+    mesh: Mesh,
+    *,
+    sharded: bool,
+    opt: Optimizer | None = None,
+    inside: bool = False,
 ) -> Sharding:
     """How `params` (full leaves, or DTensors) lives on `mesh`; as DTensors if `sharded`.
 
     Args:
         opt: what will update them, if it is known.
+        inside: they stay inside of an engine.
 
     Raises:
         ConfigError: autocast depends on modules, and a leaf doesn't know its own.
@@ -103,7 +110,7 @@ def plan_sharding(
     )
     owners = tuple(map(owners_of, leaves))
     layout = _by_owners(layout, owners, paths, dtypes)
-    if lies_flat(cfg, opt, leaves):
+    if lies_flat(cfg, opt, small=inside and are_many_and_small(leaves)):
         if not is_supported():
             raise ConfigError(
                 f"Config.layout='flat' needs torch 2.13 or later, and this is {torch.__version__}: "
@@ -116,27 +123,23 @@ def plan_sharding(
     return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
 
 
-def lies_flat(cfg: Config, opt: Optimizer | None, leaves: Sequence[Tensor]) -> bool:
+def lies_flat(cfg: Config, opt: Optimizer | None, *, small: bool = False) -> bool:
     """Whether parameters that `opt` updates are laid end to end.
 
     Args:
-        leaves: full, or DTensors, which have been laid out already.
+        small: they are many and small, and whoever asks keeps them to itself.
 
     >>> from fzero.optim import sgd
-    >>> [lies_flat(Config(stage=stage), sgd(0.1), [torch.ones(4)]) for stage in (0, 1, 2, 3)]
+    >>> [lies_flat(Config(stage=stage), sgd(0.1)) for stage in (0, 1, 2, 3)]
     [False, True, True, False]
-    >>> lies_flat(Config(stage=3, layout="flat"), sgd(0.1), [torch.ones(4)])
+    >>> lies_flat(Config(stage=3, layout="flat"), sgd(0.1))
     True
     """
     if cfg.layout != "auto":
         return cfg.layout == "flat"
-    if cfg.stage == 0 or opt is None or opt.foreign or not is_supported():
-        return False
-    if cfg.stage < 3:
-        return True
-    if any(isinstance(x, DTensor) for x in leaves):
-        return any(isinstance(x, RaggedDTensor) for x in leaves)
-    return are_many_and_small(leaves)
+    # at stage 3 users hold them as DTensors, of which torch's own can do more
+    fits = cfg.stage in (1, 2) or (cfg.stage == 3 and small)
+    return fits and opt is not None and not opt.foreign and is_supported()
 
 
 def read_sharding(values: PyTree, cfg: Config, mesh: Mesh, what: str = "params") -> Sharding:

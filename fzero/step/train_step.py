@@ -351,6 +351,7 @@ class TrainStep:
                 params, self.cfg, mesh, sharded=self.cfg.stage == 3, opt=self.opt
             )
             plan = Plan(self.cfg, self.opt, mesh, sharding)
+            plan.check_placements(params, opt_state.inner)
         plan.check(leaves, spec)
         _check_scale(opt_state, self.cfg)
         carried = opt_state if self._takes_state else opt_state._replace(model_state=None)

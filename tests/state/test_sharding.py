@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -136,49 +136,95 @@ def test_by_default_leaves_lie_end_to_end_where_parameters_are_whole(stage: int)
     """And where the optimizer works on shards: others are given DTensors to work on."""
     ours = fzero.optim.adamw(0.1)
     theirs = ours._replace(foreign=True)
-    few, many = ([torch.empty(64, 64, device="meta")] * n for n in (4, 256))
-    assert lies_flat(Config(stage=stage), ours, few) == (stage in (1, 2) and is_supported())
-    assert lies_flat(Config(stage=stage), ours, many) == (stage > 0 and is_supported())
-    for params in (few, many):
-        assert not lies_flat(Config(stage=stage), theirs, params)
-        assert not lies_flat(Config(stage=stage), None, params)
-        for opt in (ours, theirs, None):
-            assert lies_flat(Config(stage=stage, layout="flat"), opt, params)
-            assert not lies_flat(Config(stage=stage, layout="rows"), opt, params)
+    assert lies_flat(Config(stage=stage), ours) == (stage in (1, 2) and is_supported())
+    assert lies_flat(Config(stage=stage), ours, small=True) == (stage > 0 and is_supported())
+    assert not lies_flat(Config(stage=stage), theirs, small=True)
+    assert not lies_flat(Config(stage=stage), None, small=True)
+    for opt in (ours, theirs, None):
+        assert lies_flat(Config(stage=stage, layout="flat"), opt)
+        assert not lies_flat(Config(stage=stage, layout="rows"), opt, small=True)
 
 
-def _small_loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    return torch.stack([(x @ w).square().mean() for w in params.values()]).sum()
+class _Small(nn.Module):
+    """Many small parameters: 2**20 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        drawn = (
+            torch.randn(64, 64, generator=generator, dtype=torch.float64) / 8 for _ in range(256)
+        )
+        self.weights = nn.ParameterList(drawn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for w in self.weights:
+            x = torch.add(x, torch.tanh(x @ w), alpha=0.1)
+        return x.square().mean()
 
 
-def _on_from(layout: str) -> tuple[bool, float]:
-    """On a rank: a default step on what lies so; if its leaves lie end to end, and its error."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    full, x = {f"w{i}": drawn(64, 64) for i in range(256)}, drawn(2 * 4, 64)
-    cfg, opt = Config(stage=3), fzero.optim.sgd(0.1, momentum=0.9)
-    first = fzero.make_train_step(_small_loss, opt, cfg.replace(layout=layout))
-    state = first.init(full)
-    mine = x.chunk(2)[dist.get_rank()]
-    step_fn = fzero.make_train_step(_small_loss, opt, cfg)
-    for _ in range(2):
-        state = step_fn(*state, mine)
-    plain = {name: w.clone().requires_grad_() for name, w in full.items()}
-    theirs = torch.optim.SGD(plain.values(), lr=0.1, momentum=0.9)
+def _of_many_small() -> tuple[int, bool, float]:
+    """On a rank: leaves in flats, of an engine; whether a step has any; the engine's error."""
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain = _Small()
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    engine = fzero.Engine(_Small(), fzero.optim.sgd(0.1, momentum=0.9), Config(stage=3))
     for _ in range(2):
         theirs.zero_grad()
-        _small_loss(plain, x).backward()
+        plain(x).backward()
         theirs.step()
-    found = fzero.unshard(state[0])
-    error = max((found[name] - w).abs().max().item() for name, w in plain.items())
-    return all(isinstance(w, RaggedDTensor) for w in state[0].values()), error
+        engine.backward(engine(x.chunk(2)[dist.get_rank()]))
+        engine.step()
+    found = engine.full_params()
+    error = max((found[name] - w).abs().max().item() for name, w in plain.named_parameters())
+    leaves = tree.leaves(engine.state)
+    flat = sum(isinstance(x, RaggedDTensor) for x in leaves)
+    step_fn = fzero.make_train_step(lambda p, x: x, fzero.optim.sgd(0.1), Config(stage=3))
+    params, _ = step_fn.init(dict(plain.named_parameters()))
+    return flat, any(isinstance(x, RaggedDTensor) for x in params.values()), error
 
 
-@pytest.mark.parametrize("layout", ["auto", "rows"])
-def test_a_default_step_goes_on_with_small_leaves_however_they_lie(layout: str) -> None:
-    for flat, error in run_ranks(2, _on_from, layout):
-        assert flat == (layout != "rows" and is_supported())
+@pytest.mark.skipif(not is_supported(), reason="flats need torch 2.13")
+def test_many_small_parameters_lie_end_to_end_in_an_engine() -> None:
+    """Where nobody meets them; those of a step function are DTensors of torch's own."""
+    for flat, handed_out, error in run_ranks(2, _of_many_small):
+        assert flat >= 256
+        assert not handed_out
         assert error < 1e-12
+
+
+def _loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.stack([(x * w).square().sum() for w in params.values()]).sum()
+
+
+def _on_from_elsewhere(stage: int, more: dict[str, Any], mixed: bool) -> str:
+    """On a rank: what a step function says of a state that lies otherwise than it would."""
+    full = {name: torch.ones(rows, 16) for name, rows in zip("abcd", (5, 3, 6, 7), strict=True)}
+    cfg, opt = Config(stage=stage, layout="flat"), fzero.optim.sgd(0.1, momentum=0.9)
+    params, opt_state = fzero.make_train_step(_loss, opt, cfg).init(full)
+    if mixed:  # of as many rows on one rank, by chance
+        params = {**params, "b": fzero.shard(full, Config())["b"]}
+    step_fn = fzero.make_train_step(_loss, opt, cfg.replace(**more))
+    try:
+        step_fn(params, opt_state, torch.ones(1, 16))
+    except fzero.ShardError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.skipif(not is_supported(), reason="flats need torch 2.13")
+@pytest.mark.parametrize(
+    ("stage", "more", "mixed"),
+    [
+        (3, {"layout": "rows"}, False),
+        (3, {"bucket_mb": 2**-11}, False),
+        (3, {}, True),
+        (2, {"layout": "rows"}, False),  # parameters are whole, the momentum is not
+        (1, {"bucket_mb": 2**-11}, False),
+    ],
+)
+def test_every_rank_refuses_what_lies_otherwise(stage: int, more: Any, mixed: bool) -> None:
+    """One that took it would wait for the others."""
+    for said in run_ranks(3, _on_from_elsewhere, stage, more, mixed):
+        assert said.startswith("params" if stage == 3 else "opt_state.inner")
+        assert "and this step function has (" in said
+        assert "layout, bucket_mb, frozen" in said
