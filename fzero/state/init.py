@@ -42,6 +42,7 @@ def start(
         params: full, the same on every rank, and copied; or a function that builds them, or what
             was recorded of it.
         model_state: what the model carries from call to call, or None; copied.
+        inside: as `plan_sharding` takes it.
 
     Raises:
         ConfigError: the config can't be honoured for parameters of these dtypes, or on this device.

@@ -242,6 +242,8 @@ class Plan:
         """
         if self.mesh.shard_size == 1:
             return
+        # a foreign optimizer's state lies as that likes
+        inner = None if self.opt.foreign else inner
         for what, values in (("params", params), ("opt_state.inner", inner)):
             rows = zip(
                 tree.leaves(values), self._named_like(values), tree.paths(values), strict=True
