@@ -13,7 +13,6 @@ Engines themselves go past all that, to what autograd sees: `raw_grad`, `set_raw
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from types import NoneType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -248,8 +247,29 @@ def become_former(param: nn.Parameter, now: Tensor) -> None:
 
 def leave_accumulate_hooks(param: Any) -> None:
     """Give a parameter a dict of hooks of its own, if it shares one with all of an engine's."""
-    if type(param._post_accumulate_grad_hooks) not in (NoneType, OrderedDict):  # torch's own
+    if isinstance(param._post_accumulate_grad_hooks, SharedHooks):
         param._post_accumulate_grad_hooks = OrderedDict()
+
+
+class SharedHooks(dict[int, Any]):
+    """The hooks of a parameter, as autograd keeps them: one dict for several, whose own they are.
+
+    The attribute that it is set as is private; `Tensor.register_post_accumulate_grad_hook`, the
+    public way, makes each parameter a dict of its own in it.
+    """
+
+    def put_on(self, param: Any) -> None:
+        """Have autograd look here after it has accumulated into this parameter."""
+        param._post_accumulate_grad_hooks = self
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        raise BackwardError(
+            "Tensor.register_post_accumulate_grad_hook was called, past the parameter's own "
+            "method, for a parameter that an engine was made with. An engine takes gradients over "
+            "as they come, so the hook would find none: change a gradient on its way with "
+            "parameter.register_hook(...). Once the engine is gone, call the parameter's own "
+            "method, parameter.register_post_accumulate_grad_hook(...)."
+        )
 
 
 def keep_hooks(old: Tensor, new: Tensor) -> None:

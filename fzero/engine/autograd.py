@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.eager.owned import raw_grad, set_raw_grad
-from fzero.errors import BackwardError
+from fzero.eager.owned import SharedHooks, raw_grad, set_raw_grad
 
 Applied = tuple[Callable[[Tensor], None], ...]
 """Told of the factor that the gradients of the running task carry from here on."""
@@ -69,14 +68,10 @@ class AccumulateHook:
             driver.arrived(param)
 
 
-class AccumulateHooks(dict[int, AccumulateHook]):
-    """The hooks of a parameter, as autograd keeps them: one dict for all that an engine has.
+class AccumulateHooks(SharedHooks):
+    """One dict of hooks for all parameters of an engine: all are told of, or none, by one write.
 
-    So all are told of, or none, by one write. Of a thousand small parameters hooks that only note
-    who has come are a fiftieth of a backward, and none is as if there were no engine.
-
-    The attribute that it is set as is private; `Tensor.register_post_accumulate_grad_hook`, the
-    public way, makes each parameter a dict of its own in it.
+    Of a thousand small parameters hooks that only note who has come are a fiftieth of a backward.
     """
 
     def __init__(self, engine: "weakref.ref[Any]") -> None:
@@ -84,22 +79,9 @@ class AccumulateHooks(dict[int, AccumulateHook]):
         self._hook = AccumulateHook(engine)
         self.tell()
 
-    def put_on(self, param: Any) -> None:
-        """Hear of this parameter, too."""
-        param._post_accumulate_grad_hooks = self
-
     def tell(self) -> None:
-        """From now on hear of each gradient."""
-        super().__setitem__(0, self._hook)
-
-    def __setitem__(self, key: int, hook: Any) -> None:
-        raise BackwardError(
-            "Tensor.register_post_accumulate_grad_hook was called, past the parameter's own "
-            "method, for a parameter that an engine was made with. An engine takes gradients over "
-            "as they come, so the hook would find none: change a gradient on its way with "
-            "parameter.register_hook(...). Once the engine is gone, call the parameter's own "
-            "method, parameter.register_post_accumulate_grad_hook(...)."
-        )
+        """From now on hear of each gradient; after `clear` of none."""
+        dict.__setitem__(self, 0, self._hook)
 
 
 def take_left(params: Mapping[int, Any], *, alone: bool) -> dict[int, Tensor]:

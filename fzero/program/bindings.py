@@ -42,7 +42,7 @@ def binding_of(node: fx.Node, known: Known) -> Callable[..., Any] | None:
         key = target, _kind(node.args), _kind(tuple(sorted(node.kwargs.items())))
         if key not in known:
             known[key] = found if _are_same(node, found) else None
-    except (TypeError, KeyError):  # an argument that can't be hashed
+    except (TypeError, KeyError):  # an argument that can't be hashed, or has no recorded value
         return None
     return known[key]
 
@@ -71,12 +71,9 @@ _GENERATED = type(torch.mm), type(Tensor.view)
 def _kind(value: Any) -> Any:
     """What of a value the choice of an overload may depend on."""
     if isinstance(value, fx.Node):
-        val = value.meta["val"]
-        return (
-            (Tensor, val.dtype, val.device, val.dim() == 0)
-            if isinstance(val, Tensor)
-            else (type(val), val)
-        )
+        value = value.meta["val"]
+        if isinstance(value, Tensor):
+            return Tensor, value.dtype, value.device, value.dim() == 0
     if isinstance(value, list | tuple):
         return type(value), *map(_kind, value)
     return type(value), value

@@ -66,8 +66,7 @@ def compile_program(program: Program) -> Executable:
     devices = _random_devices(program)
     layouts = _Inputs(program)
     found: set[fx.Node] = set()
-    known: Known = {}
-    function = _function(program, partial(_looked_at, _Look(found)), known)
+    function = _function(program, partial(_looked_at, _Look(found)))
     looked = False
     dynamic = program.dynamic
 
@@ -80,7 +79,7 @@ def compile_program(program: Program) -> Executable:
         if dynamic is not None and dynamic.is_new(sizes := dynamic.sizes_of(inputs)) and looked:
             # a fake kernel may be right about strides for the recorded sizes alone
             look = _Look(set(), dynamic, sizes)
-            runs = _function(program, partial(_looked_at, look), known)
+            runs = _function(program, partial(_looked_at, look))
         try:
             with torch.no_grad(), _kept_generators(devices):
                 results = runs(*inputs)
@@ -95,8 +94,7 @@ def compile_program(program: Program) -> Executable:
             # the next call can come from inside of another thread's first: both find the same
             if found and program.dynamic is not None:
                 program.dynamic.open = False  # what is restored has the strides of one size
-            then = partial(_restored_after, frozenset(found))
-            function, looked = _function(program, then, known), True
+            function, looked = _function(program, partial(_restored_after, frozenset(found))), True
         if inputs is not given:
             layouts.write_back(inputs, given)
         return results
@@ -136,8 +134,8 @@ Then = Callable[[fx.Node], Callable[[Any], Any] | None]
 """What is called on the result of a node, if anything."""
 
 
-def _function(program: Program, then: Then, known: Known) -> Executable:
-    source, scope = generate(program, then, known)
+def _function(program: Program, then: Then) -> Executable:
+    source, scope = generate(program, then)
     filename = f"<fzero program {program.name} {next(_NUMBERS)}>"
     # Without a time of change (None) linecache keeps it, so tracebacks show the generated line.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -251,17 +249,10 @@ def _laid_out(strides: Sequence[Sequence[int] | None], value: Any) -> Any:
     return [x if x is None or wanted is None else restored(x, wanted) for x, wanted in pairs]
 
 
-def generate(
-    program: Program, then: Then = lambda node: None, known: Known | None = None
-) -> tuple[str, dict[str, Any]]:
-    """The Python source of a Program, and the names that it uses.
-
-    Args:
-        then: what follows each node.
-        known: as `binding_of` takes it.
-    """
-    known = {} if known is None else known
+def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dict[str, Any]]:
+    """The Python source of a Program, and the names that it uses."""
     scope: dict[str, Any] = {}
+    known: Known = {}
     bound: dict[Any, str] = {}
     taken = {node.name for node in program.graph.nodes}
 
