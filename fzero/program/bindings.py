@@ -9,6 +9,7 @@ more), so each is tried before it is taken: called with a node's own operands it
 dispatcher exactly what the overload itself does, and give back the same kind of value.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +85,13 @@ def _are_same(node: fx.Node, function: Callable[..., Any]) -> bool:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     heard = []
     for call in (target._op, function):
-        with _disable_current_modes(), _Hears() as hears, torch.no_grad():
+        with (
+            _disable_current_modes(),
+            _Hears() as hears,
+            torch.no_grad(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")  # what an overload does without a word
             try:
                 result = call(*args, **kwargs)
             except Exception:  # it takes no such arguments

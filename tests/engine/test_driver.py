@@ -137,6 +137,23 @@ def test_gradients_that_can_not_be_taken_leave_none_behind(
     assert all(map(torch.equal, weights(fails=True), weights(fails=False)))
 
 
+def test_after_a_backward_that_raised_gradients_are_heard_again() -> None:
+    """Also of one that reaches no output of the engine's, which would open its task."""
+
+    def broken(grad: torch.Tensor) -> None:
+        raise RuntimeError("broken")
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    engine = fzero.Engine(model, SGD())
+    handle = model[0].weight.register_hook(broken)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.backward(engine(torch.ones(1, 3)).sum())
+    handle.remove()
+    torch.stack([x.square().sum() for x in model.parameters()]).sum().backward()
+    engine.step()
+    assert engine.global_steps == 1
+
+
 def test_of_two_gradients_in_one_memory_one_is_copied() -> None:
     memory = torch.ones(4).untyped_storage()
     engine = fzero.Engine(nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(3)]))

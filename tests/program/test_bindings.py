@@ -1,5 +1,6 @@
 """A function of torch's is called for an overload only where it does what the overload does."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -55,6 +56,7 @@ def test_with_a_tensor_that_is_written_to() -> None:
     "fn",
     [
         lambda x: aten.mul.Scalar(x, 2.0),  # torch.mul has it as a tensor
+        lambda x: aten.add.Scalar(x, 2.0, 2),  # torch.add warns, and has it as tensors
         lambda x: aten.split.Tensor(x, 2),  # a tuple for a list
         lambda x: aten.max.dim(x, 0),  # a tuple with names
         lambda x: aten.bernoulli.default(x),  # a try would draw
@@ -63,7 +65,14 @@ def test_with_a_tensor_that_is_written_to() -> None:
     ],
 )
 def test_of_what_is_not(fn: Any) -> None:
-    assert _of(fn, X) is None
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            assert _of(fn, X) is None
+    finally:
+        torch.set_warn_always(always)
+    assert not said
 
 
 class _Seen(TorchDispatchMode):
