@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fzero
 from fzero import Config, tree
@@ -228,3 +228,31 @@ def test_every_rank_refuses_what_lies_otherwise(stage: int, more: Any, mixed: bo
         assert said.startswith("params" if stage == 3 else "opt_state.inner")
         assert "and this step function has (" in said
         assert "layout, bucket_mb, frozen" in said
+
+
+def _goes_on_replicated() -> list[float]:
+    """On a rank: a foreign optimizer's step from its state as it is, and from a replicated one."""
+
+    def to(x: Any, like: Any) -> Any:
+        return x.redistribute(placements=like.placements) if isinstance(x, DTensor) else x
+
+    def update(grads: Any, state: Any, params: Any = None, **_: Any) -> Any:
+        state = tree.map(lambda a, b: 0.9 * a + to(b, a), state, grads)
+        return tree.map(lambda a, b: to(-0.1 * a, b), state, grads), state
+
+    opt = fzero.optim.Optimizer(lambda p: tree.map(torch.zeros_like, p), update)
+    opt, cfg = opt._replace(foreign=True), Config(donate=False)
+    params, opt_state = fzero.make_train_step(_loss, opt, cfg).init({"w": torch.ones(4, 4)})
+    x = torch.ones(1, 4)
+    params, opt_state = fzero.make_train_step(_loss, opt, cfg)(params, opt_state, x)
+    whole = tree.map(lambda a: a.redistribute(placements=[Replicate()]), opt_state.inner)
+    steps = [
+        fzero.make_train_step(_loss, opt, cfg)(params, state, x)[0]
+        for state in (opt_state, opt_state._replace(inner=whole))
+    ]
+    return [fzero.unshard(after)["w"].sum().item() for after in steps]
+
+
+def test_the_state_of_a_foreign_optimizer_lies_as_that_likes() -> None:
+    for one, other in run_ranks(2, _goes_on_replicated):
+        assert one == other
