@@ -19,14 +19,10 @@ from torch import Tensor
 _ROW = 128
 # Up to so many numbers a leaf is small: a call of its own costs more than the copy.
 _SMALL = 4096
-# Rows that torch's kernels leave to one thread, at::internal::GRAIN_SIZE numbers; and rows from
-# which several threads are quicker than one that takes so many at a time.
-_GRAIN = 32768 // _ROW
-_WORTH_WAKING = 8 * _GRAIN
 # Rows that are copied to float64 at a time: half a megabyte; and the share of all numbers that such
 # a copy, or that of a small leaf, may be: a sixteenth of the leaves' bytes, which no prediction of
 # memory has to know. Leaves of up to a row are joined, all of them: they are few bytes.
-_COPIED, _SHARE = 2 * _GRAIN, 32
+_COPIED, _SHARE = 512, 32
 # Sums of squares of which float32 lost nothing that counts: squares vanish from 1e-38 down, and
 # overflow from 3e38 on.
 _SAFE = (1e-18, 1e30)
@@ -77,7 +73,8 @@ def _sum_of_squares(xs: list[Tensor], *, exact: bool = True) -> Tensor:
     least, small, large = by_size
     parts = []
     if least:
-        parts.append(torch.cat(list(map(torch.ravel, least))).double().square().sum())
+        joined = torch.cat(list(map(torch.ravel, least))).double()
+        parts.append(torch.dot(joined, joined))
     if small:
         parts.append(_in_double(small))
     if large:
@@ -105,10 +102,9 @@ def _by_rows(xs: list[Tensor], wide: Tensor | None) -> Tensor:
     sizes = list(map(Tensor.numel, xs))
     tables: dict[int, list[Tensor]] = {}
     rest: dict[int, Tensor] = {}
-    threads = torch.get_num_threads()
     for run in _runs(xs, sizes):
         first, last = run[0], run[-1]
-        norms = _norms_of_rows(xs[first], sum(sizes[i] for i in run) // _ROW, wide, threads)
+        norms = _norms_of_rows(xs[first], sum(sizes[i] for i in run) // _ROW, wide)
         if len(run) == 1:  # at world 1 each leaf is, and nothing is left to split
             tables[first] = norms
         else:
@@ -119,25 +115,19 @@ def _by_rows(xs: list[Tensor], wide: Tensor | None) -> Tensor:
     # in the order of the leaves, wherever they lie: the sum is the same to the last bit.
     # Norms of rows, not their squares: those have all the digits, and few numbers are left
     parts = [x for i in sorted(tables) for x in tables[i]]
-    return torch.cat([*parts, *(rest[i] for i in sorted(rest))]).double().square().sum()
+    norms = torch.cat([*parts, *(rest[i] for i in sorted(rest))]).double()
+    return torch.dot(norms, norms)
 
 
-def _norms_of_rows(x: Tensor, count: int, wide: Tensor | None, threads: int) -> list[Tensor]:
+def _norms_of_rows(x: Tensor, count: int, wide: Tensor | None) -> list[Tensor]:
     """The norms of `count` rows, one part after the other.
 
     Args:
         x: a dense leaf, at which they start; those of its run may follow it in memory.
         count: how many.
         wide: rows of float64 to copy to, and to sum there.
-        threads: that torch has.
     """
-    step = count
-    if wide is not None:
-        step = len(wide)
-    elif _GRAIN < count <= _WORTH_WAKING and threads > 1:
-        # torch would wake its other threads for this, which takes longer than the sum: on two
-        # cores 70 us for 512 rows, and 9 us for each half of them by this thread alone
-        step = _GRAIN
+    step = count if wide is None else len(wide)
     start = x.storage_offset()
     norms = []
     for i in range(0, count, step or 1):
