@@ -111,6 +111,32 @@ def test_a_task_whose_one_gradient_was_told_leaves_nothing_noted() -> None:
     assert engine.global_steps == 2
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("none", [False, True])
+def test_a_loss_of_parameters_alone_comes_to_the_engine(world: int, none: bool) -> None:
+    """No output tells of it: a gradient does, or that a function had none to give."""
+
+    class Gives(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+            return weight.square().sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore
+            return None if none else torch.ones(1, 3)
+
+    with fake_ranks(world):
+        model = nn.Linear(3, 1, bias=False)
+        engine = fzero.Engine(model, SGD(), fzero.Config(stage=2))
+        for _ in range(3):  # from the second step on its gradients are awaited
+            engine.backward(Gives.apply(model.weight))  # pyright: ignore
+            if not none:
+                engine.step()
+        with pytest.raises(fzero.BackwardError, match="came to no parameter and no output"):
+            engine.backward(torch.ones(1, requires_grad=True) * 2)
+        assert engine.global_steps == (0 if none else 3)
+
+
 def test_gradients_that_can_not_be_taken_leave_none_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
