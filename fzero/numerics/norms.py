@@ -24,8 +24,9 @@ _SMALL = 4096
 _GRAIN = 32768 // _ROW
 _WORTH_WAKING = 8 * _GRAIN
 # Rows that are copied to float64 at a time: half a megabyte; and the share of all numbers that such
-# a copy, or that of a small leaf, may be: a sixteenth of the leaves' bytes, which no prediction of
-# memory has to know. Leaves of up to a row are joined, all of them: they are few bytes.
+# a copy, or that of a small leaf, may be. With the norms of rows that is less than a tenth of the
+# leaves' bytes, which no prediction of memory has to know. Leaves of up to a row are joined, all of
+# them: they are few bytes.
 _COPIED, _SHARE = 2 * _GRAIN, 32
 # Sums of squares of which float32 lost nothing that counts: squares vanish from 1e-38 down, and
 # overflow from 3e38 on.

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.allocations import measure
 from fzero.numerics.norms import sum_of_squares
 
 # How far off a sum may be that is asked to be exact, and one that is not. Of 5,000 equal numbers
@@ -132,6 +133,32 @@ def test_an_exact_sum_copies_a_few_rows_at_a_time(by_rows: list[int]) -> None:
     sum_of_squares([torch.rand(10**6)], exact=True)
     assert max(by_rows) <= 2**16
     assert sum(by_rows) > 10**6 - 128
+
+
+@pytest.mark.parametrize(("threads", "most"), [(1, 2**16), (2, 2**15)])
+def test_no_thread_is_woken_for_a_few_rows(
+    threads: int, most: int, by_rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's kernels share out what has more than 32768 numbers."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = torch.rand(2**16)
+    found = float(sum_of_squares([x], exact=False))
+    assert max(by_rows) == most
+    assert math.isclose(found, plainly([x]), rel_tol=OFF[False])
+    by_rows.clear()
+    sum_of_squares([torch.rand(2**19)], exact=False)
+    assert by_rows == [2**19]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("sizes", [[2000] * 100, [4096] * 64, [300] * 1000, [10**6, 4000, 129]])
+def test_copies_are_a_tenth_of_the_leaves(sizes: list[int], exact: bool) -> None:
+    def of_leaves() -> Any:
+        leaves = [torch.rand(size) for size in sizes]
+        return lambda: sum_of_squares(leaves, exact=exact)
+
+    found, _ = measure(of_leaves)
+    assert 0 < found.peak - found.between <= 4 * sum(sizes) / 10 + 2**12
 
 
 @pytest.mark.parametrize("exact", [True, False])
