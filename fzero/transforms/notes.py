@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 
 from fzero.errors import TraceError, users_line
@@ -157,7 +156,7 @@ class Notes:
         reads.keep(last.seen)
         if host:
             found = [x for x in (*host, *program.constants.values()) if isinstance(x, Tensor)]
-            mine = {id(x): x for x in found if not isinstance(x, FakeTensor)}
+            mine = {id(x): x for x in found if not is_recorded(x)}
             self._values = [(x, x.detach().clone()) for x in mine.values()]
         return program
 

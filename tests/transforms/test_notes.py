@@ -519,6 +519,28 @@ def test_a_function_that_counts_its_calls_is_recorded_once() -> None:
     assert (len(calls), count["n"]) == (1, 1)
 
 
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("show", [str, repr, "{}".format, lambda x: f"{x.sum()}"])
+def test_what_a_function_shows_of_its_own_is_no_value_from_outside(
+    show: Callable[[Any], str], executor: Any
+) -> None:
+    """Who looks for a bug prints a loss, which has no values while it is recorded."""
+    seen: list[str] = []
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        seen[:] = [show(params["w"]), show(x)]
+        loss = (params["w"] * x).square().mean()
+        seen.append(show(loss))
+        return loss
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), fzero.Config(executor=executor))
+    state = step_fn.init({"w": torch.ones(3)})
+    for _ in range(3):
+        state = step_fn(*state, torch.ones(2, 3))
+    assert len(seen) == 3
+    assert (torch.ones(3) - state[0]["w"].full_tensor()).norm() > 0.1
+
+
 def test_a_function_that_computes_with_what_it_writes_is_refused() -> None:
     count = {"n": 0}
 
