@@ -275,7 +275,9 @@ class _Snapshot:
             if old is not None and value is not fact.value and not _equal(value, fact.value):
                 found[str(fact.place)] = None
         seen = {} if reads is None else reads.names
-        names = {id(attributes_of(reads.objects[i])): seen[i] for i in seen} if reads else {}
+        # by what holds them: an object's dict; itself, of slots
+        names = dict(seen)
+        names |= {id(attributes_of(reads.objects[i])): seen[i] for i in seen} if reads else {}
         for fact in later.facts:
             value = names.get(id(fact.holder), {}).get(fact.key, MISSING)
             if value is MISSING or fact.value is MISSING:  # the class has it

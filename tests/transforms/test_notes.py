@@ -553,6 +553,36 @@ def test_a_function_that_computes_with_what_it_writes_is_refused() -> None:
         step_fn(*state, X)
 
 
+class Slotted:
+    """Counts in a slot, beside which there may be a dict."""
+
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def next(self) -> int:
+        self.n += 1
+        return self.n
+
+
+class SlottedToo(Slotted):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Slotted, SlottedToo])
+def test_what_is_counted_in_a_slot_is_as_any_attribute(kind: type[Slotted]) -> None:
+    counter = kind()
+    step_fn, state = made(lambda p, x: base(p, x) * counter.next())
+    with pytest.raises(TraceError, match=r"changes counter\.n"):
+        step_fn(*state, X)
+
+    counter = kind()  # of which the loss knows nothing
+    step_fn, state = made(lambda p, x: base(p, x) + 0 * (counter.next() > 0))
+    assert [loss(step_fn, state) for _ in range(3)] == [6.0] * 3
+    assert counter.n == 1
+
+
 class Writing(torch.nn.Module):
     """Writes, where only a module's forward shows it, what it computes with."""
 
