@@ -7,6 +7,9 @@ is never read by the next call, or is a cache of something that is the same each
 records a call notes what it leaves, and records once more with that in place: another graph tells
 that the next call depends on it. Tensors are stood in for, as those of a recording have no values;
 a module that leaves one which depends on no input has a cache, and is left alone.
+
+Where nothing is recorded there is no such proof. There only a number that a call has changed is
+told of, and with a warning: it may be a counter that warms something up, or one that nobody reads.
 """
 
 import contextlib
@@ -88,10 +91,13 @@ def note(
         ignored: whether an attribute, of the module of that number, isn't the user's.
     """
     found = _FOUND.get()
-    mode = get_proxy_mode()
-    if found is None or mode is None:
+    if found is None:
         return
     copies = {id(live): copy for live, copy in saved}
+    mode = get_proxy_mode()
+    if mode is None:  # no second recording will tell what counts, and most of it does not
+        _note_counters(modules, named, copies, ignored, found)
+        return
     graph = mode.tracer.graph
     constant: set[fx.Node | None] = set()
 
@@ -115,6 +121,22 @@ def note(
         except _Cache:
             for name, *_ in changed:
                 found.pop((id(module), name), None)
+
+
+def _note_counters(
+    modules: Sequence[nn.Module],
+    named: Callable[[int], str],
+    copies: Mapping[int, Any],
+    ignored: Callable[[int, str], bool],
+    found: dict[tuple[int, str], Leftover],
+) -> None:
+    """Of what a call leaves, the numbers that were numbers before."""
+    for index, module in enumerate(modules):
+        for name, before, after, _ in _changes(module.__dict__, copies):
+            numbers = {type(before), type(after)} <= {int, float}
+            if numbers and before != after and not ignored(index, name):
+                place = f"the attribute {name!r} of {named(index)}"
+                found[id(module), name] = Leftover(module, place, name, before, after, False)
 
 
 class _Cache(Exception):

@@ -11,7 +11,8 @@ trains here, and user code runs once. The results have no derivative; that is th
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,10 +24,11 @@ from fzero.distributed.transport import Transport
 from fzero.eager.arrivals import Arrivals
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import GivenLeaf, changed_in_place, outside_inference, with_versions
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, users_line
 from fzero.functional.differentiate import accumulated, added, differentiated, differentiating
 from fzero.functional.draws import Watch
 from fzero.functional.functionalize import calls_noted
+from fzero.functional.leftovers import Leftover, leftovers
 from fzero.functional.tasks import check_tasks
 from fzero.functional.torch_checkpoint import check_checkpoints, recomputing
 from fzero.layout import LeafLayout
@@ -71,12 +73,16 @@ class Eager:
         self._looked = False
 
     @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
+    def _looking(self) -> Iterator[Mapping[Any, Leftover]]:
         """A micro-batch runs inside: as ever with a graph, the first one under the looks that a
-        recording has, too.
+        recording has, too. Filled with what it leaves that is told of.
         """
-        with outside_inference(), contextlib.nullcontext() if self._looked else calls_noted():
-            yield
+        with outside_inference(), contextlib.ExitStack() as looks:
+            left: Mapping[Any, Leftover] = {}
+            if not self._looked:
+                looks.enter_context(calls_noted())
+                left = looks.enter_context(leftovers())
+            yield left
         self._looked = True
 
     @property
@@ -108,8 +114,10 @@ class Eager:
         losses, auxes = [], []
         for i, batch in enumerate(micro):
             key = mix(plan.cfg.seed, int(step), i, plan.mesh.rank)
-            with seeded(key, leaves), _unchanged(leaves, batch, plan), self._looking():
+            with seeded(key, leaves), _unchanged(leaves, batch, plan), self._looking() as left:
                 grads, loss, state, aux = self._one(leaves, state, batch, local)
+            if left:
+                _warn_of_counters([*left.values()])
             if total:
                 torch._foreach_add_(total, grads)
             else:
@@ -271,3 +279,14 @@ def _unchanged(leaves: Sequence[Tensor], batch: PyTree, plan: Plan) -> Iterator[
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version  # inference tensors count no changes
+
+
+def _warn_of_counters(left: Sequence[Leftover]) -> None:
+    said = ", ".join(f"{x.place} from {x.before} to {x.after}" for x in left[:3])
+    warnings.warn(
+        f"forward changes {said}, which `apply` puts back: under Config(executor='eager') each "
+        "call begins with the same number. If forward computes with it, make it a buffer "
+        "(register_buffer, functionalize(module, buffers=True)), change it between calls, or use "
+        "fzero.Engine, where a module keeps what it writes.",
+        stacklevel=users_line(),
+    )

@@ -753,3 +753,33 @@ def test_a_rank_that_goes_on_to_the_update_is_elsewhere_and_not_late() -> None:
     for said, seconds in run_fresh(2, _scale_of_one_rank, timeout=120):
         assert "rank 0 came to 'eager step function 1, update after micro-batch 1'" in said
         assert seconds < 20
+
+
+class Counting(nn.Module):
+    """Leaves a number, and what most modules leave, in its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.n, self.flag = 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        self.flag, self.last = True, self.linear(x)
+        return self.last
+
+
+def test_a_number_that_is_put_back_is_told_of_once() -> None:
+    """The traced executor refuses it where it counts; there is no recording to tell that here."""
+    module = Counting()
+    apply, params = fzero.functionalize(module)
+    step_fn = fzero.make_train_step(
+        lambda p, x: apply(p, x).sum(), sgd(0.1), fzero.Config(executor="eager")
+    )
+    state = step_fn.init(params)
+    with pytest.warns(UserWarning, match=r"attribute 'n' of .*Counting.* from 0 to 1") as told:
+        for _ in range(3):
+            state = step_fn(*state, torch.ones(2, 3))
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert module.n == 0
