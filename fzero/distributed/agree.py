@@ -139,6 +139,6 @@ def _all_gather_bytes(data: bytes, mesh: Mesh, circle: Circle) -> list[bytes]:
         if size == 1:
             continue
         group = group_along(mesh.device_mesh, axis).group_name
-        gathered = works.wait(works.all_gather_into_tensor(gathered, size, group))
+        gathered = works.wait(works.all_gather_into_tensor(gathered, size, group, circle))
     flat = bytes(gathered.tolist())
     return [flat[i : i + len(data)] for i in range(0, len(flat), len(data))]

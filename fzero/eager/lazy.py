@@ -248,6 +248,9 @@ class LazyParameter(Memoryless):
         )
         if kwargs:
             kwargs = pytree.tree_map_only(LazyParameter, _full, kwargs)
+        if schema is not None and torch.is_inference_mode_enabled():
+            with _as_called(func, args):
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def __repr__(self, **_: Any) -> str:  # pyright: ignore
@@ -278,6 +281,26 @@ class LazyParameter(Memoryless):
             f"the parameter {self.leaf.name!r} is sharded and holds no values to save. Save "
             "engine.full_params(), or engine.state with fzero.checkpoint.save."
         )
+
+
+def _as_called(func: Any, args: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+    """What an operator runs in that autocast has not seen in parts.
+
+    Under inference_mode one that is made of others arrives whole, and runs below autocast, which
+    would have seen those others. Whether the caller is under autocast is private in torch there,
+    as is which operators are made of others; there is no public alternative.
+    """
+    composite = "CompositeImplicitAutograd"
+    made_of = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite)
+    kinds = [x.device.type for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+    if not made_of or not kinds:
+        return contextlib.nullcontext()
+    (kind, *_) = kinds
+    with torch._C._RestorePythonTLSSnapshot():  # pyright: ignore[reportAttributeAccessIssue]
+        if not torch.is_autocast_enabled(kind):
+            return contextlib.nullcontext()
+        dtype = torch.get_autocast_dtype(kind)
+    return torch.autocast(kind, dtype)
 
 
 def _full(x: "LazyLeaf | LazyParameter") -> Tensor:
@@ -323,7 +346,12 @@ def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwa
         return known.lazy(x)  # as below, without its calls: this runs once an operator, too
     with outside_inference():  # autograd gives every view a count of versions
         if known is None:
-            view = func(_placed(x), *rest, **(kwargs or {}))
+            full = _placed(x)
+            view = func(full, *rest, **(kwargs or {}))
+            # under inference_mode operators arrive whole that may copy: reshape, contiguous, to
+            held = full.untyped_storage()._cdata
+            if any(y.untyped_storage()._cdata != held for y in pytree.tree_leaves(view)):
+                return view
             known = pytree.tree_map_only(Tensor, lambda y: Viewed.of(y, x), view)
             if plain:
                 x.views[func] = known

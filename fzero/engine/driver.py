@@ -155,6 +155,8 @@ class Driver:
     def _begin(self) -> None:
         """A pass through the module begins, on all ranks unless they are in a local block."""
         evaluates = not torch.is_grad_enabled()
+        if not evaluates:
+            self.stepper.refuse_donated("a forward began")
         if self.units is not None:
             assert self.compiled is not None
             self.compiled.find(self.writes.modules)
@@ -537,6 +539,7 @@ class Driver:
     # --- the update ---
 
     def _update(self) -> None:
+        self.stepper.refuse_donated("engine.step() was called")
         self.writes.see()
         refuses = self.cfg.nonfinite_policy == "raise"  # and leaves everything as it is
         grads = self.reducer.for_update(reduces=self.rules.reduces, in_place=not refuses)

@@ -402,8 +402,13 @@ class Engine:
     def state(self) -> tuple[PyTree, OptState]:
         """`(params, opt_state)` as `step_fn` takes and gives them.
 
-        The tensors are the engine's own: what changes them in place changes the engine. (A step
-        function with `donate=True` does; assign what it returns.) Assigned values are copied.
+        The tensors are the engine's own: what changes them in place changes the engine, and each
+        step does. To come back to a state keep a copy of it, `copy.deepcopy(engine.state)`. A step
+        function with `donate=True` changes them as well; assign what it returns. Assigned values
+        are copied.
+
+        Raises:
+            ShardError: what is assigned doesn't fit, or is what a step has written over.
         """
         self._driver.settle()
         return self._parts.stepper.read()

@@ -17,7 +17,7 @@ from fzero.optim.compose import MultiState
 from fzero.optim.counts import has_counts, own_counts
 from fzero.optim.inject import MOMENTA, InjectState
 from fzero.state.follow import follow_
-from fzero.state.opt_state import LocalState, OptState, refuse_spent
+from fzero.state.opt_state import LocalState, OptState, is_spent, refuse_spent, spend
 from fzero.state.plan import Plan
 from fzero.state.sharding import like, locals_of
 from fzero.step.metrics import metrics_of, rate_of, refuse_nonfinite
@@ -119,6 +119,7 @@ class Stepper:
         if updated.inner is not None:
             old = now.local(LocalState.of(state, dtensors=True)).inner
             inner = now.put(inner, list(map(like, updated.inner, old)))
+        spend(state)  # who holds it would take back what is no longer there
         self.opt_state = state._replace(
             step=state.step + advance, inner=inner, loss_scale=updated.loss_scale, metrics=metrics
         )
@@ -247,6 +248,20 @@ class Stepper:
             self.follow()
         return self.params, self.opt_state._replace(model_state=self.buffers.read() or None)
 
+    def refuse_donated(self, what: str) -> None:
+        """Raise if a step function has trained this state, and what it returned is not assigned.
+
+        Raises:
+            ShardError: it has.
+        """
+        if is_spent(self.opt_state):
+            raise ShardError(
+                f"{what}, and engine.state was passed to a step function, which has written the "
+                "next step over it (Config(donate=True)). Assign what it returned, engine.state = "
+                "step_fn(*engine.state, batch); or let it leave its inputs alone, "
+                "Config(donate=False)."
+            )
+
     def write(self, params: PyTree, opt_state: OptState) -> None:
         """Copy these values into the tensors that are there.
 
@@ -291,9 +306,12 @@ class Stepper:
             opt_state.inner,
         )
         self.buffers.write(opt_state.model_state or {})
-        self.opt_state = own._replace(
-            step=opt_state.step.clone(), inner=inner, metrics=dict(opt_state.metrics)
-        )
+        step, metrics = opt_state.step.clone(), dict(opt_state.metrics)
+        if all(x is y for x, y in pairs):  # one state under two names: who trains it, spends both
+            step, inner, metrics = opt_state.step, opt_state.inner, opt_state.metrics
+        else:
+            spend(self.opt_state)
+        self.opt_state = own._replace(step=step, inner=inner, metrics=metrics)
 
 
 # As many of them as a schedule of freezing may go through, and come back to.

@@ -77,14 +77,20 @@ def refuse_spent(opt_state: OptState) -> None:
         ...
         fzero.errors.ShardError: opt_state is that of an earlier step, ...
     """
-    inner, metrics = getattr(opt_state.step, _SPENT, (None, None))
-    if inner is opt_state.inner and metrics is opt_state.metrics:
+    if is_spent(opt_state):
         raise ShardError(
             f"opt_state is that of an earlier step, {opt_state.step}, and the step has written its "
-            "results over it (Config(donate=True)). Go on with what that call returned, params, "
-            "opt_state = step_fn(params, opt_state, batch); keep a copy, fzero.tree_map("
-            "torch.clone, opt_state), made before the call; or say Config(donate=False)."
+            "results over it, and over params. Go on with what that call returned, params, "
+            "opt_state = step_fn(params, opt_state, batch), or with engine.state, read anew; keep "
+            "a copy, fzero.tree_map(torch.clone, (params, opt_state)), made before the call; or, "
+            "of a step function, say Config(donate=False)."
         )
+
+
+def is_spent(opt_state: OptState) -> bool:
+    """Whether a step has written over this state."""
+    inner, metrics = getattr(opt_state.step, _SPENT, (None, None))
+    return inner is opt_state.inner and metrics is opt_state.metrics
 
 
 _SPENT = "_fzero_spent"

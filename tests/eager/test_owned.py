@@ -369,7 +369,8 @@ def test_a_loss_that_has_nothing_of_the_engine_s_is_refused(kind: str) -> None:
 class Reads(nn.Module):
     def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.weight, self.how = nn.Parameter(torch.eye(4)), how
+        # not symmetric, and exact in bfloat16
+        self.weight, self.how = nn.Parameter(torch.arange(16.0).view(4, 4)), how
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.how(self.weight)
@@ -386,6 +387,15 @@ class Reads(nn.Module):
         lambda w: w.T.mT,
         lambda w: w.expand(2, 4, 4)[1],
         lambda w: w.diagonal().diag_embed(),
+        # these may copy, and arrive whole under inference_mode
+        lambda w: w.t().contiguous(),
+        lambda w: w.t().reshape(16).reshape(4, 4),
+        lambda w: w.mT.flatten().view(4, 4),
+        lambda w: w + w.data.t().contiguous(),
+        lambda w: w[:, ::2].contiguous().repeat(1, 2),
+        lambda w: w.view(1, 2, 2, 4).to(memory_format=torch.channels_last).flatten(0, 2),
+        lambda w: torch.broadcast_to(w, (2, 4, 4)).reshape(8, 4)[2:6],
+        lambda w: w.float().exp().bfloat16(),
     ],
 )
 def test_views_of_lazy_parameters_are_read_under_inference_mode(how: Any) -> None:
@@ -401,3 +411,27 @@ def test_views_of_lazy_parameters_are_read_under_inference_mode(how: Any) -> Non
         engine.zero_grad()
     with torch.inference_mode(), pytest.raises(fzero.FzeroError, match="change the parameter"):
         module.weight.view(16).mul_(2)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, 4), 1 + 2**-10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,ij->bj", x, self.weight)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_autocast_sees_what_operators_on_lazy_parameters_are_made_of(mode: Any) -> None:
+    """Below it they arrive whole, and would compute in float32."""
+    module, x = Product(), torch.ones(2, 4)
+    with mode(), torch.autocast("cpu", torch.bfloat16):
+        want = module(x)
+    engine = fzero.Engine(module, SGD(), fzero.Config(stage=3))
+    with mode(), torch.autocast("cpu", torch.bfloat16):
+        found = engine(x)
+    assert found.dtype == want.dtype == torch.bfloat16
+    assert torch.equal(found, want)
+    with mode():
+        assert engine(x).dtype == torch.float32

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fzero
+from fzero import ShardError
 from tests.engine.models import Net
 from tests.engine.parity import STAGES, build, data, here
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 Trees = tuple[Any, Any]
 
@@ -218,3 +220,52 @@ def hessian_products(stage: int) -> None:
 def test_hessian_products_at_an_engines_state(stage: int) -> None:
     hessian_products(stage)
     run_ranks(2, hessian_products, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_state_of_before_a_step_is_no_way_back(stage: int) -> None:
+    """Its tensors are the engine's own, so a step has written over them; a copy is one."""
+    with fake_ranks(2):
+        engine = fzero.Engine(nn.Linear(3, 2), fzero.optim.adam(0.1), fzero.Config(stage=stage))
+
+        def step() -> None:
+            engine(torch.ones(1, 3)).sum().backward()
+            engine.step()
+
+        step()
+        held, kept = engine.state, fzero.tree_map(torch.clone, engine.state)
+        before = kept[1].inner
+        engine.state = engine.state  # of now it is none
+        step()
+        with pytest.raises(ShardError, match=r"that of an earlier step, 1, .*engine\.state"):
+            engine.state = held
+        assert engine.global_steps == 2
+        engine.state = kept
+        assert engine.global_steps == 1
+        now = engine.state[1].inner
+        assert all(map(torch.equal, *map(local_leaves, (now, before))))
+
+
+def local_leaves(tree: Any) -> list[Tensor]:
+    leaves = fzero.tree.leaves(tree)
+    return [x.to_local() if isinstance(x, DTensor) else x for x in leaves]
+
+
+def test_a_state_that_a_step_function_trained_is_assigned_before_the_engine_goes_on() -> None:
+    engine = fzero.Engine(nn.Linear(3, 2), fzero.optim.adam(0.1))
+    apply, _ = fzero.functionalize(nn.Linear(3, 2))
+    batch = torch.ones(1, 3)
+    step_fn = fzero.make_train_step(
+        lambda p, x: apply(p, x).sum(), fzero.optim.adam(0.1), engine.cfg
+    )
+    engine(batch).sum().backward()
+    params, opt_state = step_fn(*engine.state, batch)
+    with pytest.raises(ShardError, match=r"engine\.step\(\) was called, and engine\.state was"):
+        engine.step()
+    with pytest.raises(ShardError, match=r"a forward began.*engine\.state = step_fn"):
+        engine(batch)
+    with torch.no_grad():
+        engine(batch)  # reads parameters alone
+    engine.state = params, opt_state
+    engine.step()
+    assert engine.global_steps == 2
