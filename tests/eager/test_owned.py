@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import fzero
 from fzero import BackwardError, ShardError
 from tests.engine.parity import LR, SGD, build, data, here
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 # stage 3 on one rank has lazy parameters with a compute dtype only
 KINDS: dict[str, dict[str, Any]] = {
@@ -428,10 +428,11 @@ def test_autocast_sees_what_operators_on_lazy_parameters_are_made_of(mode: Any) 
     module, x = Product(), torch.ones(2, 4)
     with mode(), torch.autocast("cpu", torch.bfloat16):
         want = module(x)
-    engine = fzero.Engine(module, SGD(), fzero.Config(stage=3))
-    with mode(), torch.autocast("cpu", torch.bfloat16):
-        found = engine(x)
+    with fake_ranks(2):
+        engine = fzero.Engine(module, SGD(), fzero.Config(stage=3))
+        with mode(), torch.autocast("cpu", torch.bfloat16):
+            found = engine(x)
+        with mode():
+            plainly = engine(x)
     assert found.dtype == want.dtype == torch.bfloat16
-    assert torch.equal(found, want)
-    with mode():
-        assert engine(x).dtype == torch.float32
+    assert plainly.dtype == torch.float32
