@@ -7,10 +7,10 @@ what it can. What neither can record is a `TraceError` that names the operation,
 user's line and the ways on.
 """
 
-import contextlib
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,6 @@ def trace_program(
     inputs: Sequence[Tensor],
     names: Sequence[str],
     *,
-    guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     opaque: Sequence[str] = (),
     remat: Rules = (),
     symbolic: "Symbolic | None" = None,
@@ -61,7 +60,6 @@ def trace_program(
         front_ends: (name, function) in the order to try them.
         inputs: example tensors; only their shapes, strides, dtypes and devices are used.
         names: one per input.
-        guard: what must be in place while the function runs.
         opaque: globs over names of modules that become one node each; ("auto",): the smallest ones
             that can't be recorded.
         remat: globs over names of modules, each with a policy of `fzero.remat`.
@@ -74,30 +72,23 @@ def trace_program(
     """
     try:
         with remat_modules(remat), failures_unlogged():
-            return _with_islands(name, front_ends, inputs, names, guard, opaque, symbolic, apart)
+            fakes = partial(_fakes, inputs, apart=apart)
+            record = partial(_by_front_ends, name, front_ends, inputs, names, fakes, symbolic)
+            return _with_islands(record, opaque)
     except TraceError as error:
         _begin_with_users_code(error.__cause__)
         raise
 
 
-def _with_islands(
-    name: str,
-    front_ends: Sequence[FrontEnd],
-    inputs: Sequence[Tensor],
-    names: Sequence[str],
-    guard: Callable[[], contextlib.AbstractContextManager[None]],
-    opaque: Sequence[str],
-    symbolic: "Symbolic | None",
-    apart: bool,
-) -> Program:
+def _with_islands(record: Callable[[], Program], opaque: Sequence[str]) -> Program:
     if tuple(opaque) != ("auto",):
         with opaque_modules(opaque):
-            return _by_front_ends(name, front_ends, inputs, names, guard, symbolic, apart)
+            return record()
     chosen: list[str] = []
     while True:
         try:
             with opaque_modules(chosen):
-                program = _by_front_ends(name, front_ends, inputs, names, guard, symbolic, apart)
+                program = record()
         except TraceError as error:
             # what can't be an island was tried apart, so its cause knows of no module around it
             module = _module_of(error.__cause__ or error)
@@ -123,17 +114,15 @@ def _by_front_ends(
     front_ends: Sequence[FrontEnd],
     inputs: Sequence[Tensor],
     names: Sequence[str],
-    guard: Callable[[], contextlib.AbstractContextManager[None]],
+    fakes: Callable[[], Sequence[Tensor]],
     symbolic: "Symbolic | None",
-    apart: bool,
 ) -> Program:
     refusals: list[tuple[str, Exception]] = []
     for label, fn in front_ends:
         try:
-            with guard():
-                graph_module = _recorded(fn, inputs, apart=apart)
-                _refuse_host_collectives(graph_module.graph)
-                _refuse_recorded(graph_module, inputs)
+            graph_module = _recorded(fn, fakes)
+            _refuse_host_collectives(graph_module.graph)
+            _refuse_recorded(graph_module, inputs)
         except Exception as error:
             # what torch.func can't give back in backward, plain autograd may
             if isinstance(error, FzeroError) and not isinstance(error, TransformOverError):
@@ -180,20 +169,14 @@ def _refuse_recorded(graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> 
             )
 
 
-def _recorded(fn: Callable[..., Any], inputs: Sequence[Tensor], *, apart: bool) -> fx.GraphModule:
+def _recorded(fn: Callable[..., Any], fakes: Callable[[], Sequence[Tensor]]) -> fx.GraphModule:
     try:
-        return _record(fn, inputs, apart=apart)
+        return _run(fn, fakes)
     except Exception as error:
         # Only what torch has put on the meta device by itself (see `devices`) needs a second try.
         if "meta" not in str(error):
             raise
-        return _record(devices_kept(fn), inputs, apart=apart)
-
-
-def _record(fn: Callable[..., Any], inputs: Sequence[Tensor], *, apart: bool) -> fx.GraphModule:
-    # Non-fake inputs are what the function closes over.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _run(fn, lambda: _fakes(inputs, mode, apart=apart))
+        return _run(devices_kept(fn), fakes)
 
 
 class Symbolic(NamedTuple):
@@ -262,7 +245,9 @@ def _run(fn: Callable[..., Any], fakes: Callable[[], Sequence[Tensor]]) -> fx.Gr
         return make_fx(noted, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes())
 
 
-def _fakes(inputs: Sequence[Tensor], mode: FakeTensorMode, *, apart: bool) -> list[Tensor]:
+def _fakes(inputs: Sequence[Tensor], *, apart: bool) -> list[Tensor]:
+    # Non-fake inputs are what the function closes over.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     seen: set[int] = set()
     fakes: list[Tensor] = []
     for x in inputs:
