@@ -99,7 +99,7 @@ def _load_by_name(driver: Driver, state: Mapping[str, Any], *, strict: bool) -> 
         [key for key, x in own.items() if key not in state and id(x) not in there],
         [key for key in state if key not in own],
     )
-    _refuse(list(_misfits(driver, own, state)), keys, strict=strict)
+    _refuse(list(_misfits(own, state)), keys, strict=strict)
     pairs = [(own[key], x) for key, x in state.items() if key in own]
     driver.stepper.load({indices[id(p)]: x for p, x in pairs if id(p) in indices})
     buffers = {id(x): name for name, x in driver.module.named_buffers()}
@@ -198,7 +198,7 @@ def _has_bits(x: Any) -> bool:
     return x.layout == torch.strided and x.device.type != "meta" and not x.is_quantized
 
 
-def _misfits(driver: Driver, own: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
+def _misfits(own: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str]:
     """What can't be loaded, in words."""
     first: dict[int, str] = {}
     for key, x in state.items():

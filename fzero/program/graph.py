@@ -62,12 +62,12 @@ def is_op(node: fx.Node, *names: str) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.name in names
 
 
-def phases(graph: fx.Graph, default: str = UPDATE) -> dict[fx.Node, str]:
+def phases(graph: fx.Graph) -> dict[fx.Node, str]:
     """Which phase of the step each node belongs to."""
-    return {node: phase for node, (_, phase) in segments(graph, default).items()}
+    return {node: phase for node, (_, phase) in segments(graph).items()}
 
 
-def segments(graph: fx.Graph, default: str = UPDATE) -> dict[fx.Node, tuple[int, str]]:
+def segments(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
     """Which stretch of the graph each node belongs to, by number, and the phase that this is.
 
     A function may go forward and back many times: each forward, each backward, and what is between
@@ -76,7 +76,7 @@ def segments(graph: fx.Graph, default: str = UPDATE) -> dict[fx.Node, tuple[int,
     marks = [node for node in graph.nodes if _begins(node)]
     # without a mark before it, what a boundary ends is forward
     forward = bool(marks) and is_op(marks[0], "fzero::boundary")
-    number, phase = 0, FORWARD if forward else default
+    number, phase = 0, FORWARD if forward else UPDATE
     result = {}
     for node in graph.nodes:
         begins = _begins(node)

@@ -162,7 +162,8 @@ class Ladder:
         before = state
         while state.alive.peak > target:
             over = _over(state.alive, target)
-            for value, away in itertools.islice(self._moves(state, target, products), _TRIED):
+            moves = self._moves(state, target, products=products)
+            for value, away in itertools.islice(moves, _TRIED):
                 after = self._with(state, value, away=True) if away else self._without(state, value)
                 if _over(after.alive, target) < over:
                     state = after
@@ -171,13 +172,11 @@ class Ladder:
                 return state if state.alive.peak < before.alive.peak else None
         return state
 
-    def _ranked(self, state: _State, target: int, products: bool = True) -> Iterator[int]:
+    def _ranked(self, state: _State, target: int) -> Iterator[int]:
         """Values to give up, the best by price for bytes and steps first."""
-        return (value for value, away in self._moves(state, target, products) if not away)
+        return (value for value, away in self._moves(state, target, products=True) if not away)
 
-    def _moves(
-        self, state: _State, target: int, products: bool = True
-    ) -> Iterator[tuple[int, bool]]:
+    def _moves(self, state: _State, target: int, *, products: bool) -> Iterator[tuple[int, bool]]:
         """Values to give up or to send away, and which, the best by price for bytes and steps
         first."""
         alive, model = state.alive, self.model

@@ -23,7 +23,6 @@ from fzero.program.fitting import RESERVE
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
 from fzero.state.sharding import locals_of, plan_sharding
-from fzero.transforms.frames import Frame
 
 Step = tuple[Plan, Sequence[Tensor], LocalState, Sequence[Tensor]]
 # (plan, leaves, local state, micro-batch) -> bytes that the step holds then: under the limit, or
@@ -37,13 +36,12 @@ def alternatives(
     leaves: Sequence[Tensor],
     local: LocalState,
     batch: Sequence[Tensor],
-    frame: Frame,
 ) -> str:
     """What would keep a step under its limit, as a sentence; nothing runs and no rank is asked.
 
     Args:
         peak: stages a step out for tensors like these.
-        plan, leaves, local, batch, frame: of the step that does not fit.
+        plan, leaves, local, batch: of the step that does not fit.
     """
     assert plan.cfg.limit is not None
     limit = plan.cfg.limit - RESERVE

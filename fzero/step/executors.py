@@ -182,7 +182,7 @@ class Executors:
                 return error.program.peak_bytes() + error.uneven
             return made.program.peak_bytes()
 
-        ways_on = alternatives(peak, plan, leaves, local, batch, frame)
+        ways_on = alternatives(peak, plan, leaves, local, batch)
         raise NothingFits(refusal.program, refusal.limit, refusal.uneven, ways_on) from None
 
     def agreed(

@@ -222,7 +222,7 @@ class Results(NamedTuple):
                 leaves[i] = mean(x, axes) if x.dim() == 0 else x
         return tree.unflatten(self.spec, leaves)
 
-    def cotangents(self, given: PyTree, axes: Axes, cfg: Config) -> tuple[Tensor, ...]:
+    def cotangents(self, given: PyTree, axes: Axes) -> tuple[Tensor, ...]:
         """What the floating tensors are pulled back from: local tensors, from a tree of them.
 
         Raises:
@@ -251,11 +251,11 @@ class Results(NamedTuple):
         return tuple(found)
 
 
-def mean(x: Tensor, axes: Axes, name: str = "loss") -> Tensor:
+def mean(x: Tensor, axes: Axes) -> Tensor:
     """The mean over the ranks of each rank's own value."""
     if axes.world == 1:
         return x
-    return all_reduce(all_reduce(x, axes.shard, name), axes.replicate, name) / axes.world
+    return all_reduce(all_reduce(x, axes.shard, "loss"), axes.replicate, "loss") / axes.world
 
 
 def _roomy(found: Opened) -> Opened:

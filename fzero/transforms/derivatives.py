@@ -237,7 +237,7 @@ def vjp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Callable[..., A
         _begin(call, FORWARD)
         _, pull = torch.func.vjp(local, trained)  # pyright: ignore
         _begin(call, BACKWARD)
-        (grads,) = pull(results[0].cotangents(cotangent, call.axes, cfg))
+        (grads,) = pull(results[0].cotangents(cotangent, call.axes))
         _begin(call, UPDATE)
         return call.closed(call.layout.merge(grads, [None] * len(frozen)))[0]
 

@@ -135,7 +135,7 @@ class Function:
             return _apart_from(kept, result)
         known = self._recordings
         mine = Mine(
-            lambda: self._find(args, kwargs, leaves, key, mesh, exact=False),
+            lambda: self._find(args, kwargs, key, mesh, exact=False),
             lambda: (one for _, one in known),
             known.forget,
             known.clear,
@@ -156,7 +156,7 @@ class Function:
         if self.cfg.executor == "eager":
             raise no_program()
         leaves, key = _key(args, kwargs)
-        return self._find(args, kwargs, leaves, key, mesh_of(leaves, self.cfg)).program
+        return self._find(args, kwargs, key, mesh_of(leaves, self.cfg)).program
 
     def staged(
         self,
@@ -192,14 +192,7 @@ class Function:
         return found
 
     def _find(
-        self,
-        args: Any,
-        kwargs: Any,
-        leaves: Sequence[Tensor],
-        key: Any,
-        mesh: Mesh,
-        *,
-        exact: bool = True,
+        self, args: Any, kwargs: Any, key: Any, mesh: Mesh, *, exact: bool = True
     ) -> TracedFunction:
         found = self._recordings.find(key)
         if found is None and not exact:

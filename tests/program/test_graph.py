@@ -123,8 +123,8 @@ def test_the_operands_that_are_written_are_those_that_change(fn: Any) -> None:
 STEPS = st.lists(st.sampled_from(["node", FORWARD, BACKWARD, UPDATE, "|"]), max_size=12)
 
 
-@given(st.sampled_from([UPDATE, BACKWARD]), STEPS)
-def test_marks_cut_a_graph_into_phases(default: str, steps: list[str]) -> None:
+@given(STEPS)
+def test_marks_cut_a_graph_into_phases(steps: list[str]) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     nodes: list[tuple[fx.Node, str]] = []
@@ -137,7 +137,7 @@ def test_marks_cut_a_graph_into_phases(default: str, steps: list[str]) -> None:
             nodes.append((graph.call_function(torch.ops.fzero.phase.default, (step,)), step))
     graph.output(())
     first = next((step for _, step in nodes if step != "node"), None)
-    now = FORWARD if first == "|" else default
+    now = FORWARD if first == "|" else UPDATE
     expected, number = [], 0
     numbers = []
     for _, step in nodes:
@@ -148,9 +148,9 @@ def test_marks_cut_a_graph_into_phases(default: str, steps: list[str]) -> None:
         phase, segment = before if now == BACKWARD and step != "node" else (now, number)
         expected.append(phase)
         numbers.append(segment)
-    found = phases(graph, default)
+    found = phases(graph)
     assert [found[node] for node, _ in nodes] == expected
-    assert [segments(graph, default)[node][0] for node, _ in nodes] == numbers
+    assert [segments(graph)[node][0] for node, _ in nodes] == numbers
 
 
 # --- copies

@@ -55,7 +55,7 @@ def place(program: Program, least: int = LEAST) -> Program:
         if not bucket.holds_leaves:
             continue
         total += len(bucket.leaves)
-        found = sorted(_computed_for(pack, bucket, least), key=lambda sent: order[sent.maker])
+        found = sorted(_computed_for(pack, least), key=lambda sent: order[sent.maker])
         while found:
             added = _added(found, pack, order, len(alive))
             if int((alive + added).max(initial=0)) <= most:
@@ -69,7 +69,7 @@ def place(program: Program, least: int = LEAST) -> Program:
     return program.logged(graph, f"place: {count} of {total} gradients computed into their buckets")
 
 
-def _computed_for(pack: fx.Node, bucket: Bucket, least: int) -> Iterator[Sent]:
+def _computed_for(pack: fx.Node, least: int) -> Iterator[Sent]:
     """The gradients that nothing but their bucket reads, by operators that write where told."""
     (buffer,) = tensors_of(pack)
     operands: list[fx.Node] = list(pack.args[0])  # pyright: ignore
