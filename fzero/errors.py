@@ -49,6 +49,15 @@ class CheckpointError(FzeroError):
     """A checkpoint that cannot be written, read or trusted."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line of at most 200 characters; its class where it says nothing.
+
+    >>> first_line(ValueError("too large\\nin line 3")), first_line(ValueError())
+    ('too large', 'ValueError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise a ConfigError that names the first of `given` that `what` has not, and near ones.
 

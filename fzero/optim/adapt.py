@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.distributed.dtensor import shard_like, whole_tensor
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, first_line
 from fzero.optim.base import GlobalNorm, Optimizer, Params, PyTree, UpdateFn
 from fzero.optim.clip import tree_global_norm
 from fzero.optim.foreach import leaves_like
@@ -80,7 +80,7 @@ def _on_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError as error:
             raise ConfigError(
                 "opt is one of optax, which computes on arrays of JAX, and was given tensors of "
-                f"torch ({str(error).splitlines()[0]}). fzero.optim has optax's protocol and "
+                f"torch ({first_line(error)}). fzero.optim has optax's protocol and "
                 "names: take fzero.optim.adamw(...) for optax.adamw(...)."
             ) from error
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero import tree
 from fzero.distributed.mesh import Axis
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, first_line
 from fzero.layout import Home
 from fzero.optim.base import PyTree
 
@@ -138,7 +138,7 @@ def decided(fn: Callable[[PyTree], Any], values: PyTree, where: str) -> Any:
         if "meta" not in str(error):
             raise
         raise ConfigError(
-            f"{where}: the function reads values of the leaves ({str(error).splitlines()[0]}). It "
+            f"{where}: the function reads values of the leaves ({first_line(error)}). It "
             "is shown shapes, dtypes and names only, so that it decides the same on every rank and "
             "in every step. Read values before training, and pass the tree that you find."
         ) from error

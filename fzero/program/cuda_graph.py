@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fzero.distributed import works
 from fzero.distributed.mesh import is_gloo
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, first_line
 from fzero.program.codegen import Executable
 from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
 from fzero.program.program import Program
@@ -233,7 +233,7 @@ class _Replayed:
         try:
             captured = self.on.capture(lambda: self.run(*given), device)
         except RuntimeError as error:  # what an operator does that can't be captured
-            self._give_up(str(error).strip().splitlines()[0])
+            self._give_up(first_line(error))
             return None
         kept = [i for i in self.tensors if i not in self.copied]
         self.tell(

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, first_line
 from fzero.program.codegen import Boxed, Executable, compile_program
 from fzero.program.graph import placeholders, tensors_of
 from fzero.program.program import Program
@@ -170,8 +170,7 @@ def compiled(graph: fx.Graph) -> Compiled | str:
             result: Any = compile_fx_inner(module, inputs, is_inference=True)
         return result
     except Exception as error:  # whatever it meets in one stretch, the others can be compiled
-        text = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {text[0][:200]}"
+        return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _decomposed(graph: fx.Graph, mode: FakeTensorMode) -> tuple[fx.GraphModule, list[Any]]:

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 from torch.nn import Parameter
 
-from fzero.errors import FzeroError, TraceError, TransformOverError
+from fzero.errors import FzeroError, TraceError, TransformOverError, first_line
 from fzero.functional.opaque import opaque_modules
 from fzero.functional.remat_modules import Rules, remat_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
@@ -129,7 +129,7 @@ def _by_front_ends(
                 raise
             refusals.append((label, error))
             continue
-        log = [f"{front}: refused: {_first_line(error)}" for front, error in refusals]
+        log = [f"{front}: refused: {first_line(error)}" for front, error in refusals]
         log.append(f"staged out through {label}: {len(graph_module.graph.nodes)} nodes")
         made = None
         if symbolic is not None:
@@ -221,13 +221,13 @@ def _compared(label: str, graph: fx.Graph, symbolic: Symbolic) -> tuple[Dynamic 
     """How a recording follows sizes, and what its log says of that."""
     other = symbolic.twin
     if isinstance(other, Exception):
-        return None, f"dynamic: refused: {type(other).__name__}: {_first_line(other)}"
+        return None, f"dynamic: refused: {type(other).__name__}: {first_line(other)}"
     if label != symbolic.label:
         return None, f"dynamic: refused: {label} alone records it"
     try:
         made = marked(graph, other, symbolic.env, symbolic.dims)
     except Exception as error:  # of another torch, say: what symbols know is private
-        return None, f"dynamic: refused: {_first_line(error)}"
+        return None, f"dynamic: refused: {first_line(error)}"
     return made, f"dynamic: {len(made.table)} numbers follow {len(symbolic.dims)} sizes"
 
 
@@ -317,7 +317,7 @@ def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
         error.__cause__ = cause
         return error
     module = _module_of(cause)
-    said = "\n".join(f"  through {label}: {_first_line(error)}" for label, error in refusals)
+    said = "\n".join(f"  through {label}: {first_line(error)}" for label, error in refusals)
     bug = "" if isinstance(cause, _DATA_DEPENDENT) else _PERHAPS_A_BUG
     if "mixed torch.Tensor and DTensor" in str(cause):
         bug = _SHARDS_READ
@@ -368,7 +368,7 @@ def _operation(error: Exception) -> str:
     if isinstance(error, _DATA_DEPENDENT):
         name = str(error.func)
         return f"{_READS.get(name, 'the result of an operation depends on values')} ({name})"
-    return f"{type(error).__name__}: {_first_line(error)}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _user_frame(error: BaseException) -> str:
@@ -406,7 +406,3 @@ def _wrap(module: str | None) -> str:
     if not module:
         return "make the part that reads it an island, fzero.opaque(fn), or Config(opaque='auto')"
     return f"make that module one node, Config(opaque=[{module!r}]), or Config(opaque='auto')"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

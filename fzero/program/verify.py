@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter
 
-from fzero.errors import TraceError
+from fzero.errors import TraceError, first_line
 from fzero.program.graph import Part, output_node, placeholders, tensors_of
 from fzero.program.passes.rewrite import is_cheap
 from fzero.program.promises import promise_of, values_read
@@ -53,9 +53,7 @@ def _values(program: Part) -> None:
     try:
         program.graph.lint()
     except RuntimeError as error:
-        raise _wrong(
-            program, f"its nodes are not in order: {str(error).splitlines()[0]}"
-        ) from error
+        raise _wrong(program, f"its nodes are not in order: {first_line(error)}") from error
     inputs = placeholders(program.graph)
     if len(inputs) != len(program.inputs):
         raise _wrong(program, f"it has {len(inputs)} inputs and {len(program.inputs)} names")
@@ -103,10 +101,8 @@ def _value(program: Part, node: fx.Node, values: dict[fx.Node, Any], mode: FakeT
         with torch.no_grad(), mode:
             return node.target(*args, **kwargs)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise _wrong(
-            program, f"{node.name} = {node.target} can't run on {node.all_input_nodes}: {first}"
-        ) from error
+        where = f"{node.name} = {node.target} can't run on {node.all_input_nodes}"
+        raise _wrong(program, f"{where}: {first_line(error)}") from error
 
 
 def _compare(program: Part, what: str, said: Sequence[Tensor], found: Sequence[Tensor]) -> None:

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fzero import tree
-from fzero.errors import FzeroError, ShardError, TraceError
+from fzero.errors import FzeroError, ShardError, TraceError, first_line
 from fzero.functional.owners import noted_like
 from fzero.numerics.rng import generator_of, is_random, mix, preserved
 from fzero.state.replay import START, Draw, Memory, Op, Player, StorageView, digest, real
@@ -156,7 +156,7 @@ def record(builder: Callable[[], PyTree]) -> Recording:
     except Exception as error:
         raise TraceError(
             f"the function that builds the parameters can't be run without memory: "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}. Ways on: keep "
+            f"{type(error).__name__}: {first_line(error)}. Ways on: keep "
             "what reads or loads values out of it, or pass the built tree, step_fn.init(build()), "
             "which holds the whole model once."
         ) from error

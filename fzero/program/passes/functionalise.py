@@ -26,7 +26,7 @@ from torch.fx.graph import CodeGen
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_iter
 
-from fzero.errors import FzeroError, TraceError
+from fzero.errors import FzeroError, TraceError, first_line
 from fzero.program.dynamic import marked
 from fzero.program.graph import (
     copy_graph,
@@ -117,8 +117,7 @@ def _marked_again(program: Program, graph: fx.Graph) -> Program:
             twin = _again(fx.GraphModule(known.twin, _writes_apart(known.twin.graph)))
         made = marked(graph, twin, known.env, known.dims)
     except Exception as error:  # then it is recorded for each size
-        said = (str(error).splitlines() or [""])[0]
-        line = f"dynamic: no more: {type(error).__name__}: {said}"
+        line = f"dynamic: no more: {type(error).__name__}: {first_line(error)}"
         program = program.logged(program.graph, line)
     return replace(program, dynamic=made)
 
