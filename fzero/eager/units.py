@@ -10,6 +10,7 @@ from torch import Tensor
 from fzero.distributed.transport import Handle, Transport
 from fzero.eager.lazy import outside_inference
 from fzero.layout import LeafLayout, Together
+from fzero.layout.modules import modules_around
 
 
 class Order:
@@ -148,7 +149,9 @@ class Units:
 
     def pin(self, caller: str, units: Sequence[int]) -> None:
         """Gather these units and keep them while `caller`, a module, or modules inside it run."""
-        around = {n: pinned for n, pinned in self.pins.items() if _is_around(n, caller)}
+        around = {
+            n: pinned for n, pinned in self.pins.items() if n in (caller, *modules_around(caller))
+        }
         self.pins = {**around, caller: {i: self.full(i) for u in units for i in self.plan[u]}}
         self.here.update(self.pinned)  # a later one may have displaced an earlier one
 
@@ -193,7 +196,3 @@ class Units:
     def _launch(self, unit: int) -> Handle:
         shards = [self.shards[i] for i in self.plan[unit]]
         return self.transport.gather(shards, self._together[unit])
-
-
-def _is_around(outer: str, inner: str) -> bool:
-    return outer == "" or inner == outer or inner.startswith(outer + ".")

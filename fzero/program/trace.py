@@ -30,6 +30,7 @@ from fzero.functional.opaque import opaque_modules
 from fzero.functional.remat_modules import Rules, remat_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.functional.transforms import is_recorded
+from fzero.layout.modules import modules_around
 from fzero.program.devices import devices_kept
 from fzero.program.dynamic import Dynamic, InputDim, marked
 from fzero.program.graph import is_op, output_node, placeholders
@@ -101,12 +102,10 @@ def _with_islands(record: Callable[[], Program], opaque: Sequence[str]) -> Progr
             continue
         if not chosen:
             return program
-        outermost = [x for x in chosen if not any(_is_around(y, x) for y in chosen)]
+        outermost = [
+            x for x in chosen if not any(y != x and y in modules_around(x) for y in chosen)
+        ]
         return program.logged(program.graph, f"opaque: {', '.join(x or 'all' for x in outermost)}")
-
-
-def _is_around(module: str, inner: str) -> bool:
-    return inner != module and (not module or inner.startswith(f"{module}."))
 
 
 def _by_front_ends(
