@@ -23,7 +23,7 @@ from fzero.program.categories import (
     STATE,
 )
 from fzero.program.choice import Choice
-from fzero.program.graph import Held, output_node, tensors_of
+from fzero.program.graph import Held, memory_of, output_node, placeholders, tensors_of
 from fzero.state.follow import Follower
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
@@ -194,12 +194,7 @@ def _refuse_numbers(local: LocalState) -> None:
 
 def shared_outputs(program: Program) -> list[bool]:
     """For each output, whether its memory is an input's, another output's, or overlaps itself."""
-    inputs = {
-        x.untyped_storage()._cdata
-        for node in program.graph.nodes
-        if node.op == "placeholder"
-        for x in tensors_of(node)
-    }
+    inputs = {key for node in placeholders(program.graph) for key in memory_of(node)}
     seen: set[Any] = set()
     shared = []
     for node in output_node(program.graph).args[0]:  # pyright: ignore
@@ -217,12 +212,12 @@ def outputs_on(program: Program, count: int) -> list[int]:
     An update writes over the first, and a loader that fills one buffer again over the second: aux
     and model state must stay what they were in the forward pass.
     """
-    nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
+    nodes = placeholders(program.graph)
     theirs = zip(nodes, program.input_categories, strict=False)  # a key of random numbers is last
     lent = [node for node, category in theirs if category in (PARAMETERS, BATCH)]
-    inputs = {x.untyped_storage()._cdata for node in lent for x in tensors_of(node)}
+    inputs = {key for node in lent for key in memory_of(node)}
     outputs: Any = output_node(program.graph).args[0]
-    on = [any(x.untyped_storage()._cdata in inputs for x in tensors_of(n)) for n in outputs]
+    on = [not inputs.isdisjoint(memory_of(n)) for n in outputs]
     return [index for index, shared in enumerate(on) if shared and index >= count]
 
 

@@ -40,7 +40,7 @@ from fzero.functional.outside import (
 from fzero.functional.reads import MISSING, Reads
 from fzero.functional.transforms import is_recorded, levels_of
 from fzero.program import Program
-from fzero.program.graph import is_wanted, tensors_of
+from fzero.program.graph import is_wanted, memory_of
 from fzero.program.trace import is_anomaly_mode
 
 # Recording patches classes and modules of the process, and runs the user's modules with other
@@ -516,9 +516,8 @@ def _kept_of_inputs(walk: Walk, reads: Reads, program: Program) -> list[tuple[Fa
             continue
         if not nodes:
             for node in program.graph.nodes:
-                for x in tensors_of(node):
-                    if x.layout is torch.strided:
-                        nodes.setdefault(x.untyped_storage()._cdata, []).append(node)
+                for key in memory_of(node):
+                    nodes.setdefault(key, []).append(node)
         made = nodes.get(_storage_of(fact.value))
         # what the graph has not was of no use to it, this time
         if made is None or depends_on_inputs(made):

@@ -22,6 +22,7 @@ from fzero.program.graph import (
     FORWARD,
     copy_graph,
     is_op,
+    memory_of,
     order_of,
     phases,
     tensors_of,
@@ -162,20 +163,19 @@ class _Stays:
             n for n in graph.nodes if n.name in names and phase[n] == FORWARD and may_travel(n)
         ]
         written = {
-            x.untyped_storage()._cdata
+            key
             for node in graph.nodes
             for operand in written_operands(node)
-            for x in tensors_of(operand)
+            for key in memory_of(operand)
         }
         on: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:
-            for x in tensors_of(node):
-                on.setdefault(x.untyped_storage()._cdata, []).append(node)
+            for key in memory_of(node):
+                on.setdefault(key, []).append(node)
         # of each, its views in forward; nothing but views may share its memory
         self.views: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
-            (x,) = tensors_of(node)
-            key = x.untyped_storage()._cdata
+            (key,) = memory_of(node)
             source = node.all_input_nodes[:1]
             others = [n for n in on[key] if n is not node and n not in source]
             views = [n for n in others if phase[n] == FORWARD]
