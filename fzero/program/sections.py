@@ -1,11 +1,11 @@
 """A Program's nodes in sections by module, and runs of sections that are alike."""
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import fx
 
+from fzero.layout.modules import block_of
 from fzero.program.origin import NOWHERE, origin_of
 
 T = TypeVar("T")
@@ -26,8 +26,7 @@ def layer_of(module: str) -> str:
     >>> layer_of("blocks.11.ln1"), layer_of("head")
     ('blocks.11', 'head')
     """
-    found = re.match(r"(.*?\.)??\d+(?=\.|$)", module)
-    return found.group() if found else module
+    return block_of(f"{module}.")
 
 
 class Section(NamedTuple):
