@@ -29,6 +29,7 @@ from fzero.errors import FzeroError
 from fzero.functional.library import HEAP_TYPE, is_library_module, is_machinery
 from fzero.functional.outside import Walk, attributes_of, bytes_of, is_hooks
 from fzero.functional.reads import MISSING, Reads
+from fzero.numerics.precision import class_name
 from fzero.transforms.notes import Notes, Seen, ambient, tokens_of
 
 Json = Any
@@ -295,9 +296,9 @@ def _print(
         grad = " requires_grad" if value.requires_grad else ""
         return f"{kind.__name__} {dtype} {tuple(value.shape)} {strides} {value.device}{grad}"
     if isinstance(value, enum.Enum):
-        return f"{_name(kind)}.{value.name} {inner(value.value, above)}"
+        return f"{class_name(kind)}.{value.name} {inner(value.value, above)}"
     if isinstance(value, type):
-        return f"class {_name(value)}"
+        return f"class {class_name(value)}"
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
     if isinstance(value, ContextVar):  # what it says is a fact of its own
@@ -321,11 +322,11 @@ def _print(
     machinery = is_machinery(kind)
     if not machinery and (kind.__flags__ & HEAP_TYPE or isinstance(value, nn.Module)):
         own = _own_value(value)
-        return f"a {_name(kind)}{own}"  # what was read of it are facts
+        return f"a {class_name(kind)}{own}"  # what was read of it are facts
     text = repr(value)
     if " at 0x" not in text:
-        return f"{_name(kind)} {text}"
-    return f"a {_name(kind)}" if machinery else None
+        return f"{class_name(kind)} {text}"
+    return f"a {class_name(kind)}" if machinery else None
 
 
 def _own_value(value: Any) -> str:
@@ -368,10 +369,6 @@ def _code(code: types.CodeType) -> str:
         *(code.co_posonlyargcount, code.co_exceptiontable.hex()),
     )
     return _digest(repr(said).encode())
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _digest(data: bytes) -> str:
