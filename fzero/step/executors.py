@@ -107,9 +107,7 @@ class Executors:
         batch, frame = take_apart(micro)
         frame = frame.of_inputs(batch)
         key = _key(local, batch, frame)
-        traced = self._traced.find(key)
-        if traced is None and not exact:
-            traced = self._traced.serving(key)
+        traced = self._traced.find(key, exact=exact)
         if traced is None:
             known = self._traced.of(key)
             self._warn_of_many(key, known)

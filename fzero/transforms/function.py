@@ -194,9 +194,7 @@ class Function:
     def _find(
         self, args: Any, kwargs: Any, key: Any, mesh: Mesh, *, exact: bool = True
     ) -> TracedFunction:
-        found = self._recordings.find(key)
-        if found is None and not exact:
-            found = self._recordings.serving(key)
+        found = self._recordings.find(key, exact=exact)
         if found is None:
             self._warn_of_many(key)
             dynamic, choice = self._recordings.dynamic(key, self.cfg), self._agreement.choice

@@ -205,7 +205,7 @@ class Recordings(Generic[T]):
 
     def __init__(self) -> None:
         self._by_kind: dict[Any, list[T]] = {}
-        self._served: dict[Any, T] = {}  # those that serve other kinds: see `serving`
+        self._served: dict[Any, T] = {}  # those that serve other kinds: see `find`
         self._tried: dict[frozenset[InputDim], T] = {}  # the last one that was to follow these dims
 
     def __len__(self) -> int:
@@ -218,14 +218,20 @@ class Recordings(Generic[T]):
         """All of a kind."""
         return self._by_kind.get(kind, ())
 
-    def find(self, kind: Any) -> T | None:
-        """The one of a kind that holds, see [Note: stale]; None if there is none."""
+    def find(self, kind: Any, *, exact: bool = True) -> T | None:
+        """The one of a kind that holds, see [Note: stale]; None if there is none.
+
+        Args:
+            kind: of call.
+            exact: else one of another kind, that differs in sizes alone and serves these, will do:
+                see [Note: dynamic dims].
+        """
         known = self._by_kind.get(kind, [])
         found = next((one for one in known if one.hold()), None)
         if found is not None and found is not known[0]:
             known.remove(found)
             known.insert(0, found)
-        return found
+        return found if exact or found is not None else self._serving(kind)
 
     def add(self, kind: Any, one: T, dynamic: frozenset[InputDim] = frozenset()) -> None:
         """Keep one more; of too many the one of its kind that was used longest ago goes.
@@ -243,11 +249,7 @@ class Recordings(Generic[T]):
         """Drop all."""
         self._by_kind, self._served, self._tried = {}, {}, {}
 
-    def serving(self, kind: Any) -> T | None:
-        """One of another kind, that differs in sizes alone and serves these; None if there is none.
-
-        See [Note: dynamic dims].
-        """
+    def _serving(self, kind: Any) -> T | None:
         found = self._served.get(kind)
         if found is not None and found.is_dynamic and found.hold():
             return found
