@@ -166,7 +166,7 @@ def build_parts(
         factors=factors(axes.world, cfg, reduction, predivide),
         device=device,
         accumulates=cfg.accum_steps > 1,
-        on_sent=units.drop if units is not None else _ignore,
+        on_sent=units.drop if units is not None else lambda indices: None,
     )
     return Parts(journal, transport, stepper, grouping, units, reducer, rules, registered)
 
@@ -189,7 +189,3 @@ def factors(
         while low.itemsize == 2 and world % predivide == 0 and world / predivide > predivide:
             predivide *= 2
     return 1 / predivide, share * predivide
-
-
-def _ignore(indices: Sequence[int]) -> None:
-    pass

@@ -60,7 +60,7 @@ class Reducer:
         factors: tuple[float, float],
         device: torch.device,
         accumulates: bool,
-        on_sent: Callable[[Sequence[int]], None] = lambda indices: None,
+        on_sent: Callable[[Sequence[int]], None],
     ) -> None:
         self.transport = transport
         self.group(leaves, buckets)
