@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from fzero.distributed.buckets import KINDS, Bucket, asked_for, buffer_of
+from fzero.distributed.buckets import KINDS, Bucket, buffer_of
 from fzero.program.graph import (
     BACKWARD,
     FORWARD,
@@ -34,7 +34,7 @@ from fzero.program.graph import (
 )
 from fzero.program.memory import is_wait, storages
 from fzero.program.origin import NOWHERE, Origin, origin_of
-from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
+from fzero.program.passes.rewrite import carried_by, is_cheap, is_gather, is_reduction
 from fzero.program.transfers import is_transfer
 
 PARAMETERS, MASTERS, OPTIMIZER = "parameters", "masters", "optimizer"
@@ -146,9 +146,9 @@ class _Owners:
         if is_transfer(node):  # what comes back is what forward computed
             return Owner(ACTIVATIONS, node.name, origin)
         if is_gather(node):  # before buckets are made
-            return Owner(GATHERED, _leaf_of(node), origin)
+            return Owner(GATHERED, carried_by(node)[1].name, origin)
         if is_reduction(node):
-            return Owner(GRADIENTS, _leaf_of(node), origin)
+            return Owner(GRADIENTS, carried_by(node)[1].name, origin)
         if is_cheap(node):  # a cast or a copy
             sources = [self.found.get(key) for key in self._keys(node.all_input_nodes[0])]
             (source, *_) = [*sources, None]
@@ -171,7 +171,7 @@ class _Owners:
                     if self._of_leaf(bucket, leaf.name) == GRADIENTS:
                         self._is_gradient(operand, leaf.name)
             elif is_reduction(node):
-                self._is_gradient(node.all_input_nodes[0], _leaf_of(node))
+                self._is_gradient(node.all_input_nodes[0], carried_by(node)[1].name)
         for node, name, category in self._results():
             if category == GRADIENTS:
                 self._is_gradient(node, name)
@@ -202,12 +202,6 @@ class _Owners:
 
 _PACKS = [kind.pack for kind in KINDS.values()]
 _UNPACKS = [kind.unpack for kind in KINDS.values()]
-
-
-def _leaf_of(node: fx.Node) -> str:
-    target: Any = node.target
-    (value,) = tensors_of(node.all_input_nodes[0])
-    return asked_for(target._schema.name, value, node.args[1:])[1].name
 
 
 def summed(rows: Iterable[tuple[int, str]]) -> Mapping[str, int]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from fzero.distributed.buckets import asked_for, bucket_of
+from fzero.distributed.buckets import bucket_of
 from fzero.program.cost import node_cost
 from fzero.program.graph import BACKWARD, FORWARD, phases, tensors_of
 from fzero.program.hardware import Hardware
@@ -24,7 +24,7 @@ from fzero.program.memory import is_wait, storages
 from fzero.program.passes.gathers import leaf_of, prepares_gather
 from fzero.program.passes.offload import Stay, may_travel, places_of
 from fzero.program.passes.recompute import may_be_copied
-from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
+from fzero.program.passes.rewrite import carried_by, is_cheap, is_gather, is_reduction
 from fzero.program.program import Program
 
 
@@ -175,12 +175,7 @@ class Liveness:
             if self.of[i] is None:
                 continue
             if is_gather(node):
-                (x,) = tensors_of(node.all_input_nodes[0])
-                kind, leaf, axis = asked_for(
-                    str(node.target._schema.name),  # pyright: ignore
-                    x,
-                    node.args[1:],
-                )
+                kind, leaf, axis = carried_by(node)
                 sent = bucket_of(kind, [leaf], leaf.dtype, axis)
                 alone = self.hardware.send_time(sent) if axis.size > 1 else 0.0
                 self.prices[i], self.flops[i] = alone * self.hardware.flops, 0
@@ -370,9 +365,7 @@ def _padded(node: fx.Node, nbytes: int) -> int:
     """Bytes of a storage; of a part of a reduced leaf, those of the largest rank's."""
     if not is_reduction(node):
         return nbytes
-    target: Any = node.target
-    (x,) = tensors_of(node.all_input_nodes[0])
-    kind, leaf, _ = asked_for(target._schema.name, x, node.args[1:])
+    kind, leaf, _ = carried_by(node)
     if kind == "all_reduce":  # of replicas: what it was given
         return nbytes
     (made,) = tensors_of(node)

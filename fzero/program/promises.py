@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from fzero.distributed.buckets import GATHER, KINDS, Bucket, asked_for, buffer_of
+from fzero.distributed.buckets import GATHER, KINDS, Bucket, buffer_of
 from fzero.program.graph import (
     is_op,
     memory_of,
@@ -26,7 +26,7 @@ from fzero.program.graph import (
     tensors_of,
     written_operands,
 )
-from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
+from fzero.program.passes.rewrite import carried_by, is_cheap, is_gather, is_reduction
 from fzero.program.placed import is_placed_cast, operator_of
 from fzero.program.transfers import is_transfer
 
@@ -217,8 +217,7 @@ def source_of(node: fx.Node) -> Source:
             hops.append((leaf, bucket.group))
             node = _packed(maker)[part]  # pyright: ignore
         elif is_gather(node) or is_reduction(node):
-            (value,) = tensors_of(node.all_input_nodes[0])
-            _, layout, axis = asked_for(target._schema.name, value, node.args[1:])
+            _, layout, axis = carried_by(node)
             if is_gather(node):
                 return Source(("leaf", layout.name), None, tuple(hops))
             hops.append((layout.name, axis.group))

@@ -5,11 +5,9 @@ every gradient at the end. Three passes move the collectives to where they belon
 """
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import fx
 
-from fzero.distributed.buckets import asked_for
 from fzero.program.graph import (
     BACKWARD,
     copy_graph,
@@ -18,9 +16,15 @@ from fzero.program.graph import (
     order_of,
     phases,
     segments,
-    tensors_of,
 )
-from fzero.program.passes.rewrite import infer, is_cheap, is_gather, is_reduction, refresh
+from fzero.program.passes.rewrite import (
+    carried_by,
+    infer,
+    is_cheap,
+    is_gather,
+    is_reduction,
+    refresh,
+)
 from fzero.program.program import Program
 
 
@@ -129,9 +133,7 @@ def leaf_of(node: fx.Node) -> str:
     """The name of the leaf that a gather, or a view or cast of one, has."""
     while not is_gather(node):
         node = node.all_input_nodes[0]
-    target: Any = node.target
-    (shard,) = tensors_of(node.all_input_nodes[0])
-    return asked_for(target._schema.name, shard, node.args[1:])[1].name
+    return carried_by(node)[1].name
 
 
 def _gathered(node: fx.Node) -> bool:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fzero.distributed.buckets import EXCHANGE, KINDS, Bucket, asked_for, bucket_of, goes_alone
+from fzero.distributed.buckets import EXCHANGE, KINDS, Bucket, bucket_of, goes_alone
 from fzero.distributed.mesh import Axis
 from fzero.layout import LeafLayout
 from fzero.layout.flats import Claims
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE, is_mutable, is_op, segments, tensors_of
-from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction
+from fzero.program.passes.rewrite import carried_by, is_cheap, is_gather, is_reduction
 
 
 class Asked(NamedTuple):
@@ -57,10 +57,8 @@ def asked_of(node: fx.Node) -> Asked:
     """What a collective of one leaf carries."""
     if ASKED in node.meta:
         return node.meta[ASKED]
-    target: Any = node.target
-    (value,) = tensors_of(node.all_input_nodes[0])
-    kind, leaf, axis = asked_for(target._schema.name, value, node.args[1:])
-    (full,) = tensors_of(node) if KINDS[kind].gathers else (value,)
+    kind, leaf, axis = carried_by(node)
+    (full,) = tensors_of(node if KINDS[kind].gathers else node.all_input_nodes[0])
     copied, members = node.meta.get(COPIED, ""), node.meta.get(MEMBERS, 1)
     return Asked(leaf, axis, full.dtype, full.nbytes, copied, members)
 

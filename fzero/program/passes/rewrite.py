@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_iter
 
-from fzero.distributed.buckets import KINDS
+from fzero.distributed.buckets import KINDS, asked_for
+from fzero.distributed.mesh import Axis
+from fzero.layout import LeafLayout
 from fzero.program.graph import is_op, order_of, tensors_of
 from fzero.program.strides import alike, shown
 
@@ -57,6 +59,13 @@ def is_gather(node: fx.Node) -> bool:
 def is_reduction(node: fx.Node) -> bool:
     """Whether a node reduces one leaf's gradient over an axis."""
     return is_op(node, *_REDUCTIONS)
+
+
+def carried_by(node: fx.Node) -> tuple[str, LeafLayout, Axis]:
+    """The kind of bucket, the leaf and the axis of a collective of one leaf."""
+    target: Any = node.target
+    (value,) = tensors_of(node.all_input_nodes[0])
+    return asked_for(target._schema.name, value, node.args[1:])
 
 
 _GATHERS = [name for kind in KINDS.values() if kind.gathers for name in kind.operators]

@@ -15,14 +15,13 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from fzero.distributed.buckets import asked_for
 from fzero.distributed.collectives import gather_leaf
 from fzero.distributed.mesh import Axis
 from fzero.errors import FzeroError, TraceError
 from fzero.layout import LeafLayout
 from fzero.program.graph import placeholders, tensors_of
 from fzero.program.origin import origin_of, set_origin
-from fzero.program.passes.rewrite import fake_mode, substitute
+from fzero.program.passes.rewrite import carried_by, fake_mode, substitute
 from fzero.program.program import Pass, Program
 from fzero.program.promises import stand_in
 
@@ -144,9 +143,7 @@ def leaf_and_axis(node: fx.Node) -> tuple[LeafLayout, Axis]:
         The leaf's layout, whose dtype is the one that travels, and the axis: `.size` ranks of the
         process group named `.group`.
     """
-    target: Any = node.target
-    (value,) = tensors_of(node.all_input_nodes[0])
-    _, leaf, axis = asked_for(target._schema.name, value, node.args[1:])
+    _, leaf, axis = carried_by(node)
     return leaf, axis
 
 
