@@ -644,6 +644,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 """In the order in which a Program's collectives are put into buckets."""
 
+PACKS = frozenset(kind.pack for kind in KINDS.values())
+UNPACKS = frozenset(kind.unpack for kind in KINDS.values())
+"""What fills a buffer, and what takes one apart."""
+
 
 # ----------------------------------------------------------------------- which leaves share one
 def plan_buckets(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from fzero.distributed.buckets import KINDS, Bucket, buffer_of
+from fzero.distributed.buckets import PACKS, UNPACKS, Bucket, buffer_of
 from fzero.program.graph import (
     BACKWARD,
     FORWARD,
@@ -105,7 +105,7 @@ class _Owners:
         origin = origin_of(node)
         if origin.file:
             self._read_by(node, origin)
-        if node.target in _UNPACKS:
+        if node.target in UNPACKS:
             self._unpacked(node)
             return
         for key in self._keys(node):
@@ -139,7 +139,7 @@ class _Owners:
     def _made_by(self, node: fx.Node, origin: Origin) -> Owner:
         if "bucket" in node.meta:
             return Owner(BUCKETS, repr(node.meta["bucket"]), origin)
-        if node.target in _PACKS:
+        if node.target in PACKS:
             return Owner(BUCKETS, f"to send, {node.args[1]!r}", origin)
         if node.target is buffer_of:
             return Owner(BUCKETS, f"to send, {node.args[0]!r}", origin)
@@ -165,7 +165,7 @@ class _Owners:
     def _gradients(self) -> None:
         """What is reduced, and what is returned as a gradient, were gradients all along."""
         for node in self.part.graph.nodes:
-            if node.target in _PACKS and not node.args[1].gathers:  # pyright: ignore
+            if node.target in PACKS and not node.args[1].gathers:  # pyright: ignore
                 operands, bucket = node.args[:2]  # pyright: ignore
                 for operand, leaf in zip(operands, bucket.leaves, strict=True):
                     if self._of_leaf(bucket, leaf.name) == GRADIENTS:
@@ -198,10 +198,6 @@ class _Owners:
         given = self.part.output_categories
         nodes: Iterable[fx.Node] = output_node(self.part.graph).args[0]  # pyright: ignore
         return list(zip(nodes, self.part.outputs, given, strict=False))
-
-
-_PACKS = [kind.pack for kind in KINDS.values()]
-_UNPACKS = [kind.unpack for kind in KINDS.values()]
 
 
 def summed(rows: Iterable[tuple[int, str]]) -> Mapping[str, int]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fzero.distributed.buckets import KINDS, Bucket, buffer_of, unpack_into
+from fzero.distributed.buckets import PACKS, UNPACKS, Bucket, buffer_of, unpack_into
 from fzero.distributed.mesh import Axis
 from fzero.errors import FzeroError
 from fzero.functional.remat import Region
@@ -67,7 +67,7 @@ _RECORDS = {
 }
 _CALLED = (
     *(operator.getitem, unpack_into, seed, generator, buffer_of, placed),
-    *(function for kind in KINDS.values() for function in kind[:2]),
+    *(PACKS | UNPACKS),
 )
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {fn.__name__: fn for fn in _CALLED}

@@ -26,7 +26,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from fzero.distributed.buckets import KINDS, Bucket, buffer_of
+from fzero.distributed.buckets import PACKS, Bucket, buffer_of
 from fzero.program.graph import Part, dense_of, is_again, phases, tensors_of, written_operands
 from fzero.program.hardware import Hardware
 from fzero.program.links import Flight, Links, Load
@@ -92,7 +92,7 @@ def _bytes_moved(node: fx.Node) -> int:
     # a buffer takes no time: what is put into it does
     if node.op != "call_function" or node.target in (operator.getitem, buffer_of) or is_wait(node):
         return 0
-    if node.target in _PACKS and len(node.args) > 2:
+    if node.target in PACKS and len(node.args) > 2:
         missing = _packed(node)
         return 2 * sum(x.nbytes for operand in missing for x in dense_of(operand))
     inputs = [x for x in node.all_input_nodes if x.target is not buffer_of]
@@ -120,7 +120,6 @@ def _packed(pack: fx.Node) -> list[fx.Node]:
     return [x for x in operands if not storages([x]).keys() <= there.keys()]
 
 
-_PACKS = {kind.pack for kind in KINDS.values()}
 _aten = torch.ops.aten
 _LOOKUPS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fzero.distributed.buckets import EXCHANGE, KINDS, Bucket, buffer_of, unpack_into
+from fzero.distributed.buckets import EXCHANGE, PACKS, UNPACKS, Bucket, buffer_of, unpack_into
 from fzero.program.categories import INPUTS, summed
 from fzero.program.graph import Part, output_node, phases, placeholders, tensors_of
 from fzero.program.memory import constant_bytes, is_wait, lifetimes, peak_bytes, timeline
@@ -247,7 +247,7 @@ class _Folded:
             return self.names[node]
         if node.target is operator.getitem:
             source: Any = node.args[0]
-            if source.target in _UNPACKS:
+            if source.target in UNPACKS:
                 bucket = source.args[1]
                 leaf = bucket.leaves[node.args[1]].name
                 return leaf if bucket.gathers else f"{leaf}.sum"
@@ -304,15 +304,11 @@ class _Folded:
 _WIDTH = 90  # letters of a call that are shown
 
 
-_PACKS = {kind.pack for kind in KINDS.values()}
-_UNPACKS = {kind.unpack for kind in KINDS.values()}
-
-
 def _is_packed(node: fx.Node) -> bool:
     """Whether a node fills a bucket's buffer, or takes it apart."""
     if node.target is operator.getitem:
-        return node.all_input_nodes[0].target in _UNPACKS
-    return node.target in _PACKS or node.target in _UNPACKS
+        return node.all_input_nodes[0].target in UNPACKS
+    return node.target in PACKS or node.target in UNPACKS
 
 
 def _launched(node: fx.Node) -> bool:
@@ -324,7 +320,7 @@ def _hidden_with(node: fx.Node) -> list[fx.Node]:
     if "bucket" in node.meta:
         return node.all_input_nodes
     if is_wait(node) and _launched(node):
-        return [x for x in node.users if x.target in _UNPACKS or _is_there(x)]
+        return [x for x in node.users if x.target in UNPACKS or _is_there(x)]
     return []
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from fzero.distributed.buckets import GATHER, KINDS, Bucket, buffer_of
+from fzero.distributed.buckets import GATHER, KINDS, PACKS, UNPACKS, Bucket, buffer_of
 from fzero.program.graph import (
     is_op,
     memory_of,
@@ -207,7 +207,7 @@ def source_of(node: fx.Node) -> Source:
             return source._replace(hops=(*hops, *source.hops))
         if target is operator.getitem:
             (maker, part) = node.args
-            if maker.target not in _UNPACKS:  # pyright: ignore
+            if maker.target not in UNPACKS:  # pyright: ignore
                 promise = promise_of(maker)  # pyright: ignore
                 return Source(promise and promise.number, part, tuple(hops))
             bucket: Bucket = maker.args[1]  # pyright: ignore
@@ -238,10 +238,6 @@ def source_of(node: fx.Node) -> Source:
 def _packed(unpack: fx.Node) -> list[fx.Node]:
     """What was packed of what is unpacked: through wait and launch, if they are there."""
     node: Any = unpack.args[0]
-    while node.target not in _PACKS:
+    while node.target not in PACKS:
         node = node.args[0]
     return list(node.args[0])
-
-
-_PACKS = {kind.pack for kind in KINDS.values()}
-_UNPACKS = {kind.unpack for kind in KINDS.values()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from fzero.distributed.buckets import KINDS, Bucket, carrier
+from fzero.distributed.buckets import KINDS, PACKS, UNPACKS, Bucket, carrier
 from fzero.numerics.rng import is_random
 from fzero.program.categories import GRADIENTS
 from fzero.program.graph import (
@@ -200,7 +200,7 @@ def reduced_once(part: Part) -> Iterator[str]:
 def _moves(node: fx.Node) -> bool:
     return (
         "bucket" in node.meta
-        or node.target in _CARRIES
+        or node.target in PACKS | UNPACKS
         or is_wait(node)
         or is_cheap(node)
         or is_reduction(node)
@@ -223,7 +223,6 @@ def _hops(
 
 
 _ZEROS = ("aten::zeros_like", "aten::new_zeros", "aten::zeros")
-_CARRIES = {x for kind in KINDS.values() for x in (kind.pack, kind.unpack)}
 
 
 def as_recorded(part: Part) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from fzero.config import Config
-from fzero.distributed.buckets import KINDS
+from fzero.distributed.buckets import PACKS, UNPACKS
 from fzero.optim import as_optimizer
 from fzero.program import Program
 from fzero.program.categories import summed
@@ -127,8 +127,8 @@ def _is_of_leaves(node: fx.Node) -> bool:
     target = node.target
     if target is operator.getitem or "bucket" in node.meta or is_wait(node):
         return True
-    carries = {x for kind in KINDS.values() for x in (kind.pack, kind.unpack)}
-    return target in carries or (is_cheap(node) and node.all_input_nodes[0].op == "placeholder")
+    sources = node.all_input_nodes
+    return target in PACKS | UNPACKS or (is_cheap(node) and sources[0].op == "placeholder")
 
 
 def _total(at: _At) -> int:

@@ -39,7 +39,7 @@ from fzero.program.passes.groups import (
     first_place,
     groups_of,
 )
-from fzero.program.passes.rewrite import is_cheap, legalise
+from fzero.program.passes.rewrite import is_cheap, is_gather, is_reduction, legalise
 from fzero.program.passes.schedule import Early, arrange, gathers_of, launch_part, wait_of
 
 
@@ -336,7 +336,7 @@ class _Trial:
 def _row(node: fx.Node) -> tuple[Any, ...]:
     """What a dot has of a node."""
     meta, target = _NOTHING, None
-    asks = is_op(node, *(name for kind in KINDS.values() for name in kind.operators))
+    asks = is_gather(node) or is_reduction(node)
     if asks:
         meta = {ASKED: asked_of(node), "val": None}
     if asks or is_cheap(node) or is_mutable(node) or is_op(node, *_MARKS):
