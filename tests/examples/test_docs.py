@@ -25,8 +25,13 @@ def blocks(page: str, language: str) -> list[str]:
         # tutorials run on two ranks: tests/docs/test_tutorials.py
         *((page, 1) for page in PAGES if blocks(page, "python") and "/tutorials/" not in page),
         ("README.md", 2),
-        pytest.param("docs/engine.md", 2, marks=pytest.mark.slow),
-        pytest.param("docs/functions.md", 2, marks=pytest.mark.slow),
+        *(
+            pytest.param(f"docs/{page}.md", 2, marks=pytest.mark.slow)
+            for page in (
+                *("checkpoints", "engine", "explain", "fit", "functions", "models", "passes"),
+                "staging",
+            )
+        ),
     ],
 )
 def test_python_blocks_run(page: str, ranks: int, tmp_path: Path) -> None:
