@@ -122,8 +122,8 @@ def _told(error: Exception, runs: Executable, program: Program) -> TraceError | 
                 return TraceError(
                     f"{node.target}, which was recorded at {where}, was given {of}, and its kernel "
                     "takes floats of one dtype. Parameters come in the dtype of Config(precision="
-                    "...), a batch as it is: cast it there, as in x.to(w.dtype). What modules are "
-                    "called with, fzero.functionalize casts."
+                    "...), a batch as it is: cast it there, as in x.to(w.dtype). Only with a "
+                    "precision does fzero.functionalize cast what modules are called with."
                 )
             error.add_note(f"raised by {node.target} of {of}, which was recorded at {where}")
     return None
