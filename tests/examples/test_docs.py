@@ -1,5 +1,7 @@
 """What the README and the documentation show runs as it stands, and what they name is there."""
 
+import ast
+import dataclasses
 import os
 import re
 import subprocess
@@ -7,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import fzero
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -43,6 +47,13 @@ def test_python_blocks_run(page: str, ranks: int, tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_config_has_every_field_and_its_default() -> None:
+    table = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", (ROOT / "docs/config.md").read_text(), re.M)
+    fields = {field.name: field.default for field in dataclasses.fields(fzero.Config)}
+    assert {name: ast.literal_eval(default) for name, default in table} == fields
+    assert len(table) == len(fields)
 
 
 def test_readme_commands_do_their_own_set_up() -> None:
