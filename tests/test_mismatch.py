@@ -45,6 +45,46 @@ def _message(fn: Callable[..., Any], *args: Any) -> str | None:
 
 
 # ---- at init
+OPTIMIZERS: dict[str, Callable[[bool], Any]] = {
+    "sgd.lr": lambda odd: fzero.optim.sgd(0.2 if odd else 0.1),
+    "adam.weight_decay": lambda odd: fzero.optim.adamw(0.1, weight_decay=0.2 if odd else 0.1),
+    "cosine.steps": lambda odd: fzero.optim.sgd(fzero.optim.cosine(0.1, 200 if odd else 100)),
+    "max_norm": lambda odd: fzero.optim.chain(
+        fzero.optim.clip_by_global_norm(2.0 if odd else 1.0), SGD
+    ),
+    "lr": lambda odd: fzero.optim.inject_hyperparams(fzero.optim.sgd)(0.2 if odd else 0.1),
+}
+
+
+def _with_optimizer(case: str, engine: bool) -> str | None:
+    opt = OPTIMIZERS[case](_rank() == dist.get_world_size() - 1)
+    if engine:
+        torch.manual_seed(0)
+        return _message(fzero.Engine, torch.nn.Linear(3, 2), opt)
+    return _message(fzero.make_train_step(_loss, opt, Config()).init, _params())
+
+
+@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("case", [*OPTIMIZERS])
+def test_an_optimizer_with_other_numbers_is_named(case: str, engine: bool) -> None:
+    """Below stage 3 ranks would part; at stage 3 each would update its own part its own way."""
+    said = run_ranks(3, _with_optimizer, case, engine)
+    assert all(said)
+    for text in said:
+        assert "the optimizer's arguments" in text
+        assert case in text
+        assert "rank 2" in text
+
+
+def test_equal_optimizers_are_equal() -> None:
+    assert run_ranks(3, _equal) == [None] * 3
+
+
+def _equal() -> str | None:
+    opt = fzero.optim.chain(fzero.optim.clip_by_global_norm(1.0), SGD)
+    return _message(fzero.make_train_step(_loss, opt, Config()).init, _params())
+
+
 def _init(case: str) -> str | None:
     """On a rank, of which the last is the odd one out: what init says."""
     last = _rank() == dist.get_world_size() - 1

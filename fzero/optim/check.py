@@ -1,6 +1,10 @@
 """Checks of hyperparameters: a message names the optimizer, the field, the value and the rule."""
 
+import contextlib
+import functools
+import inspect
 import math
+import types
 from numbers import Real
 from typing import Any
 
@@ -71,6 +75,48 @@ def state(where: str, value: Any, kind: type) -> None:
             f"{kind.__name__}. Pass what init or the last update returned; of the state of a step "
             "that is opt_state.inner."
         )
+
+
+def numbers_of(opt: Any) -> dict[str, str]:
+    """The numbers that an optimizer of this library was made with, by the names of its arguments.
+
+    They are where Python keeps them, in the cells of its functions. What a user's functions hold is
+    theirs, and left alone.
+
+    >>> from fzero.optim import cosine, sgd
+    >>> numbers_of(sgd(cosine(0.1, 100), momentum=0.9))["sgd.momentum"]
+    '0.9'
+    """
+    found: dict[str, str] = {}
+    seen: set[int] = set()
+
+    def look(value: Any, name: str) -> None:
+        if isinstance(value, (int, float)) and name:
+            text, number = repr(value), 1
+            while found.setdefault(name if number == 1 else f"{name} ({number})", text) != text:
+                number += 1
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType) and value.__module__.startswith("fzero."):
+            maker = value.__qualname__.partition(".")[0].lstrip("_")
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            for label, cell in cells:
+                with contextlib.suppress(ValueError):  # an empty one
+                    look(cell.cell_contents, f"{maker}.{label}")
+        elif isinstance(value, functools.partial):
+            look((value.func, value.args, value.keywords), name)
+        elif isinstance(value, inspect.BoundArguments):
+            look(value.arguments, name)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                look(item, f"{name}[{key!r}]")
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                look(item, name)
+
+    look(opt, "")
+    return found
 
 
 def _scalar(value: Any) -> bool:

@@ -18,6 +18,7 @@ from fzero.functional.owners import keeps_dtype, noted_like, owners_of
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
 from fzero.optim.base import Optimizer
+from fzero.optim.check import numbers_of
 from fzero.optim.whole import whole_leaves
 from fzero.state.builder import Recording, record
 from fzero.state.masters import Residence, copied, plan_leaf_dtypes, plan_residence
@@ -108,6 +109,7 @@ def start(
     with whole_leaves(plan.whole):
         inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
     inner = _apart(tree.map(residence.state, inner), [*shards, *targets])
+    agree_on_optimizer(opt, inner, mesh, cfg.timeout)
     opt_state = OptState(
         step=torch.zeros((), dtype=torch.int64),
         inner=plan.wrap_inner(inner),
@@ -181,6 +183,27 @@ def agree_on_start(
                 hint="Every rank must start from the same values: seed all ranks alike before "
                 "building the model (torch.manual_seed), or load the same checkpoint on each.",
             )
+
+
+def agree_on_optimizer(opt: Optimizer, inner: PyTree, mesh: Mesh, timeout: float | None) -> None:
+    """See that all ranks update alike: each its own part of the leaves, or all of them.
+
+    Args:
+        opt: of which the numbers are known that it was made with, if it is of this library.
+        inner: its state, which may hold rates.
+        mesh: the ranks.
+        timeout: of the config.
+    """
+    if mesh.world_size == 1 or is_simulated(mesh):
+        return
+    rates = enumerate(float(x) for x in opt.rates(inner))
+    agree(
+        "the optimizer's arguments",
+        [*numbers_of(opt).items(), *((f"learning rate {i}", repr(x)) for i, x in rates)],
+        mesh,
+        timeout,
+        hint="Every rank must make the optimizer with the same numbers.",
+    )
 
 
 def _agree_on_randomness(recording: Recording, mesh: Mesh, timeout: float | None) -> None:

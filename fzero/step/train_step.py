@@ -22,7 +22,7 @@ from fzero.optim.base import Optimizer
 from fzero.program import Program
 from fzero.program.choice import Choice
 from fzero.program.program import Pass
-from fzero.state.init import agree_on_start, start
+from fzero.state.init import agree_on_optimizer, agree_on_start, start
 from fzero.state.masters import copied
 from fzero.state.opt_state import LocalState, OptState, refuse_spent, spend
 from fzero.state.plan import Plan
@@ -347,6 +347,7 @@ class TrainStep:
             device_type = leaves[0].device.type if leaves else "cpu"
             mesh = resolve_mesh(self.cfg.mesh, device_type)
             agree_on_start(self.cfg, params, opt_state.model_state, mesh, values=False)
+            agree_on_optimizer(self.opt, opt_state.inner, mesh, self.cfg.timeout)
             sharding = plan_sharding(
                 params, self.cfg, mesh, sharded=self.cfg.stage == 3, opt=self.opt
             )
