@@ -84,8 +84,9 @@ def numbers_of(opt: Any) -> dict[str, str]:
     theirs, and left alone.
 
     >>> from fzero.optim import cosine, sgd
-    >>> numbers_of(sgd(cosine(0.1, 100), momentum=0.9))["sgd.momentum"]
-    '0.9'
+    >>> found = numbers_of(sgd(cosine(0.1, 100), weight_decay=0.01))
+    >>> found["sgd.weight_decay"], found["cosine.steps"]
+    ('0.01', '100')
     """
     found: dict[str, str] = {}
     seen: set[int] = set()
