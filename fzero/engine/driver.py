@@ -7,6 +7,7 @@ collectives.
 import contextlib
 import itertools
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ from fzero.engine.losses import Losses
 from fzero.engine.parts import Parts
 from fzero.engine.phases import transition
 from fzero.engine.writes import Writes
-from fzero.errors import BackwardError
+from fzero.errors import BackwardError, users_line
 from fzero.functional.slots import ParameterSlots
 from fzero.functional.tasks import current_task
 from fzero.layout import LeafLayout
@@ -87,6 +88,7 @@ class Driver:
         self._busy = False  # between an event and the state that follows from it
         self._thread = threading.get_ident()
         self._calling = False  # inside the engine's own call
+        self._cut_short = 0  # accumulations since the last update that zero_grad() has ended
         self._came = False  # whether a backward has come to something of this engine
         # of a synced one, those that were taken untold: see `phases.untold`
         self._quiet, self._awaited, self._taken = -1, 0, 0
@@ -332,7 +334,16 @@ class Driver:
         phases.refuse_inside(self.state, "zero_grad(), or p.grad = None,")
         self.reducer.drop(index)
         if not any(map(self.holds, self.params)):
-            self.on(events.GradientsZeroed())
+            self.zero()
+
+    def zero(self) -> None:
+        """Drop all gradients; warn if it is for want of that that nothing is ever updated."""
+        # step() has been called since the last backward, and was not yet at the boundary
+        if self.state.reached and not self.state.moved:
+            self._cut_short += 1
+            if self._cut_short == 2:
+                warnings.warn(_CUT_SHORT.format(self.cfg.accum_steps), stacklevel=users_line())
+        self.on(events.GradientsZeroed())
 
     def unscale(self, factor: Tensor) -> bool:
         """Multiply the gradients of this step by `factor`; whether all ranks' were finite."""
@@ -540,6 +551,7 @@ class Driver:
 
     def _update(self) -> None:
         self.stepper.refuse_donated("engine.step() was called")
+        self._cut_short = 0
         self.writes.see()
         refuses = self.cfg.nonfinite_policy == "raise"  # and leaves everything as it is
         grads = self.reducer.for_update(reduces=self.rules.reduces, in_place=not refuses)
@@ -559,3 +571,11 @@ class Driver:
         self._open.clear()
         self.reducer.clear()
         self.losses.clear()
+
+
+_CUT_SHORT = (
+    "zero_grad() has dropped the gradients of a step that was not complete, for the second time "
+    "since the last update: with accum_steps={} engine.step() updates once so many micro-batches "
+    "have come, and each time they began anew. Leave zero_grad() out, as an update drops gradients "
+    "by itself; or call it after updates alone (engine.is_gradient_accumulation_boundary())."
+)

@@ -380,7 +380,7 @@ class Engine:
             set_to_none: accepted for the sake of habit; gradients are always dropped.
         """
         self._driver.recover()
-        self._driver.on(events.GradientsZeroed())
+        self._driver.zero()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch of now is the last before an update.

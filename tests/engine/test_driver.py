@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -234,3 +235,31 @@ def test_at_stage_2_gradients_go_as_they_are_packed() -> None:
     block = 4 * width * width
     flat = 3 * block  # the nearest end of a block to 4 MiB
     assert used.peak - used.between <= (blocks * block + flat * (1 + 2 / 8)) * 1.005
+
+
+def test_gradients_that_are_dropped_before_each_update_are_told_of_once() -> None:
+    """As in a loop that zeroes before each backward, where `accum_steps` expects several."""
+    engine = fzero.Engine(nn.Linear(3, 1), SGD(), fzero.Config(accum_steps=2))
+
+    def run(micro: int, *, zeroes: bool) -> list[str]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(micro):
+                if zeroes:
+                    engine.zero_grad()
+                engine(torch.ones(1, 3)).sum().backward()
+                engine.step()
+        assert all(x.filename == __file__ for x in told)
+        return [str(x.message) for x in told]
+
+    (said,) = run(6, zeroes=True)
+    assert "accum_steps=2" in said
+    assert engine.global_steps == 0
+    engine.zero_grad()
+    assert run(4, zeroes=False) == []
+    assert engine.global_steps == 2
+    for _ in range(3):  # of an epoch's last, say
+        assert run(1, zeroes=True) == []
+        engine.zero_grad()
+        assert run(2, zeroes=False) == []
+    assert engine.global_steps == 5
