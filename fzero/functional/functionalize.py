@@ -12,7 +12,7 @@ from fzero.errors import FzeroError, ShardError, TraceError
 from fzero.functional.differentiate import nodes_behind
 from fzero.functional.fit import check_device, check_fit, check_structure
 from fzero.functional.opaque import wrap_forwards
-from fzero.functional.owners import noted
+from fzero.functional.owners import noted, noted_untrained
 from fzero.functional.plain import check_plain, hook_on
 from fzero.functional.remat_modules import wrap_remat
 from fzero.functional.slots import Buffers, Params, SlotTable, kind_of, owners_of_slots, plan_slots
@@ -44,7 +44,8 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     tensors of their call.
 
     A parameter with `requires_grad=False` is in `params` like any other; a train step leaves it as
-    it is if `Config(frozen=[n for n, p in module.named_parameters() if not p.requires_grad])`.
+    it is if `Config(frozen=[n for n, p in module.named_parameters() if not p.requires_grad])`;
+    without any `frozen` it trains all, and warns if some asked for no gradient and others did.
 
     Args:
         module: any `nn.Module`, on any device, `meta` included. Its `training` flags are read at
@@ -138,7 +139,12 @@ def parameters(module: nn.Module) -> Params:
 
 
 def _detached(plan: SlotTable) -> Params:
-    return {s.name: noted(s.tensor(plan).detach(), owners_of_slots(plan, s)) for s in plan.params}
+    found: Params = {}
+    for slots in plan.params:
+        param = slots.tensor(plan)
+        new = noted(param.detach(), owners_of_slots(plan, slots))
+        found[slots.name] = noted_untrained(new, param)
+    return found
 
 
 @contextlib.contextmanager

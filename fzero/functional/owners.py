@@ -20,7 +20,7 @@ Owners = tuple[str, ...] | None
 STATISTICS = "statistics"
 """One more name, where a module that holds the parameter keeps statistics as precise as it is."""
 
-_NOTE = "fzero_owners"
+_NOTE, _UNTRAINED = "fzero_owners", "fzero_untrained"
 
 
 def noted(x: T, owners: Iterable[str] | None) -> T:
@@ -39,6 +39,25 @@ def noted(x: T, owners: Iterable[str] | None) -> T:
 def owners_of(x: Tensor) -> Owners:
     """The note on `x`, or None."""
     return getattr(x, _NOTE, None)
+
+
+def noted_untrained(x: T, param: Tensor) -> T:
+    """`x` itself, with a note if its module's parameter asks for no gradient."""
+    if not param.requires_grad:
+        setattr(x, _UNTRAINED, True)
+    return x
+
+
+def is_untrained(x: Tensor) -> bool:
+    """Whether it comes from a module's parameter that asks for no gradient.
+
+    Examples:
+        >>> import torch
+        >>> plain = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
+        >>> [is_untrained(noted_untrained(x.detach(), x)) for x in plain]
+        [False, True]
+    """
+    return getattr(x, _UNTRAINED, False)
 
 
 def keeps_dtype(owners: Owners) -> bool:

@@ -1,5 +1,6 @@
 """The first state of a step: what ranks must agree on, shards, masters, optimizer state."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ from fzero.config import Config
 from fzero.distributed.agree import agree
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Mesh, is_simulated, resolve_mesh
-from fzero.errors import ConfigError, ShardError
+from fzero.errors import ConfigError, ShardError, users_line
 from fzero.functional.memory import overlapping
-from fzero.functional.owners import keeps_dtype, noted_like, owners_of
+from fzero.functional.owners import is_untrained, keeps_dtype, noted_like, owners_of
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
 from fzero.optim.base import Optimizer
@@ -61,6 +62,8 @@ def start(
     _refuse_shards(leaves, tree.paths(shapes))
     check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
     cfg.check_frozen(tree.names(shapes))
+    if not inside and cfg.frozen == ():
+        _warn_of_untrained(leaves, tree.names(shapes))
     device = leaves[0].device if leaves else torch.device("cpu")
     device = recording.device if recording else device
     mesh = resolve_mesh(cfg.mesh, device.type)
@@ -136,6 +139,20 @@ def _apart(inner: PyTree, held: Sequence[Tensor]) -> PyTree:
     # elements that share memory with each other can't be written over either
     twice |= {i for i, x in enumerate(every[len(held) :]) if x.numel() and 0 in x.stride()}
     return tree.unflatten(spec, [copied(x) if i in twice else x for i, x in enumerate(leaves)])
+
+
+def _warn_of_untrained(leaves: Sequence[Tensor], names: Sequence[str]) -> None:
+    untrained = [name for x, name in zip(leaves, names, strict=True) if is_untrained(x)]
+    if 0 < len(untrained) < len(leaves):
+        more = f" and {len(untrained) - 2} more" if len(untrained) > 2 else ""
+        warnings.warn(
+            f"{len(untrained)} of {len(leaves)} parameters have requires_grad=False in their "
+            f"module, {', '.join(untrained[:2])}{more}, and will be trained: a tree of tensors is "
+            "trained but for Config(frozen=...). Say frozen=[n for n, p in "
+            "module.named_parameters() if not p.requires_grad]; or frozen=lambda name: False, to "
+            "train them all.",
+            stacklevel=users_line(),
+        )
 
 
 def _refuse_shards(leaves: Sequence[Tensor], paths: Sequence[str]) -> None:

@@ -555,3 +555,25 @@ def test_a_copy_of_a_step_function_is_another_that_gives_the_same() -> None:
         assert _equal(copied(*start, X)[0], once[0])
     with pytest.raises(fzero.FzeroError, match=r"can't be pickled.*save_programs"):
         pickle.dumps(step_fn)
+
+
+def test_parameters_that_a_module_does_not_train_are_told_of() -> None:
+    """A tree of tensors is trained, so what was a low-rank adapter would be all of the model."""
+
+    def told(frozen: Any, *, untrained: int = 1) -> list[str]:
+        module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        for layer in module[:untrained]:
+            layer.requires_grad_(False)
+        apply, params = fzero.functionalize(module)
+        step_fn = fzero.make_train_step(
+            lambda p, x: apply(p, x).sum(), fzero.optim.sgd(0.1), fzero.Config(frozen=frozen)
+        )
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            step_fn.init(params)
+        return [str(x.message) for x in found if x.filename == __file__]
+
+    (said,) = told(())
+    assert "2 of 4 parameters have requires_grad=False in their module, 0.bias, 0.weight," in said
+    assert told(["0.*"]) == told(lambda name: False) == []
+    assert told((), untrained=2) == told((), untrained=0) == []
