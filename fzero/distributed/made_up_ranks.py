@@ -8,6 +8,7 @@ meanwhile, and its groups go on with what they have under way: a step may train 
 
 import contextlib
 import itertools
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,14 +22,15 @@ from fzero.errors import FzeroError
 
 
 @contextlib.contextmanager
-def made_up_ranks(*shape: int) -> Iterator[DeviceMesh | None]:
+def made_up_ranks(*shape: int) -> Iterator[DeviceMesh]:
     """This process as rank 0 of ranks that are made up.
 
     Args:
         shape: ranks along the mesh's axes: `(ranks,)`, or `(replicate, shard)`.
 
     Yields:
-        Their mesh on the CPU; None for one rank alone, which needs none.
+        Their mesh on the CPU. One rank alone has a mesh, too: without it would look for the world
+        that this process was started in.
 
     Raises:
         FzeroError: this torch keeps its process groups elsewhere.
@@ -41,17 +43,11 @@ def made_up_ranks(*shape: int) -> Iterator[DeviceMesh | None]:
         False
     """
     with _another_world():
-        world = 1
-        for size in shape:
-            world *= size
-        if world == 1:
-            yield None
-            return
         # registers the backend "fake"; imported here, since only a simulation needs it
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         hook = sys.excepthook
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
         sys.excepthook = hook  # which would name a rank before each line of all later errors
         names = ("replicate", "shard")[-len(shape) :]
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)

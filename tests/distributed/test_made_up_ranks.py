@@ -109,8 +109,26 @@ def test_a_failure_leaves_nothing_behind() -> None:
         raise ZeroDivisionError
     assert not dist.is_initialized()
     with made_up_ranks(1, 1) as mesh:
-        assert mesh is None
-        assert not dist.is_initialized()
+        assert (mesh.size(0), mesh.size(1)) == (1, 1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_rank_is_made_up_beside_real_ones(world: int) -> None:
+    """Without a mesh of its own it would look for theirs."""
+    assert run_ranks(2, _alone, world) == [(world, 2)] * 2
+
+
+def _alone(world: int) -> tuple[int, int]:
+    found = fzero.simulate(
+        lambda p, x: (p["w"] * x).sum(),
+        fzero.optim.sgd(0.1),
+        None,
+        {"w": torch.ones(4)},
+        torch.ones(4),
+        world_size=world,
+    )
+    return found.world_size, dist.get_world_size()
 
 
 def test_torchruns_variables_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
