@@ -8,7 +8,7 @@ from fzero.engine import phases
 from fzero.engine.driver import Driver
 from fzero.engine.parts import Parts
 from fzero.errors import BackwardError, ShardError
-from fzero.state.init import checksum
+from fzero.state.agreement import checksum
 
 
 def set_full_grad(driver: Driver, parts: Parts, index: int, value: Tensor) -> None:

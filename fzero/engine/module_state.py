@@ -22,7 +22,7 @@ from fzero.engine.driver import Driver
 from fzero.engine.parts import Parts
 from fzero.errors import ShardError
 from fzero.functional.slots import ParameterSlots
-from fzero.state.init import checksum
+from fzero.state.agreement import checksum
 
 _EXTRA = "_extra_state"  # torch's word, for what get_extra_state returns
 

@@ -6,26 +6,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.config import Config
 from fzero.distributed.agree import agree
 from fzero.distributed.dtensor import local_tensor
-from fzero.distributed.mesh import Mesh, is_simulated, resolve_mesh
-from fzero.errors import ConfigError, ShardError, users_line
+from fzero.distributed.mesh import Mesh, resolve_mesh
+from fzero.errors import ConfigError, users_line
 from fzero.functional.memory import overlapping
 from fzero.functional.owners import is_untrained, keeps_dtype, noted_like, owners_of
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
 from fzero.optim.base import Optimizer
-from fzero.optim.check import numbers_of
 from fzero.optim.whole import whole_leaves
+from fzero.state.agreement import agree_on_optimizer, agree_on_start
 from fzero.state.builder import Recording, record
 from fzero.state.masters import Residence, copied, plan_leaf_dtypes, plan_residence
 from fzero.state.opt_state import OptState
 from fzero.state.plan import Plan
-from fzero.state.sharding import check_tensors, plan_sharding
+from fzero.state.sharding import check_tensors, plan_sharding, refuse_shards
 from fzero.tree import PyTree
 
 
@@ -59,7 +58,7 @@ def start(
     shapes = recording.tree() if recording else params
     leaves = tree.leaves(shapes)
     check_tensors("params", leaves, tree.paths(shapes))
-    _refuse_shards(leaves, tree.paths(shapes))
+    refuse_shards("params", leaves, tree.paths(shapes), "init")
     check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
     cfg.check_frozen(tree.names(shapes))
     if not inside and cfg.frozen == ():
@@ -155,15 +154,6 @@ def _warn_of_untrained(leaves: Sequence[Tensor], names: Sequence[str]) -> None:
         )
 
 
-def _refuse_shards(leaves: Sequence[Tensor], paths: Sequence[str]) -> None:
-    for x, path in zip(leaves, paths, strict=True):
-        if isinstance(x, DTensor):
-            raise ShardError(
-                f"params{path} is a DTensor, sharded over ranks already; init takes full "
-                "parameters. Pass fzero.unshard(params), which every rank must call."
-            )
-
-
 def _check_offload(offload: str | None, residence: Residence, opt: Optimizer) -> None:
     if opt.foreign and residence.masters != residence.params:
         raise ConfigError(
@@ -172,55 +162,6 @@ def _check_offload(offload: str | None, residence: Residence, opt: Optimizer) ->
             "shards needs collectives for its state. Use one of fzero.optim, or leave the state "
             "where it is: offload=None, or 'activations'."
         )
-
-
-def agree_on_start(
-    cfg: Config,
-    params: PyTree,
-    model_state: PyTree,
-    mesh: Mesh,
-    *,
-    values: bool = True,
-    built: bool = True,
-) -> None:
-    """Find what differs between ranks while a message is still possible."""
-    agree(
-        "Config", [(f".{name}", text) for name, text in cfg.describe().items()], mesh, cfg.timeout
-    )
-    for what, values_of, there in (("params", params, built), ("model_state", model_state, True)):
-        leaves, paths = tree.leaves(values_of), tree.paths(values_of)
-        pairs = list(zip(paths, leaves, strict=True))
-        agree(what, [(path, f"{x.dtype} {tuple(x.shape)}") for path, x in pairs], mesh, cfg.timeout)
-        if values and there and mesh.world_size > 1 and not is_simulated(mesh):
-            agree(
-                f"the values of {what}",
-                [(path, checksum(x)) for path, x in pairs],
-                mesh,
-                cfg.timeout,
-                hint="Every rank must start from the same values: seed all ranks alike before "
-                "building the model (torch.manual_seed), or load the same checkpoint on each.",
-            )
-
-
-def agree_on_optimizer(opt: Optimizer, inner: PyTree, mesh: Mesh, timeout: float | None) -> None:
-    """See that all ranks update alike: each its own part of the leaves, or all of them.
-
-    Args:
-        opt: of which the numbers are known that it was made with, if it is of this library.
-        inner: its state, which may hold rates.
-        mesh: the ranks.
-        timeout: of the config.
-    """
-    if mesh.world_size == 1 or is_simulated(mesh):
-        return
-    rates = enumerate(float(x) for x in opt.rates(inner))
-    agree(
-        "the optimizer's arguments",
-        [*numbers_of(opt).items(), *((f"learning rate {i}", repr(x)) for i, x in rates)],
-        mesh,
-        timeout,
-        hint="Every rank must make the optimizer with the same numbers.",
-    )
 
 
 def _agree_on_randomness(recording: Recording, mesh: Mesh, timeout: float | None) -> None:
@@ -233,23 +174,3 @@ def _agree_on_randomness(recording: Recording, mesh: Mesh, timeout: float | None
         hint="Seed all ranks alike before step_fn.init, or in the function that builds the "
         "parameters: torch.manual_seed(0).",
     )
-
-
-def checksum(x: Tensor) -> str:
-    """A text that differs where bits do: their sum, and one along each dim that sees the order.
-
-    Integers that wrap around: no rounding, so the order of summation, which may depend on a rank's
-    threads or device, does not matter.
-    """
-    x = x.detach()
-    x = torch.view_as_real(x) if x.is_complex() else x
-    bits = x.contiguous().view(_BITS[x.element_size()])
-    sums = [bits.sum(dtype=torch.int64)]
-    for dim in range(x.dim()):
-        rest = [d for d in range(x.dim()) if d != dim]
-        line = bits.sum(rest, dtype=torch.int64) if rest else bits.to(torch.int64)
-        sums.append((line * torch.arange(1, len(line) + 1, device=x.device)).sum())
-    return f"checksum {' '.join(f'{int(total) % 2**64:x}' for total in sums)}"
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -35,6 +35,7 @@ from fzero.layout import Home, Layout, LeafLayout, plan_layout
 from fzero.layout.flats import are_many_and_small, plan_flats
 from fzero.numerics.precision import Precision
 from fzero.optim.base import Optimizer
+from fzero.state.agreement import agree_on_tree
 from fzero.tree import PyTree
 
 
@@ -239,17 +240,20 @@ def _autocast(leaf: LeafLayout, owners: Owners, path: str, dtypes: Precision) ->
 
 
 def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
-    """Full leaves, the same on every rank, as DTensors that are split over `cfg.mesh`.
+    """Full leaves as DTensors that are split over `cfg.mesh`; every rank must call it.
 
     Args:
-        full: pytree of tensors of any shape and dtype.
-        cfg: only its mesh, its layout and its `bucket_mb` are used; None means all ranks, by rows.
+        full: pytree of tensors of any shape and dtype, the same on every rank: each keeps its part
+            of its own. Ranks compare them first.
+        cfg: only its mesh, layout, `bucket_mb` and `timeout` are used; None means all ranks, by
+            rows.
 
     Returns:
         The same tree; every leaf a `DTensor` of its own memory.
 
     Raises:
-        ShardError: a leaf is not a tensor.
+        ShardError: a leaf is not a tensor, or is a DTensor.
+        RankMismatchError: ranks differ in structure, shapes, dtypes or values.
 
     Examples:
         >>> sharded = shard({"w": torch.ones(4, 2)})
@@ -257,10 +261,13 @@ def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
         (torch.Size([4, 2]), True)
     """
     cfg = as_config("shard", cfg)
+    timeout = cfg.timeout
     cfg = Config(mesh=cfg.mesh, layout=cfg.layout, bucket_mb=cfg.bucket_mb)
     leaves = tree.leaves(full)
     check_tensors("full", leaves, tree.paths(full))
+    refuse_shards("full", leaves, tree.paths(full), "fzero.shard")
     mesh = resolve_mesh(cfg.mesh, leaves[0].device.type if leaves else "cpu")
+    agree_on_tree("full", full, mesh, timeout)
     plan = plan_sharding(full, cfg, mesh, sharded=True)
     return tree.unflatten(plan.spec, plan.wrap(plan.split(leaves)))
 
@@ -338,6 +345,16 @@ def check_tensors(what: str, leaves: Sequence[Any], paths: Sequence[str]) -> Non
             raise ShardError(
                 f"{what}{path} is a {type(leaf).__name__} ({leaf!r:.60}); every leaf must be a "
                 f"torch.Tensor. {_remedy(leaf)}"
+            )
+
+
+def refuse_shards(what: str, leaves: Sequence[Tensor], paths: Sequence[str], taker: str) -> None:
+    """Raise a ShardError that names the first leaf that is sharded already."""
+    for leaf, path in zip(leaves, paths, strict=True):
+        if isinstance(leaf, DTensor):
+            raise ShardError(
+                f"{what}{path} is a DTensor, sharded over ranks already; {taker} takes full "
+                f"tensors. Pass fzero.unshard({what}), which every rank must call."
             )
 
 

@@ -22,7 +22,8 @@ from fzero.optim.base import Optimizer
 from fzero.program import Program
 from fzero.program.choice import Choice
 from fzero.program.program import Pass
-from fzero.state.init import agree_on_optimizer, agree_on_start, start
+from fzero.state.agreement import agree_on_optimizer, agree_on_start
+from fzero.state.init import start
 from fzero.state.masters import copied
 from fzero.state.opt_state import LocalState, OptState, refuse_spent, spend
 from fzero.state.plan import Plan

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import fzero
 from fzero import Config, LossScale, Program, tree
-from fzero.state.init import checksum
 from tests.ranks import fake_ranks, run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -527,25 +526,6 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(stage: int) -> None:
 
 
 # ---- helpers
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.tensor(3.0),
-        torch.zeros(0, 3),
-        torch.tensor([True, False]),
-        torch.randn(4, 3, 2).transpose(0, 2),
-        torch.randn(5, dtype=torch.complex128),
-        torch.randn(3, 3).to(torch.float8_e4m3fn),
-        torch.randn(3, 3).bfloat16(),
-    ],
-    ids=lambda x: str(x.dtype),
-)
-def test_a_checksum_is_of_any_leaf(x: torch.Tensor) -> None:
-    assert checksum(x) == checksum(x.clone())
-    if x.numel() > 1:
-        assert checksum(x.flip(0)) != checksum(x)
-
-
 def test_a_copy_of_a_step_function_is_another_that_gives_the_same() -> None:
     step_fn = fzero.make_train_step(_loss, SGD, Config(donate=False))
     start = step_fn.init(_params())
