@@ -1,21 +1,19 @@
 """Which leaves travel together: decided once, from names and sizes, the same on every rank."""
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from fzero.config import Config
 from fzero.distributed.buckets import plan_buckets
 from fzero.distributed.mesh import Axis
 from fzero.engine.counts import masks
-from fzero.errors import ConfigError
 from fzero.layout import LeafLayout
 from fzero.layout.modules import (
     block_of,
+    check_together,
     is_numbered,
     module_of,
     module_within,
-    modules_around,
     natural_order,
     runs,
 )
@@ -133,16 +131,8 @@ def _by_blocks(leaves: Sequence[LeafLayout], free: Sequence[int], limit: int) ->
 
 def _owners(leaves: Sequence[LeafLayout], together: Sequence[str]) -> dict[int, str]:
     """For the leaves of modules that a glob matches, the outermost such module."""
+    check_together(together, [leaf.name for leaf in leaves])
     found = {index: module_within(leaf.name, together) for index, leaf in enumerate(leaves)}
-    modules = {module for leaf in leaves for module in modules_around(leaf.name)}
-    # of a module inside of another that is named, too
-    unused = [glob for glob in together if not any(fnmatchcase(x, glob) for x in modules)]
-    if unused:
-        shown = sorted({module_of(leaf.name) for leaf in leaves} - {""})
-        raise ConfigError(
-            f"Config.gather_together={unused[0]!r} matches no module that has parameters; "
-            f"it must be a glob over module names, such as {', '.join(map(repr, shown[:3]))}."
-        )
     return {index: module for index, module in found.items() if module is not None}
 
 

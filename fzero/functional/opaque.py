@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
@@ -24,6 +24,7 @@ from fzero.functional.apart import apart
 from fzero.functional.containers import Contents, others, put_together, take_apart
 from fzero.functional.islands import Form, Island, check_islands, record, shown
 from fzero.functional.remat import is_recording, region
+from fzero.functional.remat_modules import matches_nothing
 from fzero.functional.slots import SlotTable, plan_slots
 from fzero.functional.swap import clone, read_buffers, swapped
 from fzero.numerics.rng import generator_of, preserved
@@ -162,24 +163,40 @@ def opaque_modules(globs: Sequence[str]) -> Iterator[None]:
 
     Args:
         globs: over names inside of the module that was functionalised.
+
+    Raises:
+        ConfigError: at the end: a glob matches no module of those that were called.
     """
-    token = _GLOBS.set(tuple(globs))
+    mine = _Globs(tuple(globs))
+    token = _GLOBS.set(mine)
     try:
         yield
     finally:
         _GLOBS.reset(token)
+    for glob in mine.globs:
+        if not any(fnmatchcase(name, glob) for name in mine.seen):
+            raise matches_nothing("Config.opaque", glob, list(mine.seen))
 
 
-_GLOBS: ContextVar[tuple[str, ...]] = ContextVar("fzero_opaque", default=())
+@dataclass
+class _Globs:
+    """The globs of a recording, and the modules that they were held against."""
+
+    globs: tuple[str, ...]
+    seen: dict[str, None] = field(default_factory=dict)  # in order, as messages show them
+
+
+_GLOBS: ContextVar[_Globs | None] = ContextVar("fzero_opaque", default=None)
 
 
 def wrap_forwards(plan: SlotTable) -> None:
     """Make the chosen modules of a functionalised one opaque, until its slots are put back."""
-    globs = _GLOBS.get()
-    if not globs or not is_recording():
+    mine = _GLOBS.get()
+    if mine is None or not mine.globs or not is_recording():
         return
     for prefix, module in zip(plan.prefixes, plan.modules, strict=True):
-        if any(fnmatchcase(prefix, glob) for glob in globs):
+        mine.seen[prefix] = None
+        if any(fnmatchcase(prefix, glob) for glob in mine.globs):
             module.__dict__["forward"] = OpaqueForward(module, module.forward, None)
 
 

@@ -53,7 +53,7 @@ def remat_modules(rules: Rules) -> Iterator[None]:
         _RULES.reset(token)
     for glob, _ in rules:
         if not any(fnmatchcase(name, glob) for name in mine.seen):
-            raise _matches_nothing(glob, list(mine.seen))
+            raise matches_nothing("Config.remat", glob, list(mine.seen))
 
 
 def wrap_remat(plan: SlotTable) -> None:
@@ -105,11 +105,17 @@ class _Ruled:
             _IN_REGION.reset(token)
 
 
-def _matches_nothing(glob: str, names: list[str]) -> ConfigError:
+def matches_nothing(where: str, glob: str, names: list[str]) -> ConfigError:
+    """What to raise of a glob that matches none of the modules of these names, which were there.
+
+    Args:
+        where: the field that has the glob.
+    """
+    names = [name for name in names if name]
     near = get_close_matches(glob, names, n=3) or names[:3]
     there = f"; there are {', '.join(map(repr, near))}" if near else ""
     return ConfigError(
-        f"Config.remat: {glob!r} matches no module that a functionalised one has{there}. Globs are "
+        f"{where}: {glob!r} matches no module that a functionalised one has{there}. Globs are "
         "over the names inside of the module that was given to fzero.functionalize; `*` crosses "
         "dots."
     )

@@ -3,7 +3,10 @@
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+
+from fzero.errors import ConfigError
 
 _BLOCK = re.compile(r"^(?:.*?\.)??[0-9]+(?=\.)")
 
@@ -53,6 +56,35 @@ def module_within(name: str, globs: Sequence[str]) -> str | None:
     ('experts.0', None)
     """
     return next((x for x in modules_around(name) if any(fnmatchcase(x, g) for g in globs)), None)
+
+
+def check_together(globs: Sequence[str], names: Sequence[str]) -> None:
+    """See that every glob of `Config.gather_together` matches a module around some leaf.
+
+    Args:
+        names: dotted names of all leaves.
+
+    Raises:
+        ConfigError: a glob matches none.
+
+    >>> check_together(["experts.*"], ["expert.0.w"])
+    Traceback (most recent call last):
+    ...
+    fzero.errors.ConfigError: Config.gather_together='experts.*' matches no module ...
+    """
+    if not globs:
+        return
+    modules = sorted({module for name in names for module in modules_around(name)})
+    # also of a module inside of another that is named
+    unused = [glob for glob in globs if not any(fnmatchcase(x, glob) for x in modules)]
+    if unused and names:
+        named = [module for module in modules if module]
+        shown = get_close_matches(unused[0], named, n=3) or named[:3]
+        there = f", such as {', '.join(map(repr, shown))}" if shown else "; no leaf is in one"
+        raise ConfigError(
+            f"Config.gather_together={unused[0]!r} matches no module that has parameters; "
+            f"it must be a glob over module names{there}."
+        )
 
 
 def natural_order(names: Sequence[str]) -> list[int]:

@@ -68,7 +68,7 @@ def trace_program(
         apart: each input is recorded in memory of its own, whatever lies beside it.
 
     Raises:
-        ConfigError: a glob of `remat` matches no module.
+        ConfigError: a glob of `remat` or `opaque` matches no module.
         TraceError: no front end can record the function, or recording it would be wrong.
     """
     try:

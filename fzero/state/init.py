@@ -15,6 +15,7 @@ from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.errors import ConfigError, users_line
 from fzero.functional.memory import overlapping
 from fzero.functional.owners import is_untrained, keeps_dtype, noted_like, owners_of
+from fzero.layout.modules import check_together
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
 from fzero.optim.base import Optimizer
@@ -61,6 +62,7 @@ def start(
     refuse_shards("params", leaves, tree.paths(shapes), "init")
     check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
     cfg.check_frozen(tree.names(shapes))
+    check_together(cfg.gather_together, tree.names(shapes))
     if not inside and cfg.frozen == ():
         _warn_of_untrained(leaves, tree.names(shapes))
     device = leaves[0].device if leaves else torch.device("cpu")

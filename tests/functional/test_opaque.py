@@ -258,6 +258,19 @@ def gathered_twice() -> str:
     )
 
 
+def test_a_glob_that_matches_no_module_is_refused_by_names_that_are_there() -> None:
+    apply, params = fzero.functionalize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return apply(params, x).mean()
+
+    for globs, named in (("o", "'o'"), (["1", "2"], "'2'")):
+        step_fn = fzero.make_train_step(loss, fzero.optim.sgd(0.1), fzero.Config(opaque=globs))
+        state = step_fn.init(params)
+        with pytest.raises(ConfigError, match=rf"Config.opaque: {named} matches no module.*'0'"):
+            step_fn(*state, torch.ones(3, 2))
+
+
 def test_the_look_at_torch_is_the_same_under_any_defaults() -> None:
     before = torch.get_default_dtype()
     check_islands.cache_clear()

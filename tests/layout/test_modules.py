@@ -1,10 +1,15 @@
 """What names tell of modules, whatever they are."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import fzero
+from fzero.errors import ConfigError
 from fzero.layout.modules import (
     block_of,
+    check_together,
     is_numbered,
     module_of,
     module_within,
@@ -46,3 +51,23 @@ def test_a_blocks_leaves_are_neighbours_and_blocks_in_the_order_of_their_numbers
     assert sorted(order) == sorted(found)
     numbers = [int(x[1:].partition(".")[0]) for x in order if x[0] == "a" and x[1:2].isdecimal()]
     assert numbers == sorted(numbers)
+
+
+def test_a_glob_that_matches_no_module_is_refused_by_names_that_are_there() -> None:
+    check_together(["experts.*", ""], ["experts.0.w", "w"])
+    check_together(["experts.*"], [])
+    with pytest.raises(ConfigError, match=r"'expert' matches no module.*such as 'experts'"):
+        check_together(["experts", "expert"], ["experts.0.w"])
+    with pytest.raises(ConfigError, match=r"'expert' matches no module.*no leaf is in one"):
+        check_together(["expert"], ["w"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_steps_and_engines_refuse_it(stage: int) -> None:
+    model, sgd = nn.Sequential(nn.Linear(2, 1)), fzero.optim.sgd(0.1)
+    cfg = fzero.Config(stage=stage, gather_together=["layers.*"])
+    apply, params = fzero.functionalize(model)
+    with pytest.raises(ConfigError, match=r"gather_together='layers\.\*' matches no module.*'0'"):
+        fzero.make_train_step(lambda p, x: apply(p, x).mean(), sgd, cfg).init(params)
+    with pytest.raises(ConfigError, match=r"gather_together='layers\.\*' matches no module.*'0'"):
+        fzero.Engine(model, sgd, cfg)
