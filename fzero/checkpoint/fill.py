@@ -57,6 +57,7 @@ class Opened:
 
 
 def open_on_every_rank(
+    path: Path,
     choose: Callable[[], str],
     open_source: Callable[[str, Flat, Callable[[int], None]], Source],
     params_like: PyTree,
@@ -66,6 +67,7 @@ def open_on_every_rank(
     """One source for all ranks, whoever wrote it.
 
     Args:
+        path: the user's, the same on all ranks.
         choose: on the leading rank, says where the source is.
         open_source: opens it there, on every rank.
         params_like, opt_state_like, timeout: as for `load`.
@@ -77,6 +79,7 @@ def open_on_every_rank(
     background.wait()
     flat = flatten(params_like, opt_state_like)
     ranks = ranks_of(flat.tensors.values(), timeout)
+    _same_path(ranks, path)
     # One rank chooses: a save may come between the looks of two.
     found = on_every_rank(
         ranks, "which checkpoint", lambda: choose() if ranks.leads else None, UNREAD
@@ -95,7 +98,22 @@ def open_on_every_rank(
     return Opened(flat, ranks, opened[0], shown)
 
 
+def _same_path(ranks: Ranks, path: Path) -> None:
+    """See that all ranks were given one path, as it is written or as it is from the root."""
+    given = ranks.gather("which path", [str(path), str(path.absolute())])
+    if any(len({both[i] for both in given}) == 1 for i in (0, 1)):
+        return
+    pairs = zip(ranks.members, given, strict=True)
+    listing = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in pairs)
+    raise CheckpointError(
+        f"ranks differ in what they load at path: {listing}. It must be the same on all. Pass the "
+        "folder that save was given: then one rank chooses the newest checkpoint for all. Or "
+        "choose on one rank, and send the path to the others (torch.distributed.broadcast_object_list)."
+    )
+
+
 def fill(
+    path: Path,
     choose: Callable[[], str],
     open_source: Callable[[str, Flat, Callable[[int], None]], Source],
     params_like: PyTree,
@@ -108,10 +126,10 @@ def fill(
     """`load` from any kind of source.
 
     Args:
-        choose, open_source: as for `open_on_every_rank`.
+        path, choose, open_source: as for `open_on_every_rank`.
         params_like, opt_state_like, strict, cast, timeout: as for `load`.
     """
-    opened = open_on_every_rank(choose, open_source, params_like, opt_state_like, timeout)
+    opened = open_on_every_rank(path, choose, open_source, params_like, opt_state_like, timeout)
     stored = opened.source.metadata.state_dict_metadata.keys()
     like, uncounted = as_stored(opt_state_like, stored)
     if like is not opt_state_like:

@@ -35,9 +35,9 @@ def load(
 
     Args:
         path: the folder that `save` was given (the newest whole checkpoint in it is taken), or one
-            checkpoint in it. Also a safetensors file, its index or the folder with either; or a
-            checkpoint of `torch.distributed.checkpoint`, FSDP2's for one, whose parameters have the
-            same names, after any one prefix.
+            checkpoint in it; the same on all ranks. Also a safetensors file, its index or the
+            folder with either; or a checkpoint of `torch.distributed.checkpoint`, FSDP2's for one,
+            whose parameters have the same names, after any one prefix.
         params_like: params as `TrainStep.init` gives them, or None.
         opt_state_like: the state likewise, or None to leave it aside.
         strict: False: leaves that are missing, extra or of another shape keep their values, and a
@@ -50,8 +50,9 @@ def load(
         `(params, opt_state)`.
 
     Raises:
-        CheckpointError: on every rank: there is no whole checkpoint, it does not fit (every leaf
-            that differs is named), or a block of it is damaged (file and leaf are named).
+        CheckpointError: on every rank: their paths differ, there is no whole checkpoint, it does
+            not fit (every leaf that differs is named), or a block of it is damaged (file and leaf
+            are named).
 
     Examples:
         >>> import tempfile, torch, fzero
@@ -62,6 +63,7 @@ def load(
     """
     where = as_path(path)
     return fill(
+        where,
         lambda: choose(where),
         open_source,
         params_like,

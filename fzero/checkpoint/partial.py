@@ -138,6 +138,7 @@ def load_partial(
     asked = _Asked(_globs("only", only), dict(rename or {}), _globs("overlap", overlap), state)
     namer = _namer(asked.rename)
     opened = open_on_every_rank(
+        where,
         lambda: choose(where),
         lambda found, flat, on_bytes: open_source(found, flat, on_bytes, namer),
         params_like,

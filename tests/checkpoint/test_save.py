@@ -179,6 +179,29 @@ def test_ranks_that_differ_are_told(what: str, said: str, tmp_path: Path) -> Non
     assert not latest(tmp_path)
 
 
+def _paths(run: Path) -> list[str]:
+    tree = {"w": torch.zeros(3)}
+    for step in (1, 2):
+        save(run, tree, step=step)
+    mine = run / f"step-{dist.get_rank() + 1:08d}"
+    told = []
+    for read in (load, fzero.checkpoint.load_partial, fzero.checkpoint.import_deepspeed_universal):
+        with pytest.raises(fzero.CheckpointError) as raised:
+            read(mine, tree)
+        told.append(str(raised.value))
+    # one path from where each rank was started, however it is written
+    os.chdir(run)
+    load("step-00000001" if dist.get_rank() else run / "step-00000001", tree)
+    return told
+
+
+def test_ranks_that_load_other_paths_are_told(tmp_path: Path) -> None:
+    for texts in run_ranks(2, _paths, tmp_path):
+        for text in texts:
+            assert text.startswith("ranks differ in what they load at path: rank 0: ")
+            assert f"rank 1: {tmp_path / 'step-00000002'}. It must be the same on all." in text
+
+
 # ---- in the background
 class Gate:
     """Holds the background's writes until it is opened."""

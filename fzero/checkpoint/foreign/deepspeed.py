@@ -74,6 +74,7 @@ def import_deepspeed_universal(
     where = as_path(path)
     # cast: float32 is what DeepSpeed keeps, whatever precision the job had
     return fill(
+        where,
         lambda: str(_zero(where)),
         _open,
         params_like,
