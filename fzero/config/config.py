@@ -484,10 +484,26 @@ class Config:
                 "axes (replicate, shard). Slice out the data-parallel part, mesh['dp'], or "
                 "flatten several axes into one, mesh['dp', 'cp']._flatten('data')."
             )
+        # axes count by their place: names that say the opposite are a mistake
+        if len(names) == 2 and (_shards(names[0]) or _replicates(names[1])):
+            raise ConfigError(
+                f"Config.mesh has the axes {names} of sizes {tuple(self.mesh.shape)}: two axes "
+                "are (replicate, shard), in this order, and these names say otherwise. Make it "
+                "with init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', "
+                "'shard')); if both axes shard, flatten them into one, mesh._flatten('shard')."
+            )
 
     def _refuse(self, field: str, rule: str) -> NoReturn:
         end = "" if rule.endswith(("?", ".")) else "."
         raise ConfigError(f"Config.{field}={getattr(self, field)!r}: must be {rule}{end}")
+
+
+def _shards(axis: str) -> bool:
+    return "shard" in axis.lower() or axis.lower() == "fsdp"
+
+
+def _replicates(axis: str) -> bool:
+    return "replic" in axis.lower() or axis.lower() == "ddp"
 
 
 def _policy_text(policy: Any) -> str:

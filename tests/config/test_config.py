@@ -244,6 +244,18 @@ def test_meshes_of_one_and_two_axes() -> None:
                 Config(mesh=mesh)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("shard", "replicate"), ("dp_shard", "dp"), ("dp", "dp_replicate"), ("fsdp", "ddp")],
+)
+def test_axes_whose_names_contradict_their_places_are_refused(names: tuple[str, str]) -> None:
+    with fake_ranks(8):
+        right = init_device_mesh("cpu", (2, 4), mesh_dim_names=names[::-1])
+        assert Config(mesh=right).mesh is right
+        with pytest.raises(ConfigError, match=r"\(replicate, shard\), in this order"):
+            Config(mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=names))
+
+
 # --- DeepSpeed ---
 
 
