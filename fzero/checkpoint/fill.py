@@ -108,7 +108,8 @@ def _same_path(ranks: Ranks, path: Path) -> None:
     raise CheckpointError(
         f"ranks differ in what they load at path: {listing}. It must be the same on all. Pass the "
         "folder that save was given: then one rank chooses the newest checkpoint for all. Or "
-        "choose on one rank, and send the path to the others (torch.distributed.broadcast_object_list)."
+        "choose on one rank, and send the path to the others "
+        "(torch.distributed.broadcast_object_list)."
     )
 
 

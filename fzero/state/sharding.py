@@ -282,6 +282,9 @@ def unshard(sharded: PyTree, *, rank0_only: bool = False, copy: bool = True) -> 
         copy: every tensor has memory of its own, so the next step leaves it alone. False: what is
             whole on this rank already comes back as it is, in the memory that a step reuses.
 
+    Raises:
+        ShardError: a leaf is a module, an engine or an iterator, which no tree can be looked into.
+
     Examples:
         >>> unshard({"w": torch.ones(2), "n": 3})
         {'w': tensor([1., 1.]), 'n': 3}
@@ -291,6 +294,9 @@ def unshard(sharded: PyTree, *, rank0_only: bool = False, copy: bool = True) -> 
         (True, tensor([1., 1.]))
     """
     leaves, spec = tree.flatten(sharded)
+    for leaf, path in zip(leaves, tree.paths(sharded), strict=True):
+        if isinstance(leaf, nn.Module | Iterator) or _is_engine(leaf):
+            raise ShardError(f"sharded{path} is a {type(leaf).__name__}. {_ways_to_full(leaf)}")
     meshes = {leaf.device_mesh: None for leaf in leaves if isinstance(leaf, DTensor)}
     for mesh in meshes:
         circle_of(mesh).announce(f"unshard({len(leaves)} leaves)")
@@ -358,8 +364,30 @@ def refuse_shards(what: str, leaves: Sequence[Tensor], paths: Sequence[str], tak
             )
 
 
+def _is_engine(leaf: Any) -> bool:
+    return callable(getattr(type(leaf), "full_params", None))  # it is above this package
+
+
+def _ways_to_full(leaf: Any) -> str:
+    """What to call instead of `unshard` for what is no tree of shards."""
+    if _is_engine(leaf):
+        return (
+            "unshard takes a tree of shards. Of an engine take engine.full_params(), or "
+            "engine.state_dict() with buffers; every rank must call it."
+        )
+    if isinstance(leaf, nn.Module):
+        return (
+            "unshard takes a tree of shards: the params of step_fn or fzero.shard. The module that "
+            "an engine has: engine.full_params(), or engine.state_dict() with buffers; every rank "
+            "must call it."
+        )
+    return _remedy(leaf)
+
+
 def _remedy(leaf: Any) -> str:
     """What to do with a leaf that is no tensor."""
+    if _is_engine(leaf):
+        return "An engine shards by itself: its shards are engine.state[0]."
     if isinstance(leaf, nn.Module):
         return (
             "Pass the parameters, not the module: apply, params = fzero.functionalize(module); or "

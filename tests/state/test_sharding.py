@@ -105,6 +105,21 @@ def test_without_a_process_group_too(full: Any) -> None:
     assert _same(fzero.unshard(fzero.shard(full)), full)
 
 
+def test_what_is_no_tree_is_refused_with_what_to_call() -> None:
+    module = nn.Linear(2, 1)
+    engine = fzero.Engine(nn.Linear(2, 1), fzero.optim.sgd(0.1))
+    for there, said in (
+        (module, r"sharded is a Linear.*engine\.full_params\(\)"),
+        ({"a": module}, r"sharded\['a'\] is a Linear"),
+        (engine, r"sharded is a Engine.*engine\.full_params\(\), or engine\.state_dict\(\)"),
+        (module.named_parameters(), r"dict\(module\.named_parameters\(\)\)"),
+    ):
+        with pytest.raises(fzero.ShardError, match=said):
+            fzero.unshard(there)
+    with pytest.raises(fzero.ShardError, match=r"its shards are engine\.state\[0\]"):
+        fzero.shard(engine)
+
+
 def _commutes(x: Tensor) -> bool:
     def f(x: Tensor) -> Tensor:  # of correctly rounded operations, wherever a vector ends
         return (x * x + 3).sqrt().relu()
