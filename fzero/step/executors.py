@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import tree
 from fzero.config import Config
-from fzero.errors import FzeroError, users_line
+from fzero.errors import FzeroError, ShardError, users_line
 from fzero.program.choice import Choice
 from fzero.program.collector import collector_paused
 from fzero.program.dynamic import InputDim
@@ -98,10 +99,12 @@ class Executors:
             exact: of these very shapes; else one that serves other sizes will do.
 
         Raises:
+            ShardError: parameters have no values, and the batch has some.
             TraceError: the model function can't be staged out.
         """
         if self.cfg.executor == "eager":  # one for all shapes
             if local.state_spec not in self._eager:
+                _refuse_meta(plan, leaves, tree.leaves(micro))
                 self._eager[local.state_spec] = Eager(self.model_fn, plan)
             return self._eager[local.state_spec]
         batch, frame = take_apart(micro)
@@ -109,6 +112,7 @@ class Executors:
         key = _key(local, batch, frame)
         traced = self._traced.find(key, exact=exact)
         if traced is None:
+            _refuse_meta(plan, leaves, batch)
             known = self._traced.of(key)
             self._warn_of_many(key, known)
             # where only the optimizer's reads have changed, the half of the gradients still holds
@@ -219,6 +223,21 @@ class Executors:
             warn_of_recordings("this step function", count + 1, known[0].differences())
         else:
             _warn_of_shapes(list(dict.fromkeys(kind for kind, _ in self._traced)), key)
+
+
+def _refuse_meta(plan: Plan, leaves: Sequence[Tensor], batch: Sequence[Any]) -> None:
+    """See that what has values does not meet parameters that have none."""
+    # all on meta is a plan: shapes go through a Program as values do
+    real = [x for x in batch if isinstance(x, Tensor) and x.dim() and x.device.type != "meta"]
+    for x, path in zip(leaves, plan.sharding.paths, strict=True):
+        if real and x.device.type == "meta":
+            raise ShardError(
+                f"params{path} is on the meta device and has no values, and the batch is on "
+                f"{real[0].device}. Pass the function that builds the parameters, "
+                "step_fn.init(build), without torch.device('meta') in it or around it: then no "
+                "rank ever holds the whole model. For a plan alone pass a batch on the meta device "
+                "to step_fn.lower, or see fzero.simulate."
+            )
 
 
 def _key(local: LocalState, batch: list[Tensor], frame: Frame) -> Any:

@@ -526,6 +526,19 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(stage: int) -> None:
 
 
 # ---- helpers
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_parameters_without_values_meet_no_batch_that_has_some(executor: Any) -> None:
+    apply, params = fzero.functionalize(torch.nn.Linear(3, 1, device="meta"))
+    cfg = Config(executor=executor, donate=False)
+    step_fn = fzero.make_train_step(lambda p, x: apply(p, x).mean(), SGD, cfg)
+    state = step_fn.init(params)
+    said = r"params\['bias'\] is on the meta device.*batch is on cpu.*step_fn\.init\(build\)"
+    with pytest.raises(fzero.ShardError, match=said):
+        step_fn(*state, torch.ones(2, 3))
+    if executor == "traced":  # a plan
+        assert step_fn.lower(*state, torch.ones(2, 3, device="meta")).peak_bytes()
+
+
 def test_a_copy_of_a_step_function_is_another_that_gives_the_same() -> None:
     step_fn = fzero.make_train_step(_loss, SGD, Config(donate=False))
     start = step_fn.init(_params())
