@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import reprlib
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -92,6 +93,35 @@ def fields_by_name(cls: type[T]) -> type[T]:
 
     setattr(cls, "__init__", __init__)  # noqa: B010 - a method of a class that is any
     return cls
+
+
+def shown(value: Any) -> str:
+    """A user's value for a message: short, on one line, tensors by what they are.
+
+    >>> shown("a"), shown({"lr": [0.1] * 9})
+    ("'a'", "{'lr': [0.1, 0.1, 0.1, 0.1, ...]}")
+    """
+    return _SHOWN.repr(value)
+
+
+class _Shown(reprlib.Repr):
+    """Tensors by class and shape, named tuples by name; the rest cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxother, self.maxstring = 3, 80, 80
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 4
+
+    def repr1(self, x: Any, level: int) -> str:
+        name = type(x).__name__
+        if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type):
+            return f"a {name} of shape {tuple(x.shape)}"
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            return f"{name}(...)"
+        return " ".join(super().repr1(x, level).split())
+
+
+_SHOWN = _Shown()
 
 
 def arguments_by_name(fn: Callable[P, T]) -> Callable[P, T]:

@@ -14,11 +14,12 @@ from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any, Literal, NoReturn
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.config import deepspeed
 from fzero.config.names import name_of
-from fzero.errors import ConfigError, fields_by_name, refuse_unknown
+from fzero.errors import ConfigError, fields_by_name, refuse_unknown, shown
 from fzero.functional.remat import Policy, SaveOnly, saves_of
 from fzero.numerics import loss_scale as loss_scales
 from fzero.numerics import precision as precisions
@@ -188,8 +189,10 @@ class Config:
                 "sizes of one batch, and with executor='eager', which records nothing",
             )
         self._check_cuda_graph()
+        if isinstance(self.frozen, nn.Module):  # which can be called, and is no predicate
+            self._refuse("frozen", _OF_NAMES)
         if not callable(self.frozen):
-            self._set_globs("frozen", "globs over leaf names, or a predicate over them")
+            self._set_globs("frozen", _OF_NAMES)
         self._set_globs("gather_together", "globs over module names")
         self._set_globs("opaque", '"auto", or globs over module names')
         self._set_remat()
@@ -495,7 +498,10 @@ class Config:
 
     def _refuse(self, field: str, rule: str) -> NoReturn:
         end = "" if rule.endswith(("?", ".")) else "."
-        raise ConfigError(f"Config.{field}={getattr(self, field)!r}: must be {rule}{end}")
+        raise ConfigError(f"Config.{field}={shown(getattr(self, field))}: must be {rule}{end}")
+
+
+_OF_NAMES = "globs over leaf names, such as 'encoder.*' or '*.bias', or a predicate over names"
 
 
 def _shards(axis: str) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fzero import tree
 from fzero.distributed.dtensor import shard_like, whole_tensor
-from fzero.errors import ConfigError, first_line
+from fzero.errors import ConfigError, first_line, shown
 from fzero.optim.base import GlobalNorm, Optimizer, Params, PyTree, UpdateFn
 from fzero.optim.clip import tree_global_norm
 from fzero.optim.foreach import leaves_like
@@ -180,7 +180,7 @@ def _positional(accepted: Mapping[str, inspect.Parameter]) -> list[inspect.Param
 
 def _complaint(obj: Any, missing: list[str]) -> str:
     rule = "an optimizer has init(params) -> state and update(grads, state, params)"
-    name = getattr(obj, "__qualname__", repr(obj))
+    name = getattr(obj, "__qualname__", None) or shown(obj)
     if isinstance(obj, torch.optim.Optimizer):
         return (
             f"opt is a torch.optim.{type(obj).__name__}, which keeps its state to itself, but "
@@ -188,4 +188,9 @@ def _complaint(obj: Any, missing: list[str]) -> str:
         )
     if isinstance(obj, type) or callable(obj):
         return f"opt is {name} itself, but {rule}. Call it first: {name}(...)."
+    if type(obj) in (list, tuple):
+        return (
+            f"opt is {name}, a {type(obj).__name__}, but {rule}. Several, one after another, are "
+            "one by fzero.optim.chain(*transforms), which takes them one by one."
+        )
     return f"opt is {name}, which lacks {' and '.join(missing)}, but {rule}."

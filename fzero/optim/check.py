@@ -5,12 +5,13 @@ import functools
 import inspect
 import math
 import types
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, shown
 
 
 def non_negative(where: str, **fields: Any) -> None:
@@ -48,7 +49,19 @@ def learning_rate(where: str, lr: Any) -> None:
     """`lr` is a finite number of at least 0, or a schedule; or a 0-d tensor, which nobody reads."""
     rule = "a finite number >= 0, or a schedule: a function of the step, such as optim.cosine(...)"
     fits = callable(lr) or _scalar(lr) or (_number(lr) and lr >= 0)
+    if not fits and _is_many(lr):
+        rule += _NO_PARAMETERS.format(where)
     _require(where, "lr", lr, fits, rule)
+
+
+def _is_many(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | Tensor)
+
+
+_NO_PARAMETERS = (
+    ". Parameters and groups are not passed here, as torch.optim has them: {0}(3e-4) is for any, "
+    "and init(params) takes them. Groups are fzero.optim.multi_transform"
+)
 
 
 def decay(where: str, weight_decay: Any) -> None:
@@ -130,4 +143,4 @@ def _number(value: Any) -> bool:
 
 def _require(where: str, field: str, value: Any, holds: bool, rule: str) -> None:
     if not holds:
-        raise ConfigError(f"{where}: {field}={value!r}, but {field} must be {rule}.")
+        raise ConfigError(f"{where}: {field}={shown(value)}, but {field} must be {rule}.")

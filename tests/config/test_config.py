@@ -244,6 +244,16 @@ def test_meshes_of_one_and_two_axes() -> None:
                 Config(mesh=mesh)
 
 
+def test_what_is_no_name_is_shown_in_a_line() -> None:
+    module = torch.nn.Linear(300, 300)
+    wrong: list[Any] = [list(module.parameters()), module]
+    for value in wrong:
+        with pytest.raises(ConfigError, match=r"Config.frozen=.*'encoder\.\*'") as raised:
+            Config(frozen=value)
+        assert len(str(raised.value)) < 300
+        assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "names",
     [("shard", "replicate"), ("dp_shard", "dp"), ("dp", "dp_replicate"), ("fsdp", "ddp")],

@@ -183,12 +183,13 @@ def test_a_state_that_changes_its_shape_is_named(new, message):
     ("wrong", "message"),
     [
         (object(), "lacks init and update"),
+        ([optim.sgd(0.1), optim.sgd(0.2)], r"\[Optimizer\(...\), .*\], a list,.*chain\(\*tr"),
         (optim.adamw, r"Call it first: adamw\(...\)"),
         (Swapping, r"Call it first: Swapping\(...\)"),
         (torch.optim.SGD([torch.ones(1)]), r"Pass fzero.optim.sgd\(...\)"),
         (NamedTuple("Half", [("init", object)])(lambda params: ()), "lacks update"),
     ],
-    ids=["object", "factory", "class", "torch", "half"],
+    ids=["object", "several", "factory", "class", "torch", "half"],
 )
 def test_what_is_no_optimizer_is_told_what_is_missing(wrong, message):
     with pytest.raises(ConfigError, match=message):

@@ -21,6 +21,16 @@ def test_learning_rates(make, lr):
         make(lr)
 
 
+@pytest.mark.parametrize("groups", [False, True, dict])
+def test_parameters_in_place_of_a_rate_are_told_in_a_line(groups: Any) -> None:
+    named = dict(torch.nn.Linear(300, 300).named_parameters())
+    given = named if groups is dict else [{"params": [*named.values()]}] if groups else [*named]
+    with pytest.raises(ConfigError, match=r"adamw\(3e-4\).*init\(params\).*multi_tr") as raised:
+        optim.adamw(given)  # pyright: ignore[reportArgumentType]
+    assert len(str(raised.value)) < 500
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("beta", [-0.1, 1.0, 1.5, NAN, "0.9"])
 @pytest.mark.parametrize("field", ["b1", "b2"])
 @pytest.mark.parametrize("name", ["adam", "adamw", "lion", "scale_by_adam", "scale_by_lion"])
