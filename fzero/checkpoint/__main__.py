@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fzero.checkpoint.foreign.safetensors import Whole, write_folder
 from fzero.checkpoint.format import manifest
-from fzero.checkpoint.format.folders import latest
+from fzero.checkpoint.format.folders import latest, none_at
 from fzero.checkpoint.format.manifest import Manifest
 from fzero.checkpoint.format.reader import Boxed, open_checked
 from fzero.checkpoint.format.verify import found_in, problems, table
@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             out = args.out or folder.parent / f"{folder.name}-safetensors"
             _export(folder, out, args.dtype, overwrite=args.overwrite)
     except CheckpointError as error:
-        sys.stderr.write(f"{error}\n")
+        # what is an argument in Python is a flag here
+        sys.stderr.write(f"{str(error).replace('overwrite=True', '--overwrite')}\n")
         return 1
     return 0
 
@@ -107,7 +108,7 @@ def _newest(path: Path) -> Path:
         return path
     folder = latest(path)
     if folder is None:
-        raise CheckpointError(f"{path} is no checkpoint and holds none that is whole.")
+        raise none_at(path, " The command verify says what is there.")
     return folder
 
 

@@ -176,5 +176,6 @@ def _check_types(
         raise CheckpointError(
             f"{'; '.join(bad[:8])}{more}. A checkpoint holds dense tensors with memory and plain "
             "bool, int, float and str; nothing is pickled. Convert these leaves, or keep them out "
-            "of the tree; of an engine save(path, *engine.state), or engine.full_params()."
+            "of the tree. Of an engine: save(path, *engine.state), and engine.state = load(path, "
+            "*engine.state). Of a module: the params of fzero.functionalize(module)."
         )

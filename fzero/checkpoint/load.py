@@ -13,7 +13,7 @@ from fzero.checkpoint.format import folders, manifest
 from fzero.checkpoint.format.disk import as_path
 from fzero.checkpoint.format.reader import Reader
 from fzero.checkpoint.sources import Rename, Source, names_of, one_each, split_key
-from fzero.errors import CheckpointError, arguments_by_name
+from fzero.errors import arguments_by_name
 from fzero.tree import PyTree
 
 
@@ -81,11 +81,11 @@ def choose(path: Path) -> str:
         return str(path.absolute())
     newest = folders.latest(path)
     if newest is None:
-        raise CheckpointError(
-            f"{path} is no checkpoint and holds none that is whole. Pass the folder that save was "
-            "given, or one checkpoint in it; python -m fzero.checkpoint verify says what is there. "
-            "A file of torch.save (.pt, .bin) is read before: module.load_state_dict(torch.load("
-            "file, weights_only=True)), then functionalize or Engine."
+        raise folders.none_at(
+            path,
+            " python -m fzero.checkpoint verify says what is there. A file of torch.save (.pt, "
+            ".bin) is read before: module.load_state_dict(torch.load(file, weights_only=True)), "
+            "then functionalize or Engine.",
         )
     # absolute, for other ranks open it, wherever they were started
     return str(newest.absolute())

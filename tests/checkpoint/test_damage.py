@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -266,7 +267,50 @@ def test_inspect_verify_and_export(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{tmp_path / 'step-00000000'}: whole\n" in said
     assert f"{newest}: DAMAGED\n" in said
     assert main(["verify", str(tmp_path / "nowhere")]) == 1
-    assert "holds none" in capsys.readouterr().err
+    assert "doesn't exist" in capsys.readouterr().err
+
+
+def test_what_is_there_in_place_of_a_checkpoint_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {"w": torch.zeros(2)}
+    (tmp_path / "deepspeed" / "global_step10").mkdir(parents=True)
+    (tmp_path / "deepspeed" / "latest").write_text("global_step10")
+    (tmp_path / "universal" / "zero").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    for name, said in {
+        "gone/run": rf"doesn't exist; what does of it is {tmp_path}\. ",
+        "deepspeed": r"ds_to_universal\.py.*import_deepspeed_universal\(",
+        "deepspeed/global_step10": r"ds_to_universal\.py.*import_deepspeed_universal\(",
+        "universal": r"Load it with fzero\.checkpoint\.import_deepspeed_universal\(",
+        "universal/zero": r"Load it with fzero\.checkpoint\.import_deepspeed_universal\(",
+        "empty": "is no checkpoint and holds none that is whole",
+    }.items():
+        with pytest.raises(fzero.CheckpointError, match=said):
+            load(tmp_path / name, tree)
+        for command in ("inspect", "verify"):
+            assert main([command, str(tmp_path / name)]) == 1
+            assert re.search(said, capsys.readouterr().err)
+
+
+def test_the_command_line_names_its_own_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "run", {"w": torch.zeros(2)}, step=1)
+    arguments = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+    assert main(arguments) == 0
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert "or pass --overwrite." in told
+    assert "overwrite=True" not in told
+
+
+def test_a_module_and_an_engine_are_sent_to_their_trees(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.zeros(2)}, step=1)
+    module = torch.nn.Linear(2, 1)
+    for wrong in (module, fzero.Engine(module, fzero.optim.sgd(0.1))):
+        with pytest.raises(fzero.CheckpointError, match=r"engine\.state = load.*functionalize"):
+            load(tmp_path, wrong)
 
 
 def test_the_module_runs() -> None:

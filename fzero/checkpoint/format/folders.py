@@ -65,6 +65,35 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     return None
 
 
+def none_at(path: Path, rest: str = "") -> CheckpointError:
+    """What to raise where no checkpoint is, by what is there instead.
+
+    Args:
+        rest: what else to try where it is some folder or file.
+    """
+    if not path.exists():
+        above = next((x for x in path.absolute().parents if x.exists()), None)
+        return CheckpointError(
+            f"{path} doesn't exist; what does of it is {above}. Pass the folder that save was "
+            "given, or one checkpoint in it. Relative paths begin where the process was started."
+        )
+    if (path / "zero").is_dir() or (path.name == "zero" and path.is_dir()):
+        return CheckpointError(
+            f"{path} is a universal checkpoint of DeepSpeed. Load it with fzero.checkpoint."
+            "import_deepspeed_universal(path, params_like, opt_state_like)."
+        )
+    if path.name.startswith("global_step") or any(path.glob("global_step*")):
+        return CheckpointError(
+            f"{path} is a checkpoint of DeepSpeed. Convert it with DeepSpeed's ds_to_universal.py, "
+            "and load the folder that this writes with fzero.checkpoint.import_deepspeed_universal("
+            "path, params_like, opt_state_like)."
+        )
+    return CheckpointError(
+        f"{path} is no checkpoint and holds none that is whole. Pass the folder that save was "
+        f"given, or one checkpoint in it.{rest}"
+    )
+
+
 def steps(path: Path) -> list[Path]:
     """The checkpoints below `path` by step, whole or not."""
     if not path.is_dir():

@@ -19,10 +19,7 @@ def found_in(path: Path) -> list[Path]:
     """
     there = [path] if (path / manifest.NAME).exists() else folders.steps(path)
     if not there:
-        raise CheckpointError(
-            f"{path} is no checkpoint and holds none. Pass the folder that save was given, or one "
-            "checkpoint in it."
-        )
+        raise folders.none_at(path)
     return there
 
 
