@@ -30,7 +30,7 @@ from fzero.step.saved import SavedPrograms, save_programs
 from fzero.step.traced import Traced, signature_for
 from fzero.step.update_program import UpdateProgram
 from fzero.transforms.agreement import Agreement, Mine
-from fzero.transforms.frames import Frame, take_apart
+from fzero.transforms.frames import AS_TENSORS, Frame, take_apart, values_apart
 from fzero.transforms.notes import ONE_AT_A_TIME, warn_of_recordings
 from fzero.transforms.recorded import MAX_RECORDINGS, Recordings
 from fzero.tree import PyTree
@@ -248,16 +248,21 @@ def _key(local: LocalState, batch: list[Tensor], frame: Frame) -> Any:
 
 
 def _warn_of_shapes(old: list[Any], new: Any) -> None:
-    (_, frame, _), *leaves = new
-    before, *last = old[-1]
+    (state, frame, asked), *leaves = new
+    (state_before, frame_before, asked_before), *last = old[-1]
     changed = ["its structure, or which of its leaves are one tensor or require grad"]
-    if before == new[0]:
+    advice = "Pad batches to a few shapes, or drop the last incomplete one."
+    values = values_apart(frame_before, frame)
+    if (state_before, frame_before, asked_before) == (state, frame, asked):
         rows = zip(frame.paths, last, leaves, strict=True)
         changed = [f"batch{p} from {_describe(a)} to {_describe(b)}" for p, a, b in rows if a != b]
+    elif values:
+        changed = [f"batch{path} from {before} to {now}" for path, before, now in values]
+        advice = AS_TENSORS
     warnings.warn(
         f"this step function has been staged out for {len(old)} kinds of batch, and now comes "
         f"another; since the last one changed {', '.join(changed[:3])}. Each costs a recording and "
-        "its memory. Pad batches to a few shapes, or drop the last incomplete one.",
+        f"its memory. {advice}",
         stacklevel=users_line(),
     )
 

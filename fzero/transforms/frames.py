@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
-from fzero.errors import ShardError
+from fzero.errors import ShardError, shown
 from fzero.functional.memory import overlapping
 from fzero.tree import PyTree
 
@@ -87,6 +87,37 @@ class Frame:
                 inner = part.frame.unflatten([next(rest) for _ in part.frame.paths])
                 built.append(_closed(part, inner))
         return tree.unflatten(self.spec, built)
+
+
+def values_apart(old: Frame, new: Frame) -> list[tuple[str, str, str]]:
+    """Path, old and new value of the leaves that are no tensors and differ; [] if more does.
+
+    >>> frames = [take_apart({"x": torch.ones(2), "t": t})[1] for t in (0.5, 1)]
+    >>> values_apart(*frames)
+    [("['t']", '0.5', '1')]
+    """
+    if old.spec != new.spec or old.paths != new.paths:
+        return []
+    below = tree.paths(tree.unflatten(new.spec, range(len(new.parts))))
+    found: list[tuple[str, str, str]] = []
+    for path, a, b in zip(below, old.parts, new.parts, strict=True):
+        if isinstance(a, Static) and isinstance(b, Static):
+            found += [(path, shown(a.value), shown(b.value))] if a != b else []
+        elif isinstance(a, Opened) and isinstance(b, Opened):
+            inner = values_apart(a.frame, b.frame)
+            if a != b and (not inner or (a.kind, a.rest) != (b.kind, b.rest)):
+                return []
+            found += [(f"{path}{rest}", before, now) for rest, before, now in inner]
+        elif a != b:
+            return []
+    return found
+
+
+# What to do about those.
+AS_TENSORS = (
+    "Numbers and strings are part of what is recorded, as they are: pass a tensor instead, "
+    "torch.tensor(x), or leave them out."
+)
 
 
 def first_places(tensors: Sequence[Any]) -> tuple[int, ...]:

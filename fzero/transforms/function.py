@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -31,7 +32,7 @@ from fzero.program import Program
 from fzero.program.choice import Choice
 from fzero.program.strides import layout_of
 from fzero.transforms.agreement import Agreement, Mine
-from fzero.transforms.frames import Frame, first_places, take_apart
+from fzero.transforms.frames import AS_TENSORS, Frame, first_places, take_apart, values_apart
 from fzero.transforms.micro import refuse_sparse, tell_of_graph
 from fzero.transforms.notes import warn_of_recordings
 from fzero.transforms.parts import has_parts, mesh_of
@@ -206,8 +207,29 @@ class Function:
         self._count += 1
         if self._count > MAX_RECORDINGS:
             known = self._recordings.of(key)
-            changed = known[0].notes.differences() if known else ["the shapes of its arguments"]
-            warn_of_recordings(self.name, self._count, changed)
+            if known:
+                warn_of_recordings(self.name, self._count, known[0].notes.differences())
+                return
+            last = next((_static(kind) for kind, _ in reversed([*self._recordings])), None)
+            now = _static(key)
+            if isinstance(last, Frame) and isinstance(now, Frame):
+                values = values_apart(last, now)
+                if values:
+                    changed = [f"{self._called(path)} from {a} to {b}" for path, a, b in values]
+                    warn_of_recordings(self.name, self._count, changed, AS_TENSORS)
+                    return
+            warn_of_recordings(self.name, self._count, ["the shapes of its arguments"])
+
+    def _called(self, path: str) -> str:
+        """A path in `(args, kwargs)` by the argument's name."""
+        found = re.match(r"\[([01])\]\[(?:(\d+)|'(\w+)')\](.*)", path)
+        if found is None:
+            return path
+        _, number, keyword, rest = found.groups()
+        names = self._arguments
+        if keyword is None:
+            keyword = names[int(number)] if int(number) < len(names) else f"arg{number}"
+        return f"{keyword}{rest}"
 
     def _tell_of_graphs(self, args: Any, kwargs: Any) -> None:
         leaves, frame = take_apart((args, kwargs), "arguments")
@@ -392,6 +414,13 @@ def _key(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     if not all(isinstance(x, Tensor) for x in leaves):
         leaves, spec = take_apart((args, kwargs), "arguments")
     return leaves, ((spec, first_places(leaves)), *map(_kind, leaves))
+
+
+def _static(kind: Any) -> Any:
+    """The structure of what a call is staged out for; a frame, where not all leaves are tensors."""
+    while isinstance(kind, tuple):
+        kind = kind[0]
+    return kind
 
 
 def _without_graph(x: Any) -> Any:

@@ -234,12 +234,19 @@ class Notes:
         self._tokens = tokens_of(walk, self._written)
 
 
-def warn_of_recordings(what: str, count: int, changed: Sequence[str]) -> None:
+_IN_THE_BATCH = (
+    "What changes at every step belongs in the batch (or, for a learning rate, in a schedule of "
+    "the step)."
+)
+
+
+def warn_of_recordings(
+    what: str, count: int, changed: Sequence[str], advice: str = _IN_THE_BATCH
+) -> None:
     """Say that recordings come too often, and why."""
     warnings.warn(
         f"{what} is recorded for the {count}th time; since the last one changed "
-        f"{', '.join(changed[:3]) or 'nothing'}. Each costs time and memory. What changes at every "
-        "step belongs in the batch (or, for a learning rate, in a schedule of the step).",
+        f"{', '.join(changed[:3]) or 'nothing'}. Each costs time and memory. {advice}",
         stacklevel=users_line(),
     )
 

@@ -539,6 +539,16 @@ def test_parameters_without_values_meet_no_batch_that_has_some(executor: Any) ->
         assert step_fn.lower(*state, torch.ones(2, 3, device="meta")).peak_bytes()
 
 
+def test_a_number_that_changes_with_the_batch_is_named_with_its_values() -> None:
+    step_fn = fzero.make_train_step(lambda p, b: (p["w"] * b["x"] * b["t"]).mean(), SGD)
+    state = step_fn.init({"w": torch.ones(3)})
+    for i in range(8):
+        state = step_fn(*state, {"x": torch.ones(2, 3), "t": i / 10})
+    said = r"changed batch\['t'\] from 0.7 to 0.8\. .*pass a tensor"
+    with pytest.warns(UserWarning, match=said):
+        step_fn(*state, {"x": torch.ones(2, 3), "t": 0.8})
+
+
 def test_a_copy_of_a_step_function_is_another_that_gives_the_same() -> None:
     step_fn = fzero.make_train_step(_loss, SGD, Config(donate=False))
     start = step_fn.init(_params())

@@ -559,3 +559,15 @@ def test_a_graph_that_gets_no_gradient_is_told_with_the_users_line(executor: Any
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step_fn(*state, encoder(torch.ones(2, 3)).detach())
+
+
+def test_a_number_that_changes_at_each_call_is_named_with_its_values() -> None:
+    run = fzero.jit(lambda x, opts, *, t: x * opts["k"] * t)
+    for i in range(8):
+        run(torch.ones(2), {"k": i}, t=0.5)
+    with pytest.warns(UserWarning, match=r"changed opts\['k'\] from 7 to 8\..*torch.tensor\(x\)"):
+        run(torch.ones(2), {"k": 8}, t=0.5)
+    with pytest.warns(UserWarning, match=r"changed t from 0.5 to 0.25\. .*torch.tensor\(x\)"):
+        run(torch.ones(2), {"k": 8}, t=0.25)
+    with pytest.warns(UserWarning, match=r"changed the shapes of its arguments"):
+        run(torch.ones(3), {"k": 8}, t=0.25)
