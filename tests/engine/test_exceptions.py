@@ -155,3 +155,32 @@ def test_autograd_grad_leaves_early_gradients_alone(stage: int) -> None:
     loss.backward()
     want = wanted(HeadInForward, lambda net, rank: net(data(rank)).backward(), 1)
     compare(engine, want, f"stage {stage}")
+
+
+class Failing:
+    """An optimizer whose update raises while it `fails`."""
+
+    fails = True
+
+    def init(self, params: Any) -> tuple[()]:
+        return ()
+
+    def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if self.fails:
+            raise RuntimeError("no memory")
+        return grads, state
+
+
+def test_a_step_whose_gradients_are_used_up_is_not_taken_again() -> None:
+    """The update had them, and raised: a second one would be of nothing."""
+    opt = Failing()
+    engine = fzero.Engine(nn.Linear(2, 1), opt, fzero.Config(stage=0))
+    engine(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.step()
+    opt.fails = False
+    with pytest.raises(fzero.BackwardError, match="no backward has brought a gradient"):
+        engine.step()
+    engine(torch.ones(1, 2)).sum().backward()
+    engine.step()
+    assert engine.global_steps == 1

@@ -1,6 +1,8 @@
 """What is true of every flat, whatever leaves are laid into it."""
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,3 +82,39 @@ def test_a_section_is_a_tenth_of_the_leaves_within_bounds(
 def test_what_would_need_large_gaps_stays_as_it_is() -> None:
     (leaf,) = _flats([(3, 1000)], 2, 2**20, 2**16)
     assert leaf.home is None
+
+
+def _numbers(
+    shapes: list[tuple[int, ...]],
+    most: int,
+    least: int = 2**20,
+    names: list[str] | None = None,
+    change: Callable[[int, LeafLayout], LeafLayout] = lambda i, leaf: leaf,
+) -> list[int | None]:
+    """Which flat each leaf is in, on two ranks."""
+    leaves = [torch.empty(shape) for shape in shapes]
+    layout = plan_layout(names or [f"w{i}" for i in range(len(leaves))], leaves, 2)
+    layout = replace(layout, leaves=tuple(change(i, x) for i, x in enumerate(layout.leaves)))
+    return [x.home and x.home.flat for x in plan_flats(layout, most, least)]
+
+
+def test_a_leaf_of_the_most_bytes_stays_as_it_is() -> None:
+    assert _numbers([(5, 3), (5, 3)], most=60) == [None, None]
+    assert _numbers([(5, 3), (5, 3)], most=61) == [0, 1]
+
+
+def test_a_leaf_alone_that_is_cut_evenly_needs_no_flat() -> None:
+    assert _numbers([(4, 4)], most=2**20) == [None]
+    assert _numbers([(5, 3)], most=2**20) == [0]
+
+
+def test_what_is_reduced_in_another_dtype_is_in_another_flat() -> None:
+    def change(i: int, leaf: LeafLayout) -> LeafLayout:
+        return replace(leaf, reduce=torch.bfloat16) if i else leaf
+
+    assert _numbers([(5, 3), (5, 3)], most=2**20, change=change) == [0, 1]
+
+
+def test_a_section_takes_a_block_whose_half_it_has_room_for() -> None:
+    names = [f"layers.{i}.w" for i in range(4)]
+    assert _numbers([(5, 4)] * 4, most=120, least=120, names=names) == [0, 0, 1, 1]

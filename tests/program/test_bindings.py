@@ -129,3 +129,13 @@ def test_numbers_and_tensors_of_no_dims_are_kinds_of_their_own() -> None:
     found = [binding_of(n, known) for n in nodes if n.target is aten.mul.Tensor]
     assert found == [torch.mul] * 3
     assert sum(key[0] is aten.mul.Tensor for key in known) == 3
+
+
+def test_a_function_that_warns_is_not_called() -> None:
+    def loud(x: Tensor, y: Tensor) -> Tensor:
+        warnings.warn("old", stacklevel=1)
+        return torch.mm(x, y)
+
+    (node,) = _nodes(lambda x: torch.ops.aten.mm.default(x, x), torch.ones(2, 2))
+    assert bindings._are_same(node, torch.mm)
+    assert not bindings._are_same(node, loud)
