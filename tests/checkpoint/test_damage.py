@@ -279,7 +279,7 @@ def test_what_is_there_in_place_of_a_checkpoint_is_told(
     (tmp_path / "universal" / "zero").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     for name, said in {
-        "gone/run": rf"doesn't exist; what does of it is {tmp_path}\. ",
+        "gone/run": rf"doesn't exist; the folder above that does is {tmp_path}\. ",
         "deepspeed": r"ds_to_universal\.py.*import_deepspeed_universal\(",
         "deepspeed/global_step10": r"ds_to_universal\.py.*import_deepspeed_universal\(",
         "universal": r"Load it with fzero\.checkpoint\.import_deepspeed_universal\(",
