@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import os
 import time
+import warnings
 import weakref
 import zlib
 from collections import deque
@@ -33,10 +34,11 @@ from fzero.distributed.processes import GRACE_SECONDS, Processes, is_of_collecti
 from fzero.distributed.stations import ADVICE, Station, Stations, differ, ranks_text
 from fzero.distributed.store import StoreSilent, group_limit
 from fzero.distributed.workers import rest
-from fzero.errors import RankMismatchError
+from fzero.errors import RankMismatchError, users_line
 
 PATIENCE = 3.0  # seconds that a rank waits before it says where it is
 PAUSE = 1.0  # seconds between two looks at where the others are
+TELLS = 60.0  # seconds that a rank waits before it warns its user
 _REMEMBERED = 1000  # stations; ranks that share collectives are never that far apart
 
 _RAISED = " (raised)"
@@ -67,6 +69,7 @@ class Circle:
         self.limit: float | None = None  # seconds; None: that of `init_process_group`
         self.sent = 0  # collectives so far
         self.verdict = ""  # why these ranks can't go on
+        self._warned = 0  # the last station at which it has told its user that it waits
         self._past: deque[Station] = deque([self.here], maxlen=_REMEMBERED)
         self._unexplained: BaseException | None = None
         self._usual = group_limit()
@@ -229,7 +232,7 @@ class Circle:
                 looked = now
                 if also is not None:
                     also()
-                self.look()
+                self.look(waited)
             if waited > self.time_limit:
                 self._give_up_late(waited)
             # soon there where the others are about to come, few questions where they are late
@@ -251,17 +254,37 @@ class Circle:
 
     # --- what it learns of the others ---
 
-    def look(self) -> None:
+    def look(self, waited: float = 0.0) -> None:
         """Say where this rank is, and see whether the others can still come.
+
+        Args:
+            waited: seconds for them so far.
 
         Raises:
             RankMismatchError: one can't.
         """
         try:
             self._tell()
-            self._look()
+            stations = self._look()
+            if waited > TELLS and self._warned < self.here.number:
+                self._warned = self.here.number
+                self._warn(waited, stations)
         except RuntimeError:  # the store went with the rank that held it
             self._blame_the_gone({})
+
+    def _warn(self, waited: float, stations: Mapping[int, Station]) -> None:
+        """Tell who is waited for; one of those that wait does."""
+        late = [rank for rank, there in stations.items() if there.number < self.here.number]
+        if not late or self.rank != min(set(self.ranks) - set(late)):
+            return
+        seen = "; ".join(f"rank {rank} after {stations[rank].text!r}" for rank in late[:3])
+        warnings.warn(
+            f"rank {self.rank} has waited {waited:.0f} s at {self.here.text!r} for "
+            f"{ranks_text(late)}, which last said where they are: {seen}. They may take their "
+            "time, or be in a collective of your own (dist.barrier, dist.all_reduce) that not all "
+            f"ranks call. After {self.time_limit:.0f} s this is an error: Config(timeout=seconds).",
+            stacklevel=users_line(),
+        )
 
     def pause(self) -> float:
         """Seconds from one look to the next: less often where many ask."""

@@ -10,6 +10,7 @@ one of them. Who waits must look where its own ranks are, so a caller that knows
 it; generated code, which knows the group's name alone, waits with the first one.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -218,7 +219,7 @@ def finish(work: Any, circle: Circle) -> None:
     if circle.alone:
         work.wait()
         return
-    seconds = whereabouts.PATIENCE
+    seconds, started = whereabouts.PATIENCE, time.monotonic()
     while True:
         try:
             work.wait(timedelta(seconds=seconds))
@@ -228,7 +229,7 @@ def finish(work: Any, circle: Circle) -> None:
                 with circle.explained(certain=True):
                     work.wait()  # with the error that it ended with, if it did
                 return
-        circle.look()
+        circle.look(time.monotonic() - started)
         seconds = circle.pause()
 
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -324,3 +325,33 @@ def test_other_stations_have_another_checksum(texts: list[str]) -> None:
     assert circle.here.chain != same.here.chain
     assert circle._passed(0) == Station(0, 0, "the start")
     assert circle._passed(len(texts) + 1) is None
+
+
+def _wait_long(how: str) -> list[str]:
+    """Rank 1 is in a sleep of its own while the others are in the next step; what each warns of."""
+    whereabouts.PATIENCE, whereabouts.PAUSE, whereabouts.TELLS = 0.5, 0.2, 1.0
+    dist.init_process_group("gloo", timeout=timedelta(seconds=50))
+    train, _ = _step(how, None)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            train(torch.arange(4))
+        if dist.get_rank() == 1:
+            time.sleep(4)
+        train(torch.arange(4))
+    return [str(x.message) for x in told if "has waited" in str(x.message)]
+
+
+@pytest.mark.parametrize("how", ["traced 3", "engine 3"])
+def test_who_is_waited_for_long_is_told_while_there_is_time(how: str) -> None:
+    ranks = Ranks.start(3, {}, joined=False)
+    try:
+        first, second, third = ranks.call(_wait_long, (how,), 4 * SOON)
+    finally:
+        ranks.kill()
+    assert second == third == []  # of those that wait one speaks
+    (said,) = first
+    assert said.startswith("rank 0 has waited 1 s at ")
+    assert "for rank 1, which last said where they are: rank 1 after" in said
+    assert "dist.barrier" in said
+    assert "After 50 s this is an error" in said
