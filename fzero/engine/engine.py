@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -390,6 +390,13 @@ class Engine:
         """
         return phases.is_boundary(self._driver.rules, self._driver.state)
 
+    if not TYPE_CHECKING:  # for a type checker there is nothing else
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"an Engine has no attribute {name!r}{_elsewhere(vars(self).get('module'), name)}."
+            )
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise FzeroError(_NO_COPY.format("copied"))
 
@@ -683,3 +690,24 @@ _NO_COPY = (
     "fzero.checkpoint.save(path, *engine.state), or take copies of the values: "
     "engine.full_params()."
 )
+
+# What people look for on an engine, by what they should write instead.
+_BEFORE = "; move and cast the module before its engine is made: Engine(module.{}(...), opt, cfg)"
+_ELSEWHERE = {
+    **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16", "float", "double"), _BEFORE),
+    "param_groups": "; engine.optimizer is what schedulers and a GradScaler take",
+    "save_checkpoint": "; fzero.checkpoint.save(path, *engine.state) writes a checkpoint",
+    "load_checkpoint": "; engine.state = fzero.checkpoint.load(path, *engine.state) reads one",
+    "save": "; fzero.checkpoint.save(path, *engine.state) writes a checkpoint",
+    "load": "; engine.state = fzero.checkpoint.load(path, *engine.state) reads one",
+    "clip_grad_norm_": "; Config(clip_norm=...) has each step clip",
+}
+
+
+def _elsewhere(module: Any, name: str) -> str:
+    """Where an attribute is that an engine has not."""
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name].format(name)
+    if name[:1] != "_" and hasattr(module, name):
+        return f"; its module has one, engine.module.{name}"
+    return ""

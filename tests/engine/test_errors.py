@@ -214,3 +214,22 @@ def changes_in_place() -> None:
 
 def test_a_sharded_parameter_cannot_be_changed_in_place() -> None:
     run_ranks(2, changes_in_place)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("to", r"before its engine is made: Engine\(module\.to\("),
+        ("half", r"Engine\(module\.half\("),
+        ("param_groups", r"engine\.optimizer"),
+        ("save_checkpoint", r"fzero\.checkpoint\.save\(path, \*engine\.state\)"),
+        ("named_parameters", r"engine\.module\.named_parameters"),
+        ("nothing", r"no attribute 'nothing'\.$"),
+        ("_private", r"no attribute '_private'\.$"),
+    ],
+)
+def test_an_attribute_that_is_elsewhere_is_told_of(name: str, said: str) -> None:
+    engine = fzero.Engine(nn.Linear(2, 1))
+    with pytest.raises(AttributeError, match=said):
+        getattr(engine, name)
+    assert not hasattr(engine, name)
