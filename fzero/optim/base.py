@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from fzero.errors import TraceError
 
 PyTree = Any
 Params = PyTree
@@ -64,8 +67,23 @@ def rate_at(lr: Rate, step: Tensor) -> float | Tensor:
     >>> import torch
     >>> rate_at(0.1, torch.tensor(3.0)), rate_at(lambda step: step / 2, torch.tensor(3.0))
     (0.1, tensor(1.5000))
+
+    Raises:
+        TraceError: a schedule reads the value of the step while the update is staged out.
     """
-    return lr if isinstance(lr, Tensor) or not callable(lr) else lr(step)
+    if isinstance(lr, Tensor) or not callable(lr):
+        return lr
+    try:
+        return lr(step)
+    except DataDependentOutputException as error:
+        raise TraceError(
+            f"the schedule {getattr(lr, '__qualname__', type(lr).__name__)} reads the value of its "
+            "step (an `if` on it, float(), a function of math). An update is staged out once for "
+            "all steps, and there the step is a tensor without a value. Compute with torch "
+            "(torch.where, torch.cos), use a schedule of fzero.optim (join puts several one after "
+            "another), or make the rate a tensor that you set between steps: "
+            "fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4)."
+        ) from error
 
 
 def rate_by_step(lr: Rate) -> RatesFn:

@@ -1,7 +1,12 @@
 """Two functions are an optimizer: elementwise, and without a step in place of its own."""
 
+import math
+from typing import Any
+
+import pytest
 import torch
 
+import fzero
 from fzero import optim
 
 
@@ -17,3 +22,15 @@ def test_two_functions_are_an_optimizer() -> None:
     assert made.apply_ is not None
     made.apply_([torch.full((2,), 0.5)], made.init(params), params)
     assert torch.equal(params[0], torch.full((2,), 1.5))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [lambda t: 1e-3 if t < 10 else 1e-4, lambda t: 1e-3 * math.cos(t), lambda t: 1.0 / float(t)],
+)
+def test_a_schedule_that_reads_its_step_is_named(schedule: Any) -> None:
+    """And not the model function, which may be as it is."""
+    step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), fzero.optim.sgd(schedule))
+    state = step_fn.init({"w": torch.ones(3)})
+    with pytest.raises(fzero.TraceError, match=r"the schedule .*<lambda> reads the value .*join"):
+        step_fn(*state, torch.ones(3))
