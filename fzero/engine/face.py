@@ -1,5 +1,6 @@
 """`engine.optimizer`: a `torch.optim.Optimizer` as schedulers and loggers know one."""
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.engine.scaler import groups_for_scaler, is_asked_by_scaler
-from fzero.errors import BackwardError
+from fzero.errors import BackwardError, FzeroError
 
 
 class Stepped(Protocol):
@@ -46,10 +47,14 @@ class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
         self.engine = engine
 
     def __getitem__(self, key: str) -> Any:
-        engine, there = self.engine(), dict.__getitem__(self, key)
-        if key not in ("lr", "momentum") or engine is None:
-            return there
-        return getattr(engine, key)
+        engine = self.engine()
+        if key == "lr" and engine is not None:
+            return engine.lr  # where there is no one rate it says so
+        there = dict.__getitem__(self, key)
+        return there if key != "momentum" or engine is None else engine.momentum
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         engine = self.engine()
@@ -104,7 +109,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(self, engine: Stepped, holder: Holder) -> None:
         self._engine, self._holder = weakref.ref(engine), weakref.ref(holder)
-        numbers = {"lr": engine.lr}
+        numbers: dict[str, Any] = {}
+        with contextlib.suppress(FzeroError):  # a GradScaler needs none
+            numbers["lr"] = engine.lr
         if engine.momentum is not None:  # of Adam, too: of two betas the second is not set here
             numbers["momentum"] = engine.momentum
         super().__init__(list(engine.parameters()), numbers)
@@ -196,4 +203,5 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         (group,) = self.param_groups
         params: list[nn.Parameter] = group["params"]
-        return f"EngineOptimizer({len(params)} parameters, lr={group['lr']})"
+        rate = f", lr={group['lr']}" if "lr" in group else ""
+        return f"EngineOptimizer({len(params)} parameters{rate})"

@@ -280,3 +280,27 @@ def test_one_that_is_switched_off_steps_an_engine() -> None:
         mine.step(engine.optimizer)
         mine.update()
     assert engine.global_steps == 2
+
+
+def test_an_optimizer_without_one_rate_has_a_face_for_it() -> None:
+    """Of what a scaler asks nothing is a rate; who does ask is told that there is none."""
+    opt = fzero.optim.multi_transform(
+        {"w": fzero.optim.sgd(0.1), "b": fzero.optim.sgd(0.2)},
+        lambda params: {name: "b" if "bias" in name else "w" for name in params},
+    )
+    engine, x = fzero.Engine(net(), opt), batch(0, 0)
+    scales = scaler()
+    before = engine.full_params()
+    scales.scale(engine(x).square().mean()).backward()
+    scales.step(engine.optimizer)
+    scales.update()
+    assert engine.global_steps == 1
+    assert all(
+        not torch.equal(a, b) for a, b in zip(before.values(), engine.full_params().values())
+    )
+    assert "lr" not in engine.optimizer.param_groups[0]
+    assert repr(engine.optimizer) == "EngineOptimizer(4 parameters)"
+    with pytest.raises(FzeroError, match=r"engine\.lr: the optimizer has 2"):
+        engine.optimizer.param_groups[0]["lr"]
+    with pytest.raises(FzeroError, match=r"engine\.lr: the optimizer has 2"):
+        torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
