@@ -273,9 +273,12 @@ class Circle:
             self._blame_the_gone({})
 
     def _warn(self, waited: float, stations: Mapping[int, Station]) -> None:
-        """Tell who is waited for; one of those that wait does."""
+        """Tell who is waited for; one of those that wait does, or of two that may."""
         late = [rank for rank, there in stations.items() if there.number < self.here.number]
-        if not late or self.rank != min(set(self.ranks) - set(late)):
+        speak = [min(set(self.ranks) - set(late))]
+        if not late:  # they have come here, and not to what follows
+            late, speak = [rank for rank in stations if rank != self.rank], self.ranks[:2]
+        if not late or self.rank not in speak:
             return
         seen = "; ".join(f"rank {rank} after {stations[rank].text!r}" for rank in late[:3])
         warnings.warn(
