@@ -128,7 +128,13 @@ class LazyLeaf(Memoryless):
         if schema is not None and schema.is_mutable:
             for x in _written(func, args, kwargs, LazyLeaf):
                 raise changed_in_place(x.leaf.name)
-        args, kwargs = pytree.tree_map_only(LazyLeaf, _full, (args, kwargs))
+        with outside_inference():  # autograd gives every view of a leaf a count of versions
+            args, kwargs = pytree.tree_map_only(LazyLeaf, _full, (args, kwargs))
+            if getattr(func, "is_view", False):
+                return func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        if schema is not None and torch.is_inference_mode_enabled():
+            with _as_called(func, args):
+                return func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         return func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     @property

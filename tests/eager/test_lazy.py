@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fzero
 from fzero.eager.lazy import LazyParameter
 from fzero.layout import LeafLayout, plan_layout
+from tests.ranks import run_ranks
 
 # those of nothing else, whose geometry is remembered, and those of arguments
 VIEWS: list[Callable[[Tensor], Tensor]] = [
@@ -122,3 +124,46 @@ def test_a_view_that_a_users_backward_or_hook_makes_is_lazy() -> None:
     y.sum().backward()
     assert [type(view) for view in _Keeps.kept] == [LazyParameter, LazyParameter]
     _Keeps.kept.clear()
+
+
+WAYS: list[Callable[[Tensor], Tensor]] = [
+    lambda w: w.t(),
+    lambda w: w.view(-1),
+    lambda w: w.t().contiguous(),
+    lambda w: w.t().reshape(-1),
+    lambda w: w * 2,
+]
+
+
+def _under_inference_mode_inside() -> list[bool]:
+    cfg, right = fzero.Config(stage=3, executor="eager"), list[bool]()
+    w, x = torch.arange(12.0).view(4, 3), torch.ones(2)
+    for how in WAYS:
+
+        def fn(params: Any, x: Tensor, how: Callable[[Tensor], Tensor] = how) -> Tensor:
+            with torch.inference_mode():
+                teacher = how(params["w"]).sum()
+            return how(params["w"]).square().sum() + teacher.clone() * x.sum()
+
+        found = fzero.sharded(fn, cfg)(fzero.shard({"w": w}, cfg), x)
+        right.append(torch.equal(found, fn({"w": w}, x)))
+    return right
+
+
+def test_leaves_are_read_under_inference_mode_inside_a_function() -> None:
+    """What is gathered there is read outside of it, too."""
+    assert run_ranks(2, _under_inference_mode_inside) == [[True] * len(WAYS)] * 2
+
+
+def _dtype_under_autocast() -> torch.dtype:
+    def fn(params: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            return torch.einsum("bi,i->b", x, params["w"]).clone()
+
+    cfg = fzero.Config(stage=3, executor="eager")
+    sharded = fzero.shard({"w": torch.full((4,), 1 + 2**-10)}, cfg)
+    return fzero.sharded(fn, cfg)(sharded, torch.ones(2, 4)).dtype
+
+
+def test_autocast_sees_what_operators_on_leaves_are_made_of() -> None:
+    assert run_ranks(2, _dtype_under_autocast) == [torch.bfloat16] * 2
