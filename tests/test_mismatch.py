@@ -76,6 +76,23 @@ def test_an_optimizer_with_other_numbers_is_named(case: str, engine: bool) -> No
         assert "rank 2" in text
 
 
+def _with_a_state_of_another() -> list[str]:
+    state = fzero.make_train_step(_loss, fzero.optim.lion(0.1), Config()).init(_params())
+    said: list[str] = []
+    for opt in (fzero.optim.adamw(0.1), fzero.optim.lion(0.1 + _rank())):
+        try:
+            fzero.make_train_step(_loss, opt, Config())(*state, X)
+        except FzeroError as error:
+            said.append(f"{type(error).__name__} {error}")
+    return said
+
+
+def test_a_state_from_elsewhere_is_looked_at_before_what_it_says_of_rates() -> None:
+    for wrong, differs in run_ranks(2, _with_a_state_of_another):
+        assert "opt_state.inner has another structure" in wrong
+        assert "the optimizer's arguments at lion.lr" in differs
+
+
 def test_equal_optimizers_are_equal() -> None:
     assert run_ranks(3, _equal) == [None] * 3
 

@@ -348,7 +348,6 @@ class TrainStep:
             device_type = leaves[0].device.type if leaves else "cpu"
             mesh = resolve_mesh(self.cfg.mesh, device_type)
             agree_on_start(self.cfg, params, opt_state.model_state, mesh, values=False)
-            agree_on_optimizer(self.opt, opt_state.inner, mesh, self.cfg.timeout)
             sharding = plan_sharding(
                 params, self.cfg, mesh, sharded=self.cfg.stage == 3, opt=self.opt
             )
@@ -359,6 +358,8 @@ class TrainStep:
         carried = opt_state if self._takes_state else opt_state._replace(model_state=None)
         local = LocalState.of(carried, dtensors=self.opt.foreign, known=plan.known_inner)
         plan.check_inner(local.inner_spec)
+        if self._plan is None:
+            agree_on_optimizer(self.opt, opt_state.inner, plan.mesh, self.cfg.timeout)
         return self._use(plan), locals_of(leaves), local
 
     def _refuse_shared(self, plan: Plan, leaves: Sequence[Tensor], local: LocalState) -> None:
