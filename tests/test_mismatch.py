@@ -79,7 +79,8 @@ def test_an_optimizer_with_other_numbers_is_named(case: str, engine: bool) -> No
 def _with_a_state_of_another() -> list[str]:
     state = fzero.make_train_step(_loss, fzero.optim.lion(0.1), Config()).init(_params())
     said: list[str] = []
-    for opt in (fzero.optim.adamw(0.1), fzero.optim.lion(0.1 + _rank())):
+    injected = fzero.optim.inject_hyperparams(fzero.optim.sgd)(0.1)
+    for opt in (injected, fzero.optim.lion(0.1 + _rank())):
         try:
             fzero.make_train_step(_loss, opt, Config())(*state, X)
         except FzeroError as error:
