@@ -86,6 +86,34 @@ def test_a_retry_is_exact_at_world_4() -> None:
     run_ranks(4, retry_is_exact, "backward", None)
 
 
+def unsynced_after_a_raise() -> None:
+    rank, world = here()
+
+    def whole(net: Any, rank: int) -> None:
+        for i in range(3):
+            passes(net, rank, i, None)
+
+    want = wanted(Raises, whole, world, 3)
+    for stage in STAGES:
+        cfg = fzero.Config(stage=stage, accum_steps=3, bucket_mb=1e-4)
+        engine = fzero.Engine(build(Raises), SGD(), cfg)
+        with engine.no_sync():
+            passes(engine, rank, 0, None)
+        broken(engine, "backward", None, rank, 1)  # some of what was there has been sent
+        with engine.no_sync():
+            passes(engine, rank, 1, None)
+        passes(engine, rank, 2, None)
+        compare(engine, want, f"stage {stage}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_lost_backward_sent_is_there_for_the_next(world: int) -> None:
+    if world == 1:
+        unsynced_after_a_raise()
+    else:
+        run_ranks(world, unsynced_after_a_raise)
+
+
 class HeadInForward(nn.Module):
     """A head whose gradient is made inside forward, and a body that can lose its own."""
 
