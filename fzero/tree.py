@@ -5,8 +5,8 @@ reaches it (`['head.weight']`, `.mu['w']`, `[0]`).
 """
 
 import builtins
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
@@ -62,6 +62,35 @@ def flatten(tree: PyTree, known: Known | None = None) -> tuple[list[Any], Spec]:
     if known is not None and (leaves := known.leaves(tree)) is not None:
         return leaves, known.spec
     return optree.tree_flatten(tree)
+
+
+def orders(tree: PyTree) -> tuple[tuple[Any, ...], ...]:
+    """The keys of each dict as they stand in it, which no spec tells apart.
+
+    Leaves come in the order of sorted keys. But a function may ask in which order its dicts are:
+    `model(*batch.values())`.
+
+    >>> orders({"b": 1, "a": [{"c": 2}]}), orders([{"a": [{"c": 2}], "b": 1}])
+    ((('b', 'a'), ('c',)), (('a', 'b'), ('c',)))
+    """
+    found: list[tuple[Any, ...]] = []
+    todo = [tree]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, dict):
+            found.append(tuple(x))
+        children = x.values() if type(x) in (dict, OrderedDict, defaultdict) else _children(x)
+        # nearly all are leaves
+        todo += [child for child in children if not isinstance(child, Tensor)]
+    return tuple(found)
+
+
+def _children(x: Any) -> Iterable[Any]:
+    if type(x) in (list, tuple):
+        return x
+    if optree.tree_is_leaf(x, none_is_leaf=True):
+        return ()
+    return optree.tree_flatten_one_level(x)[0]
 
 
 def unflatten(spec: Spec, leaves: Any) -> PyTree:

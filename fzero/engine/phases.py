@@ -213,14 +213,23 @@ def _output_reached(rules: Rules, state: BackwardState, event: OutputReached) ->
     return state._replace(task=task, early=early), (*opened, Adopt(event.forward))
 
 
+_WAYS_ON = {
+    True: "Call scaler.step(engine.optimizer) and scaler.update() before the next backward, or "
+    "engine.zero_grad().",
+    False: "They are not finite, so scaler.step(engine.optimizer) passes over them: they are "
+    "dropped by the next forward of the module. Before a backward whose forward came earlier, or "
+    "was of a part of the module, call engine.zero_grad() after scaler.update().",
+}
+"""After unscaling, by whether all was finite."""
+
+
 def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) -> Result:
     bit, task, actions = 1 << event.leaf, state.task, ()
     if state.unscaled is not None:
         raise BackwardError(
             "backward reached a parameter after a GradScaler had divided this step's gradients by "
-            "its scale, and more of them would carry it. Call scaler.step(engine.optimizer) and "
-            "scaler.update() before the next backward, or engine.zero_grad(). No gradient was "
-            "changed."
+            f"its scale, and more of them would carry it. {_WAYS_ON[state.unscaled]} No gradient "
+            "was changed."
         )
     if task is None:
         if state.running:  # it carries no loss scale, nor needs it: adopting it puts it on

@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.errors import TraceError
 from fzero.functional.library import is_library
 from fzero.functional.outside import is_generator
+from fzero.functional.transforms import levels_of
 from fzero.functional.uncompiled import not_compiled_alone
 from fzero.numerics.thread_generator import thread_generator
 
@@ -239,11 +242,13 @@ class Watch(TorchFunctionMode):
 
     Args:
         reads: gets each tensor whose values Python reads; None: nobody asks.
+        numbers: gets each tensor that torch itself reads as a number.
     """
 
-    def __init__(self, reads: list[Any] | None = None) -> None:
+    def __init__(self, reads: list[Any] | None = None, numbers: list[Any] | None = None) -> None:
         super().__init__()
-        self.reads = reads
+        self.reads, self.numbers = reads, numbers
+        self._made_of: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     @not_compiled_alone
     def __torch_function__(
@@ -253,9 +258,7 @@ class Watch(TorchFunctionMode):
             generator = kwargs.get("generator")
             if generator is not None:
                 refuse_generator(generator)
-            result = func(*args, **kwargs)
-        else:
-            result = func(*args)
+        result = self._called(func, args, kwargs or {})
         if self.reads is not None:
             name = getattr(func, "__name__", "")
             if name in _HOST_READS:
@@ -268,6 +271,82 @@ class Watch(TorchFunctionMode):
                 )
         return result
 
+    @not_compiled_alone
+    def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function, and note what torch itself reads as numbers: `x[:t]`, `full(size, t)`.
+
+        A number made of tensors from outside, `x[t + 1]`, is known by what it was made of.
+        """
+        given = [] if self.numbers is None else _numbers_in((args, kwargs))
+        if not given:
+            return func(*args, **kwargs)
+        sources = [y for x in given for y in self._sources(x)]
+        with _Hears() as hears:
+            result = func(*args, **kwargs)
+        assert self.numbers is not None
+        if hears.inner or getattr(func, "__name__", "") in _FROM_DATA:
+            self.numbers += sources
+        self.numbers += hears.outer
+        if isinstance(result, torch.Tensor) and sources and _numbers_in(result):
+            self._made_of[id(result)] = result, sources  # held: no other has its id
+        return result
+
+    def _sources(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return self._made_of[id(x)][1] if id(x) in self._made_of else [] if _is_fake(x) else [x]
+
+
+class _Hears(TorchDispatchMode):
+    """Notes tensors that become numbers in the parsers of torch's functions.
+
+    Args:
+        outer: those from outside.
+        inner: whether there was any other.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer: list[torch.Tensor] = []
+        self.inner = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.inner |= _is_fake(args[0])
+            self.outer += [] if _is_fake(args[0]) else [args[0]]
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers_in(value: Any) -> list[torch.Tensor]:
+    """Tensors among arguments that may be read as numbers: of one element that has a value."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.numel() == 1 and _has_value(value) else []
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [x for part in value for x in _numbers_in(part)]
+
+
+def _innermost(x: torch.Tensor) -> torch.Tensor:
+    (*_, last) = levels_of(x)
+    return last
+
+
+def _is_fake(x: torch.Tensor) -> bool:
+    return isinstance(_innermost(x), FakeTensor)
+
+
+def _has_value(x: torch.Tensor) -> bool:
+    """Whether a value is known while recording: it is from outside, or made of such."""
+    last = _innermost(x)
+    return not isinstance(last, FakeTensor) or last.constant is not None
+
+
+_FROM_DATA = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
+"""What reads each number of its data with no call that anybody hears."""
 
 _HOST_READS = frozenset(
     (

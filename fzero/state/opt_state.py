@@ -106,6 +106,7 @@ class LocalState(NamedTuple):
     inner_spec: tree.Spec
     state_spec: tree.Spec | None
     step: Tensor
+    state_orders: tuple[Any, ...] = ()
 
     @classmethod
     def of(
@@ -128,6 +129,7 @@ class LocalState(NamedTuple):
             inner_spec,
             None if opt_state.model_state is None else state_spec,
             opt_state.step,
+            tree.orders(opt_state.model_state),
         )
 
     def copied(self) -> "LocalState":

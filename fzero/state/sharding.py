@@ -50,6 +50,7 @@ class Sharding:
         mesh: over which ranks.
         dtensors: what makes a shard a DTensor; None for a leaf that stays a plain tensor.
         owners: which kinds of modules each leaf belongs to, as far as that is known.
+        orders: keys of the tree's dicts, as they stand there.
     """
 
     spec: tree.Spec
@@ -58,6 +59,7 @@ class Sharding:
     mesh: Mesh
     dtensors: tuple[DTensorSpec | None, ...]
     owners: tuple[Owners, ...]
+    orders: tuple[tuple[Any, ...], ...] = ()
 
     def wrap(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Local tensors as users hold them."""
@@ -121,7 +123,8 @@ def plan_sharding(
         least = 3 * 2**19 if sharded else 2**22
         layout = plan_flats(layout, int(cfg.bucket_mb * 2**20), least, cfg.gather_together)
     specs = [_dtensor(leaf, mesh) if sharded else None for leaf in layout]
-    return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
+    orders = tree.orders(params)
+    return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners, orders)
 
 
 def lies_flat(cfg: Config, opt: Optimizer | None, *, small: bool = False) -> bool:
@@ -176,7 +179,8 @@ def read_sharding(values: PyTree, cfg: Config, mesh: Mesh, what: str = "params")
     owners = tuple(map(owners_of, leaves))
     layout = _by_owners(layout, owners, paths, dtypes)
     specs = [x._spec if isinstance(x, DTensor) else None for x in leaves]
-    return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners)
+    orders = tree.orders(values)
+    return Sharding(spec, tuple(paths), layout, mesh, tuple(specs), owners, orders)
 
 
 def refuse_complex(layout: Layout, paths: Sequence[str], what: str) -> None:

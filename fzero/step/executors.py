@@ -243,14 +243,17 @@ def _refuse_meta(plan: Plan, leaves: Sequence[Tensor], batch: Sequence[Any]) -> 
 def _key(local: LocalState, batch: list[Tensor], frame: Frame) -> Any:
     shapes = [(x.shape, layout_of(x), x.dtype, x.device) for x in batch]
     # what a gradient penalty asks of its inputs
-    asked = tuple((x.requires_grad, x.is_leaf) for x in batch)
-    return ((local.state_spec, frame, asked), *shapes)
+    asked = tuple((x.requires_grad, x.is_leaf, x.is_conj(), x.is_neg()) for x in batch)
+    return ((local.state_spec, local.state_orders, frame, asked), *shapes)
 
 
 def _warn_of_shapes(old: list[Any], new: Any) -> None:
-    (state, frame, asked), *leaves = new
-    (state_before, frame_before, asked_before), *last = old[-1]
-    changed = ["its structure, or which of its leaves are one tensor or require grad"]
+    (*state, frame, asked), *leaves = new
+    (*state_before, frame_before, asked_before), *last = old[-1]
+    changed = [
+        "its structure, the order of its keys, or which of its leaves are one tensor or require "
+        "grad"
+    ]
     advice = "Pad batches to a few shapes, or drop the last incomplete one."
     values = values_apart(frame_before, frame)
     if (state_before, frame_before, asked_before) == (state, frame, asked):

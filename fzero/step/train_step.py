@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,10 @@ class TrainStep:
             plan = Plan(self.cfg, self.opt, mesh, sharding)
             plan.check_placements(params, opt_state.inner)
         plan.check(leaves, spec)
+        # as the caller has it: a function may go by the order of `params.values()`
+        if (orders := tree.orders(params)) != plan.sharding.orders:
+            spec = tree.flatten(params)[1]
+            plan = replace(plan, sharding=replace(plan.sharding, spec=spec, orders=orders))
         _check_scale(opt_state, self.cfg)
         carried = opt_state if self._takes_state else opt_state._replace(model_state=None)
         local = LocalState.of(carried, dtensors=self.opt.foreign, known=plan.known_inner)

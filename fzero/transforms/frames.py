@@ -51,6 +51,7 @@ class Frame:
         parts: one per leaf of `spec`; None is a tensor's place.
         paths: of the tensors.
         names: of the tensors, dotted.
+        orders: keys of the dicts, as they stand there.
         same: of inputs, see [Note: one tensor, or two].
         overlap: of inputs, whether two of them have elements in common.
     """
@@ -59,6 +60,7 @@ class Frame:
     parts: tuple[Static | Opened | None, ...]
     paths: tuple[str, ...]
     names: tuple[str, ...]
+    orders: tuple[tuple[Any, ...], ...] = ()
     same: tuple[int, ...] = ()
     overlap: bool = False
 
@@ -204,7 +206,8 @@ def _apart(
                 "torch.Tensor, or a number, string or enum that the step is staged out for. Make "
                 "it a tensor with torch.as_tensor, or keep it out of the tree."
             )
-    return tensors, Frame(spec, tuple(parts), tuple(paths), tuple(names))
+    places = tuple(paths), tuple(names)
+    return tensors, Frame(spec, tuple(parts), *places, tree.orders(value))
 
 
 def _opened(x: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]] | None:

@@ -413,7 +413,8 @@ def _key(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     leaves, spec = tree.flatten((args, kwargs))
     if not all(isinstance(x, Tensor) for x in leaves):
         leaves, spec = take_apart((args, kwargs), "arguments")
-    return leaves, ((spec, first_places(leaves)), *map(_kind, leaves))
+    static = spec, first_places(leaves), tree.orders((args, kwargs))
+    return leaves, (static, *map(_kind, leaves))
 
 
 def _static(kind: Any) -> Any:
@@ -433,7 +434,7 @@ def _kind(x: Tensor) -> Any:
     if isinstance(x, DTensor):
         local = x._local_tensor
         return (x._spec, local.shape, layout_of(local), local.dtype, local.device)
-    return (x.shape, layout_of(x), x.dtype, x.device)
+    return (x.shape, layout_of(x), x.dtype, x.device, x.is_conj(), x.is_neg())
 
 
 def _arguments(fn: Callable[..., Any], second: str | None) -> list[str]:

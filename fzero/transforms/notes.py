@@ -14,6 +14,7 @@ import copy
 import math
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, call, is_
@@ -33,6 +34,7 @@ from fzero.functional.outside import (
     Walk,
     attributes_of,
     bytes_of,
+    is_hooks,
     labelled,
     put,
     put_bytes,
@@ -110,6 +112,7 @@ class Notes:
         self._ambient = ambient()
         sources: list[Source] = global_sources()
         host: list[Any] = []
+        numbers: list[Any] = []
 
         first: Walk | None = None
         before: _Snapshot | None = None
@@ -129,7 +132,7 @@ class Notes:
             before = _Snapshot(first)
 
             def watched() -> Program:
-                with Watch(host):
+                with Watch(host, numbers):
                     return run()
 
             with leftovers() as left:
@@ -154,8 +157,9 @@ class Notes:
         self._written = frozenset(written)
         self._take(last)
         reads.keep(last.seen)
-        if host:
-            found = [x for x in (*host, *program.constants.values()) if isinstance(x, Tensor)]
+        if host or numbers:
+            constants = program.constants.values() if host else ()
+            found = [x for x in (*host, *numbers, *constants) if isinstance(x, Tensor)]
             mine = {id(x): x for x in found if not is_recorded(x)}
             self._values = [(x, x.detach().clone()) for x in mine.values()]
         return program
@@ -341,7 +345,7 @@ def _look(fact: Fact) -> Any:
 def _contents(container: Any) -> Any:
     if isinstance(container, dict):
         # past the methods of its class, which may run a user's code
-        return list(dict.keys(container)), list(dict.values(container))
+        return _keys(container), list(dict.values(container))
     return set(container) if isinstance(container, set) else list(container)
 
 
@@ -353,10 +357,15 @@ def _unchanged(live: Any, noted: Any) -> bool:
     if isinstance(live, dict):
         keys, values = noted
         same = len(live) == len(keys) and all(map(is_, dict.values(live), values))
-        return same and list(dict.keys(live)) == keys
+        return same and _keys(live) == keys
     if isinstance(live, set):
         return live == noted
     return len(live) == len(noted) and all(map(is_, live, noted))
+
+
+def _keys(x: dict[Any, Any]) -> list[Any]:
+    """Whatever its class makes of them; one that is ordered keeps an order beside the dict's."""
+    return list(OrderedDict.keys(x) if isinstance(x, OrderedDict) else dict.keys(x))
 
 
 def tokens_of(walk: Walk, written: frozenset[str]) -> dict[tuple[str, int], Any]:
@@ -365,6 +374,9 @@ def tokens_of(walk: Walk, written: frozenset[str]) -> dict[tuple[str, int], Any]
     for container, place in walk.containers:
         rows.append((place, container))
         rows += [(Place(place, label), item) for label, item in labelled(container, place)]
+        if isinstance(container, dict) and not is_hooks(place.label):
+            order = tuple(map(repr, _keys(container)))
+            rows.append((Place(place, ", the order of its keys"), order))
     found: dict[tuple[str, int], Any] = {}
     count: dict[str, int] = {}
     for place, value in rows:

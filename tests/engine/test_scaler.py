@@ -163,6 +163,20 @@ def test_a_step_that_overflowed_leaves_gradients_to_look_at_until_the_next_forwa
     assert grad.isfinite().all()
 
 
+def test_a_backward_of_before_a_step_that_overflowed_is_told_the_way_on() -> None:
+    engine, mine = fzero.Engine(net(), fzero.optim.sgd(0.1)), scaler()
+    early = engine(batch(1, 0)).square().mean()
+    mine.scale(engine(batch(0, 0, bad=True)).square().mean()).backward()
+    mine.step(engine.optimizer)
+    mine.update()
+    with pytest.raises(BackwardError, match=r"not finite.* call engine.zero_grad\(\) after"):
+        mine.scale(early).backward(retain_graph=True)
+    engine.zero_grad()
+    mine.scale(early).backward()
+    mine.step(engine.optimizer)
+    assert engine.global_steps == 1
+
+
 def backward_in_between() -> None:
     rank, _ = me()
     engine, mine = fzero.Engine(net(), fzero.optim.sgd(0.1)), scaler()

@@ -162,3 +162,78 @@ def test_transformers_own_classes_come_as_they_are() -> None:
     assert (type(back), list(back)) == (type(out), ["loss", "logits"])
     assert back.hidden_states is None
     assert torch.equal(back[1], out.logits)
+
+
+def _weighed(params: Any, batch: Any) -> Tensor:
+    """Another number for another order of parameters or of a batch."""
+    (a, b), (x, y) = params.values(), batch["in"].values()
+    return (a * x - 2 * b * y).sum()
+
+
+ORDERS = [("u", "v"), ("v", "u")]
+FUNCTIONS = {
+    "step": None,
+    "sharded": fzero.sharded(_weighed),
+    "value_and_grad": fzero.value_and_grad(_weighed),
+    "jvp": fzero.jvp(_weighed),
+    "jit": fzero.jit(_weighed),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dicts_come_in_the_order_that_they_have(name: str) -> None:
+    params = {"u": torch.tensor([1.0]), "v": torch.tensor([3.0])}
+    batch = {"u": torch.tensor([5.0]), "v": torch.tensor([7.0])}
+    step_fn = fzero.make_train_step(_weighed, fzero.optim.sgd(0.0))
+    for p, b in [(p, b) for p in ORDERS for b in ORDERS] * 2:
+        own, given = {k: params[k] for k in p}, {"in": {k: batch[k] for k in b}}
+        if name == "step":
+            found = step_fn(*step_fn.init(own), given)[1].metrics["loss"]
+        elif name == "jvp":
+            found = FUNCTIONS[name](own, own, given)
+        else:
+            found = FUNCTIONS[name](own, given)
+        found = found[0] if isinstance(found, tuple) else found
+        assert found.item() == _weighed(own, given).item()
+
+
+def test_a_step_takes_parameters_in_another_order_than_it_was_made_for() -> None:
+    batch = {"in": {"u": torch.tensor([5.0]), "v": torch.tensor([7.0])}}
+    step_fn = fzero.make_train_step(_weighed, fzero.optim.sgd(0.0))
+    params, state = step_fn.init({"u": torch.tensor([1.0]), "v": torch.tensor([3.0])})
+    for order in (*ORDERS, *ORDERS):
+        params = {key: params[key] for key in order}
+        whole = fzero.unshard(params)
+        params, state = step_fn(params, state, batch)
+        assert tuple(params) == order
+        assert state.metrics["loss"].item() == _weighed(whole, batch).item()
+
+
+def test_model_state_and_aux_have_the_order_that_they_come_in() -> None:
+    def fn(p: Any, state: Any, x: Any) -> Any:
+        first, second = state.values()
+        return (p["w"] * (first - 2 * second)).sum(), state, {k: 2 * v for k, v in x.items()}
+
+    step_fn = fzero.make_train_step(fn, fzero.optim.sgd(0.0), Config(has_aux=True))
+    values = {"u": torch.tensor(5.0), "v": torch.tensor(7.0)}
+    params, first = step_fn.init({"w": torch.ones(1)}, values)
+    for order in ORDERS:
+        mine = {key: values[key] for key in order}
+        _, state = step_fn(params, first._replace(model_state=mine), mine)
+        one, two = mine.values()
+        assert state.metrics["loss"].item() == one - 2 * two
+        assert tuple(state.metrics["aux"]) == order
+        assert tuple(state.model_state) == order
+        params, first = step_fn.init({"w": torch.ones(1)}, values)
+
+
+def test_a_conjugate_is_another_kind_of_tensor() -> None:
+    def fn(p: Any, x: Tensor) -> Tensor:
+        return (p["w"] * torch.view_as_real(x.resolve_conj())[..., 1]).sum()
+
+    step_fn = fzero.make_train_step(fn, fzero.optim.sgd(0.0))
+    state = step_fn.init({"w": torch.ones(1)})
+    x = torch.tensor([1 + 2j])
+    for batch, wanted in ((x, 2), (x.conj(), -2), (x, 2)):
+        state = step_fn(*state, batch)
+        assert state[1].metrics["loss"].item() == wanted

@@ -1040,3 +1040,68 @@ def test_a_cache_that_is_always_the_same_and_what_nobody_computes_with_are_kept(
 
     step_fn, state = made(model_fn)
     assert loss(step_fn, state) == loss(step_fn, state)
+
+
+# --------------------------------------------------------- tensors that torch reads as numbers
+NUMBERS: dict[str, tuple[Any, Any, Callable[[Tensor, Tensor], Tensor]]] = {
+    "index": (0, 2, lambda t, y: y[t]),
+    "slice": (1, 3, lambda t, y: y[..., :t]),
+    "slice of what is made of it": (0, 1, lambda t, y: y[t + 1 :]),
+    "index of what is made of that": (0, 1, lambda t, y: y[(t + 1) * 1]),
+    "put": (0, 2, lambda t, y: (y * 1).index_put((t,), 5 * y[0])),
+    "size": (1, 3, lambda t, y: y.sum() * torch.ones(t)),
+    "view": (1, 3, lambda t, y: y.view(t, -1)[0]),
+    "narrow": (0, 1, lambda t, y: y.narrow(0, t, 1)),
+    "split": (1, 2, lambda t, y: y.split(t)[0]),
+    "fill": (1.0, 2.0, lambda t, y: y * torch.full((3,), t)),
+    "like": (1.0, 2.0, lambda t, y: y * torch.full_like(y, t)),
+    "data": (1.0, 2.0, lambda t, y: y * torch.tensor([t, 1.0, 1.0])),
+    "data of a method": (1.0, 2.0, lambda t, y: y * y.new_tensor([1.0, t, 1.0])),
+    "data of lists": (1.0, 2.0, lambda t, y: y * torch.as_tensor([[t, t, t]])),
+    "alpha": (1.0, 2.0, lambda t, y: torch.add(y, y, alpha=t)),
+    "slope": (0.1, 0.2, lambda t, y: nn.functional.leaky_relu(-y, t)),
+    "smoothing": (
+        0.0,
+        0.5,
+        lambda t, y: nn.functional.cross_entropy(y[None], torch.tensor([0]), label_smoothing=t),
+    ),
+    "padding": (0.0, 2.0, lambda t, y: nn.functional.pad(y, (0, 1), value=t)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_tensor_that_torch_reads_as_a_number_is_compared(name: str) -> None:
+    before, now, f = NUMBERS[name]
+    t, x = torch.tensor(before), torch.tensor([1.0, 2.0, 4.0])
+    step_fn, state = made(lambda p, x: f(t, p["w"] * x).sum())
+    assert loss(step_fn, state, x) == pytest.approx(f(t, x).sum().item())
+    t.fill_(now)
+    assert loss(step_fn, state, x) == pytest.approx(f(t, x).sum().item())
+
+
+def test_a_tensor_that_stays_one_is_an_input_beside_others_that_are_numbers() -> None:
+    runs, scale, table, at = 0, torch.tensor(1.0), torch.ones(3), torch.tensor(1)
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return (p["w"] * x * scale * table)[at] + (p["w"] * x)[torch.tensor(2)]
+
+    step_fn, state = made(fn)
+    for value in (1.0, 2.0, 3.0):
+        scale.fill_(value)
+        table.fill_(value)
+        assert loss(step_fn, state, torch.ones(3)) == value * value + 1
+    assert runs == 1
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_the_order_of_a_dict_from_outside_counts(kind: type[dict[str, float]]) -> None:
+    factors = kind(a=1.0, b=3.0)
+    step_fn, state = made(lambda p, x: base(p, x) * next(iter(factors.values())))
+    assert loss(step_fn, state) == 6
+    if isinstance(factors, collections.OrderedDict):
+        factors.move_to_end("a")
+    else:
+        factors["a"] = factors.pop("a")
+    assert loss(step_fn, state) == 18
