@@ -277,7 +277,10 @@ class Watch(TorchFunctionMode):
 
         A number made of tensors from outside, `x[t + 1]`, is known by what it was made of.
         """
-        given = [] if self.numbers is None else _numbers_in((args, kwargs))
+        asks = type(func) is _GETTER and getattr(func.__self__, "__name__", "") not in _TENSORS
+        given = [] if asks or self.numbers is None else _numbers_in(args)
+        if kwargs and self.numbers is not None:
+            given += _numbers_in(tuple(kwargs.values()))
         if not given:
             return func(*args, **kwargs)
         sources = [y for x in given for y in self._sources(x)]
@@ -287,7 +290,7 @@ class Watch(TorchFunctionMode):
         if hears.inner or getattr(func, "__name__", "") in _FROM_DATA:
             self.numbers += sources
         self.numbers += hears.outer
-        if isinstance(result, torch.Tensor) and sources and _numbers_in(result):
+        if isinstance(result, torch.Tensor) and sources and _numbers_in((result,)):
             self._made_of[id(result)] = result, sources  # held: no other has its id
         return result
 
@@ -317,17 +320,18 @@ class _Hears(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _numbers_in(value: Any) -> list[torch.Tensor]:
+def _numbers_in(values: Any) -> list[torch.Tensor]:
     """Tensors among arguments that may be read as numbers: of one element that has a value."""
-    if isinstance(value, torch.Tensor):
-        return [value] if value.numel() == 1 and _has_value(value) else []
-    if isinstance(value, slice):
-        value = (value.start, value.stop, value.step)
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [x for part in value for x in _numbers_in(part)]
+    found = []
+    for x in values:  # every call of torch's comes here
+        if isinstance(x, torch.Tensor):
+            if x.numel() == 1 and _has_value(x):
+                found.append(x)
+        elif type(x) is slice:
+            found += _numbers_in((x.start, x.stop, x.step))
+        elif isinstance(x, (list, tuple)):
+            found += _numbers_in(x)
+    return found
 
 
 def _innermost(x: torch.Tensor) -> torch.Tensor:
@@ -345,6 +349,9 @@ def _has_value(x: torch.Tensor) -> bool:
     return not isinstance(last, FakeTensor) or last.constant is not None
 
 
+_GETTER = type(torch.Tensor.shape.__get__)  # pyright: ignore
+_TENSORS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+"""Attributes of a tensor that are tensors."""
 _FROM_DATA = frozenset(("tensor", "as_tensor", "asarray", "new_tensor"))
 """What reads each number of its data with no call that anybody hears."""
 
