@@ -413,7 +413,8 @@ def _key(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     leaves, spec = tree.flatten((args, kwargs))
     if not all(isinstance(x, Tensor) for x in leaves):
         leaves, spec = take_apart((args, kwargs), "arguments")
-    static = spec, first_places(leaves), tree.orders((args, kwargs))
+    lazy = tuple(i for i, x in enumerate(leaves) if x.is_conj() or x.is_neg())
+    static = spec, first_places(leaves), tree.orders((args, kwargs)), lazy
     return leaves, (static, *map(_kind, leaves))
 
 
@@ -434,7 +435,7 @@ def _kind(x: Tensor) -> Any:
     if isinstance(x, DTensor):
         local = x._local_tensor
         return (x._spec, local.shape, layout_of(local), local.dtype, local.device)
-    return (x.shape, layout_of(x), x.dtype, x.device, x.is_conj(), x.is_neg())
+    return (x.shape, layout_of(x), x.dtype, x.device)
 
 
 def _arguments(fn: Callable[..., Any], second: str | None) -> list[str]:
