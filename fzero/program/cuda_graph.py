@@ -8,6 +8,8 @@ before comes and goes. The graph holds what it works on, so an address means the
 long as it lives. Where an input moves later on (parameters from a checkpoint), the graph is
 captured again, and that input is copied from then on. Results are copied out: the next call writes
 over them.
+
+A graph ends before the process groups whose collectives it holds: see `fzero.distributed.teardown`.
 """
 
 import threading
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from fzero.distributed import works
 from fzero.distributed.mesh import is_gloo
+from fzero.distributed.teardown import before_teardown, is_told
 from fzero.errors import ConfigError, first_line
 from fzero.program.codegen import Executable
 from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
@@ -97,8 +100,15 @@ def why_not(program: Program, device: torch.device) -> str:
         tags = getattr(target, "tags", ())
         if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
             return f"{node.name} ({target}) lets the host read a value"
-        if is_op(node, *works.LAUNCHES) and is_gloo(_group(node.args)):
+        if not is_op(node, *works.LAUNCHES):
+            continue
+        if is_gloo(_group(node.args)):
             return f"{node.name} travels by gloo, which the host drives"
+        if not is_told():
+            return (
+                f"torch {torch.__version__} would wait for a graph with {node.name} for ever in "
+                "destroy_process_group(), and does not say when it begins"
+            )
     return ""
 
 
@@ -186,7 +196,7 @@ class _Replayed:
         self.before: Sequence[Any] | None = None  # held: or others could lie where these did
         self.graph: _Graph | None = None
         self.generated = False
-        self._turn = threading.Lock()  # a graph has one set of buffers and results
+        self._turn = threading.RLock()  # a graph has one set of buffers and results
 
     def __call__(self, *inputs: Any) -> list[Any]:
         if self.generated:
@@ -240,7 +250,13 @@ class _Replayed:
             f"CUDA graph: works on {len(kept)} inputs where they are, and copies {len(copied)}"
         )
         self.graph = _Graph(captured, given, copied, kept)
+        before_teardown(self)
         return self.graph
+
+    def release(self) -> None:
+        """Let the graph go; a call after that begins anew."""
+        with self._turn:
+            self.graph = self.before = None
 
     def _give_up(self, why: str) -> None:
         self.generated = True

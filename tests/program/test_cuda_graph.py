@@ -6,6 +6,8 @@ memory each time, leaves results where they were at first, and runs nothing whil
 
 import copy
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -177,6 +179,52 @@ def test_one_rank_of_many() -> None:
         _, _, log = trained(cuda_graph=True)
     assert Fixed.captures == 2
     assert not any("CUDA graph: none" in line for line in log)
+
+
+def test_a_graph_ends_before_the_groups_whose_collectives_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's communicators wait for it (pytorch/pytorch, issue 115388)."""
+    alive: list[weakref.ref[Recording]] = []
+
+    def capture(self: Fixed, run: Callable[[], list[Any]], device: torch.device) -> Recording:
+        alive.append(weakref.ref(found := Recording(run)))
+        return found
+
+    ended: list[bool] = []
+    shutdown = dist.ProcessGroup.shutdown
+
+    def ends(group: Any) -> None:
+        gc.collect()
+        ended.extend(x() is None for x in alive)
+        shutdown(group)
+
+    monkeypatch.setattr(Fixed, "capture", capture)
+    monkeypatch.setattr(dist.ProcessGroup, "shutdown", ends)
+    with fake_ranks(2):
+        apply, params = fzero.functionalize(Net())
+        cfg = fzero.Config(3, cuda_graph=True)
+        step_fn = fzero.make_train_step(
+            lambda params, x: apply(params, x).square().mean(), fzero.optim.sgd(0.1), cfg
+        )
+        params, opt_state = step_fn.init(params)
+        for i in range(3):
+            params, opt_state = step_fn(params, opt_state, batch_at(i))
+        gc.collect()
+        assert [x() is not None for x in alive] == [True, True]
+    assert ended
+    assert all(ended)
+    del step_fn  # it lived on
+
+
+def test_a_torch_that_would_wait_for_a_graph_for_ever_gets_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_graph, "is_told", lambda: False)
+    with fake_ranks(2):
+        _, _, log = trained(cuda_graph=True)
+    assert any("destroy_process_group" in line for line in log)
+    assert Fixed.captures == 0
 
 
 def copied(params: Any) -> Any:
