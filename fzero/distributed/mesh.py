@@ -96,8 +96,9 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> Mesh:
         device_type: where the tensors live, such as "cpu" or "cuda".
 
     Raises:
-        ConfigError: the mesh has more than 2 axes, lacks this rank or is for another kind of
-            device; or torchrun's environment is incomplete.
+        ConfigError: the mesh has more than 2 axes, lacks this rank, is for another kind of device
+            or has ranks in another order than that of their numbers along its shard axis; or
+            torchrun's environment is incomplete.
 
     >>> resolve_mesh(None, "cpu").ranks
     (0,)
@@ -194,6 +195,13 @@ def _check(mesh: DeviceMesh, device_type: str) -> None:
             f"mesh is for {mesh.device_type!r} devices and the tensors are on {device_type!r}; "
             f"they must agree. Pass init_device_mesh({device_type!r}, {tuple(mesh.shape)}), or "
             f"move the tensors to {mesh.device_type!r}."
+        )
+    lines = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1)).tolist()
+    if unsorted := [line for line in lines if line != sorted(line)]:
+        raise ConfigError(
+            f"mesh has ranks {unsorted[0]} along its shard axis, in this order; a process group "
+            "has its ranks in the order of their numbers whatever the mesh says, so what is "
+            f"gathered would have its parts in other places. Pass them as {sorted(unsorted[0])}."
         )
 
 

@@ -57,6 +57,8 @@ def test_the_same_ranks_are_equal_and_hash_alike() -> None:
         (lambda: init_device_mesh("cpu", (2, 1, 2)), "cpu", "mesh has 3 axes .*Slice"),
         (lambda: DeviceMesh("cpu", [0, 1]), "cpu", r"mesh holds ranks \[0, 1\].*this is rank 3"),
         (lambda: init_device_mesh("cpu", (4,)), "cuda", "'cpu' devices .* on 'cuda'"),
+        (lambda: DeviceMesh("cpu", [3, 1, 0, 2]), "cpu", r"\[3, 1, 0, 2\] .*as \[0, 1, 2, 3\]"),
+        (lambda: DeviceMesh("cpu", [[0, 2], [3, 1]]), "cpu", r"\[3, 1\] along its shard axis"),
     ],
 )
 def test_a_mesh_that_cannot_be_used(
@@ -64,6 +66,12 @@ def test_a_mesh_that_cannot_be_used(
 ) -> None:
     with fake_ranks(4, rank=3), pytest.raises(ConfigError, match=found):
         resolve_mesh(make(), device_type)
+
+
+@pytest.mark.parametrize("ranks", [[[2, 3], [0, 1]], [[0, 2], [1, 3]], [[1, 2], [0, 3]]])
+def test_replicas_come_in_any_order(ranks: list[list[int]]) -> None:
+    with fake_ranks(4, rank=3):
+        assert sorted(resolve_mesh(DeviceMesh("cpu", ranks), "cpu").ranks) == [0, 1, 2, 3]
 
 
 def _ring(hybrid: bool) -> tuple[int, list[list[float]]]:
