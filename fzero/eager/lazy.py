@@ -142,12 +142,29 @@ class LazyLeaf(Memoryless):
         """The same values outside of autograd's graph; who writes to them is counted."""
         return self.detach()
 
+    @data.setter
+    def data(self, value: Tensor) -> None:  # pyright: ignore
+        raise changed_in_place(self.leaf.name)
+
     def __repr__(self, **_: Any) -> str:  # pyright: ignore
         return f"LazyLeaf({self.leaf.name!r}, {tuple(self.shape)}, {self.dtype})"
 
 
 class GivenLeaf(Tensor):
-    """A full leaf whose `.data` counts writes: torch's own would hide them."""
+    """A full leaf whose `.data` counts writes: torch's own would hide them.
+
+    Attributes:
+        leaf_name: as messages name it.
+    """
+
+    leaf_name: str
+
+    @classmethod
+    def of(cls, x: Tensor, name: str) -> "GivenLeaf":
+        """A leaf of this name."""
+        self = x.as_subclass(cls)
+        self.leaf_name = name
+        return self
 
     # results are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
@@ -156,6 +173,10 @@ class GivenLeaf(Tensor):
     def data(self) -> Tensor:  # pyright: ignore
         """The same values outside of autograd's graph."""
         return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:  # pyright: ignore
+        raise changed_in_place(self.leaf_name)
 
 
 def changed_in_place(name: str) -> FzeroError:

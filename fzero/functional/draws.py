@@ -258,6 +258,13 @@ class Watch(TorchFunctionMode):
             generator = kwargs.get("generator")
             if generator is not None:
                 refuse_generator(generator)
+        if self.numbers is not None and type(func) is _GETTER and func == _SET_DATA:
+            raise TraceError(
+                f"a tensor is given other memory{users_line()} while the function is staged out, "
+                "and what is recorded would go on with the old values. Compute a new tensor "
+                "(w = w * 2 instead of w.data = w.data * 2); change parameters between steps, and "
+                "buffers by buffer.copy_(new), as model state."
+            )
         result = self._called(func, args, kwargs or {})
         if self.reads is not None:
             name = getattr(func, "__name__", "")
@@ -351,6 +358,7 @@ def _has_value(x: torch.Tensor) -> bool:
     return not isinstance(last, FakeTensor) or last.constant is not None
 
 
+_SET_DATA = torch.Tensor.data.__set__  # pyright: ignore
 _GETTER = type(torch.Tensor.shape.__get__)  # pyright: ignore
 _TENSORS = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 """Attributes of a tensor that are tensors."""

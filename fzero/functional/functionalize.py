@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -34,7 +35,9 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
 
     A call of `apply` leaves no trace in the module: attributes and containers that `forward`
     writes (`self.last = h`, `self.log.append(h)`) and hooks that it installs are put back
-    afterwards, also after an exception. Calls may nest. Two threads must not call into one
+    afterwards, also after an exception. In a step, and in any function that this library runs,
+    attributes are put back when that function ends: it may read what its calls have left, such as
+    a loss term in `self.losses`. Calls may nest. Two threads must not call into one
     module at once.
 
     The returned tensors share memory with the module's and ask for no gradient (as in
@@ -96,16 +99,16 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
         # the call runs on copies: a change that is refused has not been made
         own = {s.name: clone(s.tensor(plan)) for s in plan.buffers}
         check_device(plan, params, own)
-        # versions, not values: to compare those a device would be waited for
-        before = {name: buffer._version for name, buffer in own.items()}
+        # versions and memories, not values: to compare those a device would be waited for
+        before = {name: _state_of(buffer) for name, buffer in own.items()}
         args, kwargs = as_input((args, kwargs))
         with _no_mix(params), swapped(plan, params, own, own), edges_in(Edges()):
             wrap_forwards(plan)
             wrap_remat(plan)  # around what is opaque, too
             out = module(*args, **kwargs)
             new = read_buffers(plan, own)
-        for name, version in before.items():
-            if new[name] is not own[name] or new[name]._version != version:
+        for name, state in before.items():
+            if new[name] is not own[name] or _state_of(new[name]) != state:
                 raise TraceError(
                     f"The call changed buffer {name!r} of {kind_of(module)}, and its new value has "
                     "nowhere to go: a pure function returns what it changes. Use `apply, params, "
@@ -131,6 +134,13 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     if not buffers:
         return apply, params
     return apply_with_buffers, params, {s.name: s.tensor(plan).detach() for s in plan.buffers}
+
+
+def _state_of(buffer: Tensor) -> tuple[int, int]:
+    """Its version, and its memory: `.data = ...` counts as no version."""
+    *_, inner = levels_of(buffer)
+    memory = inner.untyped_storage()._cdata if inner.layout is torch.strided else 0
+    return buffer._version, memory
 
 
 def parameters(module: nn.Module) -> Params:

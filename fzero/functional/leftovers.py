@@ -153,11 +153,12 @@ def _changes(
         before = then.get(name, MISSING)
         if value is not before:
             yield name, before, value, False
-        elif type(value) in CONTAINERS and not _same(value, copies.get(id(value), value)):
+        elif type(value) in CONTAINERS and not same_items(value, copies.get(id(value), value)):
             yield name, value, value.copy(), True
 
 
-def _same(live: Any, copy: Any) -> bool:
+def same_items(live: Any, copy: Any) -> bool:
+    """Whether a container has the items that its copy has, or () if it had none."""
     if len(live) != len(copy):
         return False
     if isinstance(live, set) or not copy:
@@ -269,7 +270,8 @@ _HOOKS = frozenset(
     {"_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs"}
     | {"_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"}
 )
-_OWN = (frozenset(nn.Module().__dict__) | {"forward"}) - _HOOKS - {"training"}
+TORCHS = frozenset(nn.Module().__dict__) | {"forward"}  # attributes that every module has
+_OWN = TORCHS - _HOOKS - {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _aten = torch.ops.aten
 _SHAPES_ALONE = frozenset(

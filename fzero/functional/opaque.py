@@ -26,7 +26,7 @@ from fzero.functional.islands import Form, Island, check_islands, record, shown
 from fzero.functional.remat import is_recording, region
 from fzero.functional.remat_modules import matches_nothing
 from fzero.functional.slots import SlotTable, plan_slots
-from fzero.functional.swap import clone, read_buffers, swapped
+from fzero.functional.swap import clone, held_by_nobody, read_buffers, swapped
 from fzero.numerics.rng import generator_of, preserved
 from fzero.tree import PyTree
 
@@ -123,7 +123,7 @@ class OpaqueForward:
             nonlocal changed
             copies = {name: clone(x) for name, x in buffers.items()}
             before = {name: x._version for name, x in copies.items()}
-            with swapped(plan, params, copies, buffers):
+            with held_by_nobody(), swapped(plan, params, copies, buffers):
                 out = self.forward(*args, **kwargs)
                 new = read_buffers(plan, copies)
             if changed is None:  # found while recording: which buffers are results

@@ -1,17 +1,26 @@
-"""A module with other tensors in its slots, for one call. See [Note: slots] in slots.py."""
+"""A module with other tensors in its slots, for one call. See [Note: slots] in slots.py.
+
+[Note: held] What `forward` leaves in attributes of its module (`self.aux = ...`, a list of losses)
+is put back, so that each call of a function of parameters begins alike. But a model function may
+call `apply` and then read what was left, as it would read what `module(x)` leaves: a loss term of a
+mixture of experts. Whoever runs a function of the user's therefore puts back when that ends, and
+not after each `apply` inside: see `held_over`.
+"""
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fzero.errors import TraceError
 from fzero.functional.fit import check_fit, check_structure, rebuilt, shown
-from fzero.functional.leftovers import CONTAINERS, note
+from fzero.functional.leftovers import CONTAINERS, TORCHS, note, same_items
+from fzero.functional.reads import MISSING
 from fzero.functional.slots import Buffers, SlotTable, fill_template, kind_of, site_of
 from fzero.functional.torch_checkpoint import recomputing
 from fzero.functional.transforms import Over, is_over
@@ -23,15 +32,19 @@ def swapped(
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     given: Mapping[str, Tensor],
+    *,
+    again: bool = False,
 ) -> Iterator[None]:
     """The module with these tensors in its slots; as it was before on the way out.
 
-    `buffers` are copies of `given`, which the module may change.
+    `buffers` are copies of `given`, which the module may change. What a part leaves that is
+    computed `again` has been left before: nobody reads it.
     """
     check_fit(plan, params, plan.params, "params")
     check_structure(plan)
     saved = _snapshot(plan.modules)
     call: _Call | None = None
+    held = None if again else _HELD.get()
     over = False
     try:
         for tensors, slots in ((params, plan.params), (buffers, plan.buffers)):
@@ -55,11 +68,125 @@ def swapped(
             yield
         over = True
     finally:
-        if over:
-            _note_left(plan, saved, buffers)
         if call is not None and call.goes_on:
             call.left.extend(_left(plan, saved))
-        _restore(saved)
+        if over and held is not None:
+            held.keep(plan, saved, buffers)
+        else:
+            try:
+                if over and not again:
+                    _note_left(plan, saved, buffers)
+            finally:
+                _restore(saved)
+
+
+@contextlib.contextmanager
+def held_over() -> Iterator[None]:
+    """A function of the user's runs inside: what its calls leave stays until it ends.
+
+    See [Note: held].
+    """
+    held = _Held()
+    token = _HELD.set(held)
+    over = False
+    try:
+        yield
+        over = True
+    finally:
+        _HELD.reset(token)
+        held.end(noted=over)
+
+
+@contextlib.contextmanager
+def held_by_nobody() -> Iterator[None]:
+    """A part of a call runs inside, later on: what it leaves is put back at once."""
+    token = _HELD.set(None)
+    try:
+        yield
+    finally:
+        _HELD.reset(token)
+
+
+class _Kept(NamedTuple):
+    """What one call has left.
+
+    Args:
+        plan: whose call.
+        buffers: of the call.
+        attrs: of modules, with the former values of those that are others.
+        containers: of attributes, with their former items.
+        names: of these attributes, by the number of the module.
+    """
+
+    plan: SlotTable
+    buffers: Mapping[str, Tensor]
+    attrs: list[tuple[dict[str, Any], dict[str, Any]]]
+    containers: list[tuple[Any, Any]]
+    names: set[tuple[int, str]]
+
+
+class _Held:
+    """What the calls inside of one function have left in modules."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Kept] = []
+        self.saved: dict[int, tuple[Any, Any]] = {}  # as the first call found them
+
+    def keep(self, plan: SlotTable, saved: "_Saved", buffers: Mapping[str, Tensor]) -> None:
+        """Restore all of a call but what is the user's to read: attributes that nn.Module lacks."""
+        copies = {id(live): copy for live, copy in saved}
+        ours = {(index, attr) for index, attr, _ in plan.caches}
+        kept = _Kept(plan, buffers, [], [], set())
+        left = []
+        for index, module in enumerate(plan.modules):
+            attrs = module.__dict__
+            then = copies[id(attrs)]
+            found = {x: y for x, y in attrs.items() if y is not then.get(x, MISSING)}
+            if len(attrs) - len(found) < len(then):  # less than there was
+                found.update({x: MISSING for x in then if x not in attrs})
+            found = {x: y for x, y in found.items() if x not in TORCHS and (index, x) not in ours}
+            if found:
+                kept.attrs.append((attrs, {x: then.get(x, MISSING) for x in found}))
+                left.append((attrs, found))
+                kept.names.update((index, x) for x in found)
+            for x, items in then.items():
+                if type(items) not in CONTAINERS or x in TORCHS or (index, x) in ours:
+                    continue
+                if not same_items(items, copies[id(items)]):
+                    kept.containers.append((items, copies[id(items)]))
+                    kept.names.add((index, x))
+        try:
+            _note_left(plan, saved, buffers, but=kept.names)
+        finally:
+            lists = {id(live) for live, _ in kept.containers}
+            _restore([(live, copy) for live, copy in saved if id(live) not in lists])
+        if kept.names:
+            for attrs, found in left:
+                _put(attrs, found)
+            self.calls.append(kept)
+            for live, copy in saved:
+                self.saved.setdefault(id(live), (live, copy))
+
+    def end(self, *, noted: bool) -> None:
+        """Restore the rest, and note it as left if the function has come to its end."""
+        if noted:
+            buffers = {
+                f"{i} {k}": x for i, y in enumerate(self.calls) for k, x in y.buffers.items()
+            }
+            for call in self.calls:
+                _note_left(call.plan, [*self.saved.values()], buffers, only=call.names)
+        for call in reversed(self.calls):
+            for attrs, before in call.attrs:
+                _put(attrs, before)
+            _restore(call.containers)
+
+
+def _put(attrs: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if value is MISSING:
+            attrs.pop(name, None)
+        else:
+            attrs[name] = value
 
 
 def _there(name: str, value: Any) -> Any:
@@ -106,7 +233,7 @@ class _Call:
                 for tensors in (self.params, buffers_then)
             )
             clones = {name: x if isinstance(x, Over) else clone(x) for name, x in buffers.items()}
-            with swapped(self.plan, params, clones, buffers):
+            with held_by_nobody(), swapped(self.plan, params, clones, buffers, again=True):
                 for attrs, values in self.left:
                     attrs.update({name: _there(name, x) for name, x in values.items()})
                 return fn(*args, **kwargs)
@@ -162,15 +289,26 @@ def _left(plan: SlotTable, saved: _Saved) -> Iterator[tuple[dict[str, Any], dict
             yield attrs, found
 
 
-def _note_left(plan: SlotTable, saved: _Saved, buffers: Mapping[str, Tensor]) -> None:
-    ours = {(index, attr) for index, attr, _ in plan.caches}
+def _note_left(
+    plan: SlotTable,
+    saved: _Saved,
+    buffers: Mapping[str, Tensor],
+    *,
+    only: Set[tuple[int, str]] | None = None,
+    but: Set[tuple[int, str]] = frozenset(),
+) -> None:
+    ours = {(index, attr) for index, attr, _ in plan.caches} | but
 
     def named(index: int) -> str:
         return f"{site_of(plan.prefixes[index])} ({kind_of(plan.modules[index])})"
 
-    note(plan.modules, named, saved, buffers, lambda index, name: (index, name) in ours)
+    def ignored(index: int, name: str) -> bool:
+        return (index, name) in ours or (only is not None and (index, name) not in only)
+
+    note(plan.modules, named, saved, buffers, ignored)
 
 
+_HELD: ContextVar[_Held | None] = ContextVar("fzero_held", default=None)
 _PUT = frozenset({"_backward_hooks", "_backward_pre_hooks", "forward"})
 
 

@@ -186,7 +186,7 @@ class Eager:
             for x, leaf in zip(leaves, layout, strict=True)
         ]
         low = [
-            x.to(leaf.compute or x.dtype).as_subclass(GivenLeaf)
+            GivenLeaf.of(x.to(leaf.compute or x.dtype), leaf.name)
             for x, leaf in zip(given, layout, strict=True)
         ]
         versions = [_version(x) for x in low]

@@ -16,6 +16,7 @@ from fzero.distributed.mesh import Axes
 from fzero.errors import ShardError
 from fzero.functional.differentiate import is_differentiated
 from fzero.functional.functionalize import refuse_past
+from fzero.functional.swap import held_over
 from fzero.layout import Layout
 from fzero.numerics.casts import cast, in_force
 from fzero.state.sharding import refuse_complex
@@ -100,7 +101,7 @@ class Call:
         for i, found, column in zip(self.argnums, self.trees, columns, strict=True):
             args[i] = tree.unflatten(found.spec, column)
         kwargs = {k: _full(x, self.cfg) for k, x in self.kwargs.items()}
-        with in_force(self.cfg.dtypes, self.trees[0].mesh.device_type):
+        with in_force(self.cfg.dtypes, self.trees[0].mesh.device_type), held_over():
             return self.finish(self.fn(*args, **kwargs))
 
     def outward(self, result: PyTree) -> PyTree:

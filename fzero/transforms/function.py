@@ -26,6 +26,7 @@ from fzero.errors import ConfigError, ShardError, TraceError
 from fzero.functional.differentiate import is_differentiated
 from fzero.functional.functionalize import calls_noted
 from fzero.functional.memory import storage_of
+from fzero.functional.swap import held_over
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.rng import mix
 from fzero.program import Program
@@ -302,7 +303,12 @@ def jit(
     name = check_callable("jit", fn)
     cfg = as_config("jit", cfg)
     numbers = positions("jit", "donate_argnums", donate_argnums)
-    return Function(name, fn, fn, cfg, donate_argnums=numbers, takes_parts=False)
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        with held_over():
+            return fn(*args, **kwargs)
+
+    return Function(name, body, fn, cfg, donate_argnums=numbers, takes_parts=False)
 
 
 def positions(what: str, field: str, given: Any) -> tuple[int, ...]:

@@ -460,6 +460,21 @@ def test_every_way_to_change_a_buffer_comes_back() -> None:
     assert module.ema.tolist() == module.steps.tolist() == [0, 0]
 
 
+class GivesData(nn.Module):
+    """What writes by `.data =` counts as no version."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data = self.scale.data * 0.5
+        return self.layer(x) * self.scale
+
+
 @pytest.mark.parametrize("transform", ["plain", "grad", "inference"])
 @pytest.mark.parametrize(
     ("make", "name", "x"),
@@ -485,6 +500,14 @@ def test_a_changed_buffer_is_refused_without_buffers(make, name, x, transform) -
     ):
         run(*args)
     assert picture(module) == before
+
+
+def test_a_buffer_that_is_given_other_data_is_a_changed_one() -> None:
+    module = GivesData()
+    apply, params = functionalize(module)
+    with pytest.raises(TraceError, match=r"changed buffer 'scale'"):
+        apply(params, torch.ones(2))
+    assert torch.equal(module.scale, torch.ones(2))
 
 
 def test_buffers_that_are_only_read_are_fine_without_buffers() -> None:

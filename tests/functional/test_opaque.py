@@ -513,3 +513,33 @@ def test_the_message_names_the_module_to_wrap() -> None:
     )
     with pytest.raises(TraceError, match=r"opaque=\['middle'\]"):
         step_fn.lower(*step_fn.init(params), rows(0, 0))
+
+
+def test_beside_an_opaque_part_forward_may_leave_what_it_likes() -> None:
+    """What it had left broke the recording: the part is differentiated, which calls it again."""
+
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(3, 3), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = self.inner(x)
+            return self.last.tanh()
+
+    losses = []
+    for opaque in ((), "inner"):
+        torch.manual_seed(0)
+        module = Leaves()
+        apply, params = fzero.functionalize(module)
+        step_fn = fzero.make_train_step(
+            lambda p, x, apply=apply: apply(p, x).square().mean(),
+            fzero.optim.sgd(0.1),
+            fzero.Config(opaque=opaque),
+        )
+        params, state = step_fn.init(params)
+        for _ in range(2):
+            params, state = step_fn(params, state, torch.ones(2, 3))
+        losses.append(float(state.metrics["loss"]))
+        assert module.last is None
+    assert losses[0] == pytest.approx(losses[1])

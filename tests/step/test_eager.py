@@ -508,7 +508,12 @@ def _scale_a_view_in_place(params: Any, x: Tensor) -> Tensor:
     return (x @ params["w"]).mean()
 
 
-@pytest.mark.parametrize("model_fn", [_scale_in_place, _scale_a_view_in_place])
+def _give_other_data(params: Any, x: Tensor) -> Tensor:
+    params["w"].data = params["w"].data * 0.5
+    return (x @ params["w"]).mean()
+
+
+@pytest.mark.parametrize("model_fn", [_scale_in_place, _scale_a_view_in_place, _give_other_data])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_parameter_changed_in_place_is_an_error(stage: int, model_fn: Any) -> None:
     with pytest.raises(FzeroError, match="'w' in place"):

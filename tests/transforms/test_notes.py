@@ -553,6 +553,32 @@ def test_a_function_that_computes_with_what_it_writes_is_refused() -> None:
         step_fn(*state, X)
 
 
+OTHER_DATA: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a parameter": lambda p, x: (given(p["w"]) * x).sum(),
+    "the batch": lambda p, x: base(p, given(x)),
+    "what was computed": lambda p, x: given(p["w"] * x).sum(),
+    "a tensor from outside": lambda p, x: base(p, x * given(OUTSIDE)),
+}
+OUTSIDE = torch.ones(3)
+
+
+def given(x: Any) -> Any:
+    x.data = x.data * 2
+    return x
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_a_tensor_that_is_given_other_data_is_refused(name: str, stage: int) -> None:
+    """The Program would go on with the old; for a frozen leaf torch crashed the process."""
+    fn = OTHER_DATA[name]
+    step_fn, state = made(lambda p, x: fn(p, x), stage=stage)
+    with pytest.raises(TraceError, match=r"other memory at .*x\.data = x\.data \* 2"):
+        step_fn(*state, X)
+    assert torch.equal(OUTSIDE, torch.ones(3))
+    assert torch.equal(X, torch.ones(2, 3))
+
+
 class Slotted:
     """Counts in a slot, beside which there may be a dict."""
 
