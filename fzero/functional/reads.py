@@ -4,6 +4,9 @@ A `__getattribute__` that stands in the objects' classes meanwhile writes them d
 that the function merely could read is of no account.
 """
 
+import contextlib
+import copy
+import copyreg
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -79,8 +82,11 @@ class Reads:
             if self._busy or threading.get_ident() != self._owner:
                 return original(this, name)
             if name[:2] == "__":
-                if name == "__dict__" and not is_library(sys._getframe(1).f_code.co_filename):
-                    self._all(this, original(this, name))
+                if name in _READ_ALL and _asked_by_user(sys._getframe(1)):
+                    with contextlib.suppress(
+                        AttributeError
+                    ):  # it has slots, which are read by name
+                        self._all(this, original(this, "__dict__"))
                 return original(this, name)
             names = self.names.get(id(this))
             if names is None:
@@ -120,3 +126,14 @@ class Reads:
             self.met(value)
         finally:
             self._busy = False
+
+
+def _asked_by_user(frame: Any) -> bool:
+    """Whether code of the user's asks, or has an object copied."""
+    while frame is not None and frame.f_code.co_filename in _COPIERS:
+        frame = frame.f_back
+    return frame is not None and not is_library(frame.f_code.co_filename)
+
+
+_READ_ALL = ("__dict__", "__getstate__")  # the latter is asked by who copies, and reads in C
+_COPIERS = (copy.__file__, copyreg.__file__)

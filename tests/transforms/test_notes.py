@@ -2,10 +2,12 @@
 
 import array
 import collections
+import copy
 import dataclasses
 import enum
 import functools
 import multiprocessing
+import pickle
 import random
 import threading
 import types
@@ -144,6 +146,24 @@ def slots() -> Case:
     held = Holder()
     held.t = 1.0
     return lambda p, x: base(p, x) * held.t, lambda v: setattr(held, "t", v)
+
+
+def copied(of: Callable[[Any], Any], make: Callable[[], Any]) -> Callable[[], Case]:
+    def case() -> Case:
+        held = make()
+        held.t = 1.0
+        return lambda p, x: base(p, x) * of(held).t, lambda v: setattr(held, "t", v)
+
+    return case
+
+
+class Slot:
+    __slots__ = ("t",)
+
+
+@dataclasses.dataclass
+class Rate:
+    t: float = 1.0
 
 
 def behind_a_property() -> Case:
@@ -364,6 +384,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "module_buffer_replaced": of_module(lambda m, v: setattr(m, "buffer", torch.tensor(v))),
     "module_buffer_in_place": of_module(lambda m, v: m.buffer.fill_(v)),
     "module_hook": of_module(hooked),
+    "copy": copied(copy.copy, argparse_like),
+    "deep_copy": copied(copy.deepcopy, argparse_like),
+    "deep_copy_within": copied(lambda held: copy.deepcopy([{"a": held}])[0]["a"], Rate),
+    "copy_of_slots": copied(copy.copy, Slot),
+    "pickled": copied(lambda held: pickle.loads(pickle.dumps(held)), Rate),
     "module_class": of_module(lambda m, v: setattr(m.part, "__class__", Thrice)),
 }
 
