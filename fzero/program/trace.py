@@ -26,6 +26,7 @@ from torch.fx.graph import CodeGen
 from torch.nn import Parameter
 
 from fzero.errors import FzeroError, TraceError, TransformOverError, first_line
+from fzero.functional.library import is_library_class
 from fzero.functional.opaque import opaque_modules
 from fzero.functional.remat_modules import Rules, remat_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
@@ -126,6 +127,8 @@ def _by_front_ends(
             # what torch.func can't give back in backward, plain autograd may
             if isinstance(error, FzeroError) and not isinstance(error, TransformOverError):
                 raise
+            if not is_library_class(type(error)):
+                raise  # the user's own, for whoever of the user's catches it
             refusals.append((label, error))
             continue
         log = [f"{front}: refused: {first_line(error)}" for front, error in refusals]
