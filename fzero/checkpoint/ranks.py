@@ -32,6 +32,7 @@ class Ranks:
         group: for their messages; None for a rank that is alone.
         timeout: seconds that the others are waited for; None: the process group's.
         circle: the same ranks, to see who is gone or elsewhere.
+        by_default: whether nothing has said which ranks: then they are all.
     """
 
     members: tuple[int, ...]
@@ -39,6 +40,7 @@ class Ranks:
     group: ProcessGroup | None
     timeout: float | None
     circle: Circle = field(default_factory=lambda: Circle((0,), 0))
+    by_default: bool = False
 
     @property
     def rank(self) -> int:
@@ -72,7 +74,7 @@ class Ranks:
         except (RuntimeError, RankMismatchError) as error:
             raise CheckpointError(
                 f"rank {self.rank} waited for {what} of ranks {list(self.members)}: {error} "
-                "Earlier checkpoints are as they were."
+                f"{self._why}Earlier checkpoints are as they were."
             ) from error
         return [
             json.loads(bytes(text[:n].tolist())) for text, n in zip(texts, lengths, strict=True)
@@ -96,8 +98,19 @@ class Ranks:
             if len(set(values.values())) > 1:
                 listing = "; ".join(f"rank {rank}: {value}" for rank, value in values.items())
                 raise CheckpointError(
-                    f"ranks differ in {what} at {key}: {listing}. It must be the same on all."
+                    f"ranks differ in {what} at {key}: {listing}. It must be the same on all. "
+                    f"{self._why}".rstrip()
                 )
+
+    @property
+    def _why(self) -> str:
+        if not self.by_default:
+            return ""
+        return (
+            "(No DTensor in it says which ranks hold it, as at stage 0: so these are all ranks of "
+            "the process group. Ranks of a mesh that has not all of them save at stage 3, or at 1 "
+            "and 2 with an optimizer that has state.) "
+        )
 
     def apart(self) -> "Ranks | None":
         """The same ranks with a group of their own, for use beside training; all must call it.
@@ -151,7 +164,7 @@ def ranks_of(tensors: Iterable[Tensor], timeout: float | None = None) -> Ranks:
     whole = mesh is None or mesh.size() == dist.get_world_size()
     assert isinstance(group, ProcessGroup)  # this rank is in it
     circle = circle_for(ranks, [group]) if whole or mesh is None else circle_of(mesh)
-    return Ranks(ranks, index, group, timeout, circle)
+    return Ranks(ranks, index, group, timeout, circle, by_default=mesh is None)
 
 
 def on_every_rank(
