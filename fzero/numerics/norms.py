@@ -26,8 +26,9 @@ _WORTH_WAKING = 8 * _GRAIN
 # Rows that are copied to float64 at a time: half a megabyte; and the share of all numbers that such
 # a copy, or that of a small leaf, may be. With the norms of rows that is less than a tenth of the
 # leaves' bytes, which no prediction of memory has to know. Leaves of up to a row are joined, all of
-# them: they are few bytes.
+# them: they are few bytes. Larger ones with them, up to so many numbers and that share.
 _COPIED, _SHARE = 2 * _GRAIN, 32
+_JOINED = 4 * _ROW
 # Sums of squares of which float32 lost nothing that counts: squares vanish from 1e-38 down, and
 # overflow from 3e38 on.
 _SAFE = (1e-18, 1e30)
@@ -72,13 +73,19 @@ def _sum_of_squares(xs: list[Tensor], *, exact: bool = True) -> Tensor:
         return _in_double(xs)
     sizes = list(map(Tensor.numel, xs))
     limit = min(_SMALL, sum(sizes) // _SHARE)
-    by_size: tuple[list[Tensor], ...] = [], [], []
+    room = sum(sizes) // _SHARE
+    least: list[Tensor] = []
+    small: list[Tensor] = []
+    large: list[Tensor] = []
     for x, size in zip(xs, sizes, strict=True):
-        by_size[2 if size > limit else 1 if size > _ROW else 0].append(x)
-    least, small, large = by_size
+        if size <= _ROW or size <= min(_JOINED, room):
+            room -= size if size > _ROW else 0
+            least.append(x if x.dim() == 1 else x.ravel())
+        else:
+            (large if size > limit else small).append(x)
     parts = []
     if least:
-        joined = torch.cat(list(map(torch.ravel, least))).double()
+        joined = torch.cat(least).double()
         parts.append(torch.dot(joined, joined))
     if small:
         parts.append(_in_double(small))
