@@ -9,7 +9,7 @@ not after each `apply` inside: see `held_over`.
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -169,16 +169,18 @@ class _Held:
 
     def end(self, *, noted: bool) -> None:
         """Restore the rest, and note it as left if the function has come to its end."""
-        if noted:
-            buffers = {
-                f"{i} {k}": x for i, y in enumerate(self.calls) for k, x in y.buffers.items()
-            }
-            for call in self.calls:
-                _note_left(call.plan, [*self.saved.values()], buffers, only=call.names)
-        for call in reversed(self.calls):
-            for attrs, before in call.attrs:
-                _put(attrs, before)
-            _restore(call.containers)
+        calls = self.calls
+        try:
+            if noted and calls:
+                named = [(f"{i} {k}", x) for i, y in enumerate(calls) for k, x in y.buffers.items()]
+                for call in calls:
+                    _note_left(call.plan, [*self.saved.values()], dict(named), only=call.names)
+        finally:
+            for call in reversed(calls):
+                for attrs, before in call.attrs:
+                    _put(attrs, before)
+                    _order(attrs, self.saved[id(attrs)][1])
+                _restore(call.containers)
 
 
 def _put(attrs: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -187,6 +189,15 @@ def _put(attrs: dict[str, Any], values: Mapping[str, Any]) -> None:
             attrs.pop(name, None)
         else:
             attrs[name] = value
+
+
+def _order(attrs: dict[str, Any], names: Iterable[str]) -> None:
+    """Have the attributes in this order again, if they are these."""
+    names = list(names)
+    if list(attrs) != names and attrs.keys() == set(names):
+        values = attrs.copy()
+        attrs.clear()
+        attrs.update((name, values[name]) for name in names)
 
 
 def _there(name: str, value: Any) -> Any:
