@@ -391,6 +391,41 @@ def _leaves_torch(params: Any, x: Tensor) -> Tensor:
     return _loss(params, x) * float(scale)
 
 
+class SkipBatch(Exception):
+    """Of the user's, who catches it around the step."""
+
+
+def test_an_exception_of_the_users_own_comes_as_itself() -> None:
+    seen = []
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        seen.append(None)
+        if x.shape[0] == 5:
+            raise SkipBatch("too long")
+        return _loss(params, x)
+
+    step_fn = _make(model_fn)
+    state = _state(step_fn)
+    state = step_fn(*state, torch.ones(4, 4))
+    with pytest.raises(SkipBatch, match="too long"):
+        step_fn(*state, torch.ones(5, 4))
+    calls = len(seen)
+    step_fn(*state, torch.ones(4, 4))
+    assert len(seen) == calls  # the recording of before still holds
+
+
+def test_one_that_tells_of_torchs_refusal_is_a_refusal() -> None:
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        try:
+            return _reads_a_value(params, x)
+        except RuntimeError as error:
+            raise SkipBatch("in the loss") from error
+
+    step_fn = _make(model_fn)
+    with pytest.raises(fzero.TraceError, match=r"SkipBatch: in the loss"):
+        step_fn(*_state(step_fn), torch.ones(4, 4))
+
+
 class _Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()

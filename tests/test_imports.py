@@ -22,11 +22,12 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "zero": ("layout", "distributed", "functional.differentiate"),
     "eager": (
         *("errors", "tree", "layout", "numerics", "distributed"),
-        *("functional.differentiate", "functional.tasks"),
+        *("functional.differentiate", "functional.swap", "functional.tasks"),
     ),
     "program": (
         *("errors", "layout", "numerics.rng", "distributed"),
-        *("functional.islands", "functional.memory", "functional.opaque", "functional.patch"),
+        *("functional.islands", "functional.library", "functional.memory", "functional.opaque"),
+        "functional.patch",
         *("functional.remat", "functional.remat_modules", "functional.torch_checkpoint"),
         "functional.transforms",
     ),

@@ -24,6 +24,7 @@ from fzero.distributed.collectives import all_gather, replicate
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import LazyLeaf, changed_in_place
 from fzero.errors import ConfigError, FzeroError
+from fzero.functional.swap import held_by_nobody, held_over
 from fzero.numerics.casts import edges, edges_in
 from fzero.numerics.rng import generator_of, preserved
 
@@ -169,7 +170,9 @@ class _Stage(Function):
     @staticmethod
     def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         full = call.gather()
-        results = call.run([full.get(i, x) for i, x in enumerate(tensors)])
+        with held_over() as held:
+            results = call.run([full.get(i, x) for i, x in enumerate(tensors)])
+            held.warn("a part under fzero.stage")
         # autograd wants an argument that comes back to be another tensor
         return tuple(x.view_as(x) if any(x is y for y in tensors) else x for x in results)
 
@@ -324,7 +327,7 @@ def _surroundings(
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
-        with contextlib.ExitStack() as stack, preserved(generators):
+        with contextlib.ExitStack() as stack, preserved(generators), held_by_nobody():
             for cast in casts:
                 stack.enter_context(cast())
             for generator, state in zip(generators, states, strict=True):

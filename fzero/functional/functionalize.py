@@ -183,6 +183,8 @@ def _check_params(plan: SlotTable) -> None:
         raise
     if any(param is None for _, param in named):
         check_structure(plan)
+    # a call around this one has put others into the slots of a part of its module
+    named = [(name, param) for name, param in named if isinstance(param, nn.Parameter)]
     for name, param in named:
         check_plain(name, param)
     refuse_hooks(named)

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.functional.carried import Doubt
 from fzero.functional.reads import MISSING
+from fzero.functional.transforms import Over, is_over
 
 CONTAINERS = frozenset({list, dict, set, deque, defaultdict, OrderedDict})
 Saved = Sequence[tuple[Any, Any]]  # attributes and containers, each with a shallow copy
@@ -171,6 +172,8 @@ def same_items(live: Any, copy: Any) -> bool:
 def _stand_in(value: Any, varies: Callable[[Tensor], bool], depth: int = 4) -> Any:
     """What stands for a value that was left."""
     if isinstance(value, Tensor):
+        if is_over(value):  # of a transform inside of the function: nobody can compute with it
+            return Over(value, "what an earlier call left")
         if value.layout is not torch.strided or not varies(value):
             raise _Cache
         return stand_in(value)

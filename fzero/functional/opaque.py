@@ -26,7 +26,7 @@ from fzero.functional.islands import Form, Island, check_islands, record, shown
 from fzero.functional.remat import is_recording, region
 from fzero.functional.remat_modules import matches_nothing
 from fzero.functional.slots import SlotTable, plan_slots
-from fzero.functional.swap import clone, held_by_nobody, read_buffers, swapped
+from fzero.functional.swap import clone, held_by_nobody, held_over, read_buffers, swapped
 from fzero.numerics.rng import generator_of, preserved
 from fzero.tree import PyTree
 
@@ -123,7 +123,7 @@ class OpaqueForward:
             nonlocal changed
             copies = {name: clone(x) for name, x in buffers.items()}
             before = {name: x._version for name, x in copies.items()}
-            with held_by_nobody(), swapped(plan, params, copies, buffers):
+            with swapped(plan, params, copies, buffers):
                 out = self.forward(*args, **kwargs)
                 new = read_buffers(plan, copies)
             if changed is None:  # found while recording: which buffers are results
@@ -259,7 +259,8 @@ class _Call:
 
     def flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of the result, of these tensors in place of its own."""
-        return take_apart(self._called(self.fn, *put_together(self.template, tensors)))[0]
+        with held_by_nobody():
+            return take_apart(self._called(self.fn, *put_together(self.template, tensors)))[0]
 
     def tried(self, tensors: Sequence[Tensor], fn: Any, valued: bool) -> list[Tensor]:
         """The same of `fn`, while it is not known yet what comes out.
@@ -272,7 +273,9 @@ class _Call:
         args, kwargs = put_together(self.template, tensors)
         contents = Contents((args, kwargs))
         try:
-            result = self._called(fn, args, kwargs)
+            with held_over() as held:
+                result = self._called(fn, args, kwargs)
+                held.warn(f"the opaque function {self.name}")
         finally:
             changed = contents.restored()
         if changed:

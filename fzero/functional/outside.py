@@ -298,6 +298,9 @@ class Walk:
                 self._later(attributes, place)
             return
         for name in self.reads.names_of(value, str(place)):
+            if name == "__dict__" and attributes is not None:
+                self.containers.append((attributes, place))
+                continue
             self._attribute(value, attributes, name, Place(place, f".{name}"))
 
     def _attribute(self, value: Any, attributes: Any, name: str, place: Place) -> None:

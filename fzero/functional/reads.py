@@ -5,9 +5,9 @@ that the function merely could read is of no account.
 """
 
 import contextlib
-import copy
-import copyreg
+import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -103,6 +103,7 @@ class Reads:
 
     def _all(self, this: Any, attributes: Mapping[str, Any]) -> None:
         self.objects[id(this)] = this
+        self.names.setdefault(id(this), {})["__dict__"] = MISSING  # which there are counts, too
         for name, value in attributes.items():
             self.names.setdefault(id(this), {}).setdefault(name, value)
             self._meet(value)
@@ -129,11 +130,11 @@ class Reads:
 
 
 def _asked_by_user(frame: Any) -> bool:
-    """Whether code of the user's asks, or has an object copied."""
-    while frame is not None and frame.f_code.co_filename in _COPIERS:
+    """Whether code of the user's asks, or has Python's library ask (`copy`, `argparse`)."""
+    while frame is not None and frame.f_code.co_filename.startswith(_PYTHONS):
         frame = frame.f_back
     return frame is not None and not is_library(frame.f_code.co_filename)
 
 
 _READ_ALL = ("__dict__", "__getstate__")  # the latter is asked by who copies, and reads in C
-_COPIERS = (copy.__file__, copyreg.__file__)
+_PYTHONS = (sysconfig.get_paths()["stdlib"] + os.sep, "<frozen")

@@ -8,6 +8,7 @@ not after each `apply` inside: see `held_over`.
 """
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextvars import ContextVar
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from fzero.errors import TraceError
+from fzero.errors import TraceError, users_line
 from fzero.functional.fit import check_fit, check_structure, rebuilt, shown
 from fzero.functional.leftovers import CONTAINERS, TORCHS, note, same_items
 from fzero.functional.reads import MISSING
@@ -42,9 +44,10 @@ def swapped(
     """
     check_fit(plan, params, plan.params, "params")
     check_structure(plan)
+    held = None if again else _HELD.get()
+    entry = None if held is None else held.enter(plan, params)
     saved = _snapshot(plan.modules)
     call: _Call | None = None
-    held = None if again else _HELD.get()
     over = False
     try:
         for tensors, slots in ((params, plan.params), (buffers, plan.buffers)):
@@ -70,27 +73,29 @@ def swapped(
     finally:
         if call is not None and call.goes_on:
             call.left.extend(_left(plan, saved))
-        if over and held is not None:
-            held.keep(plan, saved, buffers)
-        else:
-            try:
-                if over and not again:
-                    _note_left(plan, saved, buffers)
-            finally:
+        try:
+            if held is not None and entry is not None:
+                held.leave(entry, saved, buffers, over=over)
+            elif over and not again:
+                _note_left(plan, saved, buffers)
+        finally:
+            if held is None or not over:
                 _restore(saved)
+            if held is not None and entry is not None:
+                held.show(entry)
 
 
 @contextlib.contextmanager
-def held_over() -> Iterator[None]:
+def held_over() -> Iterator["Held"]:
     """A function of the user's runs inside: what its calls leave stays until it ends.
 
     See [Note: held].
     """
-    held = _Held()
+    held = Held()
     token = _HELD.set(held)
     over = False
     try:
-        yield
+        yield held
         over = True
     finally:
         _HELD.reset(token)
@@ -107,88 +112,156 @@ def held_by_nobody() -> Iterator[None]:
         _HELD.reset(token)
 
 
-class _Kept(NamedTuple):
+class _Attribute(NamedTuple):
+    attrs: dict[str, Any]
+    name: str
+    value: Any  # MISSING: none
+
+
+@dataclass(eq=False)
+class _Kept:
     """What one call has left.
 
     Args:
         plan: whose call.
+        params: of the call.
+        saved: attributes and containers as it found them.
+        hidden: what calls with other parameters had left: this one is not to compute with it.
         buffers: of the call.
-        attrs: of modules, with the former values of those that are others.
+        attrs: those that are others now, as they were.
         containers: of attributes, with their former items.
         names: of these attributes, by the number of the module.
     """
 
     plan: SlotTable
-    buffers: Mapping[str, Tensor]
-    attrs: list[tuple[dict[str, Any], dict[str, Any]]]
-    containers: list[tuple[Any, Any]]
-    names: set[tuple[int, str]]
+    params: Mapping[str, Tensor]
+    hidden: list[_Attribute]
+    saved: "_Saved" = field(default_factory=list)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    attrs: list[_Attribute] = field(default_factory=list)
+    containers: list[tuple[Any, Any]] = field(default_factory=list)
+    names: set[tuple[int, str]] = field(default_factory=set)
 
 
-class _Held:
+class Held:
     """What the calls inside of one function have left in modules."""
 
     def __init__(self) -> None:
-        self.calls: list[_Kept] = []
-        self.saved: dict[int, tuple[Any, Any]] = {}  # as the first call found them
+        self.calls: list[_Kept] = []  # as they began: calls may nest
 
-    def keep(self, plan: SlotTable, saved: "_Saved", buffers: Mapping[str, Tensor]) -> None:
-        """Restore all of a call but what is the user's to read: attributes that nn.Module lacks."""
-        copies = {id(live): copy for live, copy in saved}
-        ours = {(index, attr) for index, attr, _ in plan.caches}
-        kept = _Kept(plan, buffers, [], [], set())
-        left = []
-        for index, module in enumerate(plan.modules):
-            attrs = module.__dict__
-            then = copies[id(attrs)]
-            found = {x: y for x, y in attrs.items() if y is not then.get(x, MISSING)}
-            if len(attrs) - len(found) < len(then):  # less than there was
-                found.update({x: MISSING for x in then if x not in attrs})
-            found = {x: y for x, y in found.items() if x not in TORCHS and (index, x) not in ours}
-            if found:
-                kept.attrs.append((attrs, {x: then.get(x, MISSING) for x in found}))
-                left.append((attrs, found))
-                kept.names.update((index, x) for x in found)
-            for x, items in then.items():
-                if type(items) not in CONTAINERS or x in TORCHS or (index, x) in ours:
-                    continue
-                if not same_items(items, copies[id(items)]):
-                    kept.containers.append((items, copies[id(items)]))
-                    kept.names.add((index, x))
+    def enter(self, plan: SlotTable, params: Mapping[str, Tensor]) -> _Kept:
+        """A call begins. It finds no attribute of calls with other parameters."""
+        hidden = []
+        for call in reversed(self.calls):
+            if call.plan is plan and any(x is not params[k] for k, x in call.params.items()):
+                for attrs, name, before in call.attrs:
+                    hidden.append(_Attribute(attrs, name, attrs.get(name, MISSING)))
+                    _put(attrs, name, before)
+        self.calls.append(_Kept(plan, params, hidden))
+        return self.calls[-1]
+
+    def show(self, call: _Kept) -> None:
+        """What was hidden from a call is there again, but for what it has left itself."""
+        own = {(id(attrs), name) for attrs, name, _ in call.attrs}
+        for attrs, name, value in reversed(call.hidden):
+            if (id(attrs), name) not in own:
+                _put(attrs, name, value)
+
+    def leave(
+        self, call: _Kept, saved: "_Saved", buffers: Mapping[str, Tensor], *, over: bool
+    ) -> None:
+        """Restore all of a call but what is the user's to read: attributes that nn.Module lacks.
+
+        Args:
+            over: whether it has come to its end; if not, nothing is left of it.
+        """
+        if not over:
+            self._forget(self.calls.index(call))
+            return
+        call.saved, call.buffers = saved, buffers
+        left = _left_by(call, saved)
         try:
-            _note_left(plan, saved, buffers, but=kept.names)
+            _note_left(call.plan, saved, buffers, but=call.names)
         finally:
-            lists = {id(live) for live, _ in kept.containers}
+            lists = {id(live) for live, _ in call.containers}
             _restore([(live, copy) for live, copy in saved if id(live) not in lists])
-        if kept.names:
-            for attrs, found in left:
-                _put(attrs, found)
-            self.calls.append(kept)
-            for live, copy in saved:
-                self.saved.setdefault(id(live), (live, copy))
+            for one in left:
+                _put(*one)
 
     def end(self, *, noted: bool) -> None:
         """Restore the rest, and note it as left if the function has come to its end."""
         calls = self.calls
         try:
-            if noted and calls:
+            if noted and any(call.names for call in calls):
+                first: dict[int, tuple[Any, Any]] = {}
+                for call in calls:
+                    for live, copy in call.saved:
+                        first.setdefault(id(live), (live, copy))
                 named = [(f"{i} {k}", x) for i, y in enumerate(calls) for k, x in y.buffers.items()]
                 for call in calls:
-                    _note_left(call.plan, [*self.saved.values()], dict(named), only=call.names)
+                    _note_left(call.plan, [*first.values()], dict(named), only=call.names)
         finally:
-            for call in reversed(calls):
-                for attrs, before in call.attrs:
-                    _put(attrs, before)
-                    _order(attrs, self.saved[id(attrs)][1])
-                _restore(call.containers)
+            self._forget(0)
+
+    def warn(self, part: str) -> None:
+        """Say that nobody will find the tensors that calls have left, of a part that runs apart."""
+        found = {}
+        for call in self.calls:
+            for index, name in sorted(call.names):
+                values = pytree.tree_leaves(vars(call.plan.modules[index]).get(name))
+                if any(isinstance(x, Tensor) and x.is_floating_point() for x in values):
+                    found[f"{name!r} of {_named(call.plan, index)}"] = None
+        if found:
+            warnings.warn(
+                f"{part} leaves tensors in the attribute {', '.join([*found][:3])}. It runs apart "
+                "from the function around it, which gets what it returns and nothing else: the "
+                "attribute is put back, and who reads it (a loss term of a mixture of experts) "
+                "finds what was there before. Return such a tensor. What nobody else reads, as a "
+                "cache, may stay.",
+                stacklevel=users_line(),
+            )
+
+    def _forget(self, start: int) -> None:
+        """Restore what is left of the calls from this one on."""
+        for call in reversed(self.calls[start:]):
+            order = {id(live): copy for live, copy in call.saved}
+            for attrs, name, before in call.attrs:
+                _put(attrs, name, before)
+                _order(attrs, order[id(attrs)])
+            _restore(call.containers)
+        del self.calls[start:]
 
 
-def _put(attrs: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if value is MISSING:
-            attrs.pop(name, None)
-        else:
-            attrs[name] = value
+def _left_by(call: _Kept, saved: "_Saved") -> list[_Attribute]:
+    """The user's attributes that a call has changed, as they are; fills in what they were."""
+    copies = {id(live): copy for live, copy in saved}
+    ours = {(index, attr) for index, attr, _ in call.plan.caches}
+    left = []
+    for index, module in enumerate(call.plan.modules):
+        attrs = module.__dict__
+        then = copies[id(attrs)]
+        found = {x: y for x, y in attrs.items() if y is not then.get(x, MISSING)}
+        if len(attrs) - len(found) < len(then):  # less than there was
+            found.update({x: MISSING for x in then if x not in attrs})
+        for x, value in found.items():
+            if x not in TORCHS and (index, x) not in ours:
+                call.attrs.append(_Attribute(attrs, x, then.get(x, MISSING)))
+                left.append(_Attribute(attrs, x, value))
+                call.names.add((index, x))
+        for x, items in then.items():
+            if type(items) not in CONTAINERS or x in TORCHS or (index, x) in ours:
+                continue
+            if not same_items(items, copies[id(items)]):
+                call.containers.append((items, copies[id(items)]))
+                call.names.add((index, x))
+    return left
+
+
+def _put(attrs: dict[str, Any], name: str, value: Any) -> None:
+    if value is MISSING:
+        attrs.pop(name, None)
+    else:
+        attrs[name] = value
 
 
 def _order(attrs: dict[str, Any], names: Iterable[str]) -> None:
@@ -311,7 +384,7 @@ def _note_left(
     ours = {(index, attr) for index, attr, _ in plan.caches} | but
 
     def named(index: int) -> str:
-        return f"{site_of(plan.prefixes[index])} ({kind_of(plan.modules[index])})"
+        return _named(plan, index)
 
     def ignored(index: int, name: str) -> bool:
         return (index, name) in ours or (only is not None and (index, name) not in only)
@@ -319,7 +392,11 @@ def _note_left(
     note(plan.modules, named, saved, buffers, ignored)
 
 
-_HELD: ContextVar[_Held | None] = ContextVar("fzero_held", default=None)
+def _named(plan: SlotTable, index: int) -> str:
+    return f"{site_of(plan.prefixes[index])} ({kind_of(plan.modules[index])})"
+
+
+_HELD: ContextVar[Held | None] = ContextVar("fzero_held", default=None)
 _PUT = frozenset({"_backward_hooks", "_backward_pre_hooks", "forward"})
 
 

@@ -127,8 +127,8 @@ def _by_front_ends(
             # what torch.func can't give back in backward, plain autograd may
             if isinstance(error, FzeroError) and not isinstance(error, TransformOverError):
                 raise
-            if not is_library_class(type(error)):
-                raise  # the user's own, for whoever of the user's catches it
+            if _is_users(error):
+                raise  # for whoever of the user's catches it
             refusals.append((label, error))
             continue
         log = [f"{front}: refused: {first_line(error)}" for front, error in refusals]
@@ -139,6 +139,15 @@ def _by_front_ends(
             log.append(line)
         return replace(_program(name, graph_module, names, tuple(log)), dynamic=made)
     raise _trace_error(refusals)
+
+
+def _is_users(error: BaseException | None) -> bool:
+    """Whether an exception is of a class of the user's, and tells of none of torch's."""
+    while error is not None:
+        if is_library_class(type(error)):
+            return False
+        error = error.__cause__ or error.__context__
+    return True
 
 
 def _refuse_host_collectives(graph: fx.Graph) -> None:

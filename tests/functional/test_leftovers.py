@@ -1,6 +1,7 @@
 """What a module leaves for its next call counts there in plain PyTorch: here it is refused, unless
 nothing depends on it."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -386,3 +387,109 @@ def test_what_is_left_goes_with_an_exception() -> None:
     with pytest.raises(ValueError, match="later"):
         step_fn(params, state, torch.ones(4, 3))
     assert net.terms == []
+
+
+def test_what_is_left_under_a_transform_inside_is_no_hindrance() -> None:
+    """Its tensors are those of a transform that is over when the function ends."""
+    net = Net(new_attribute, aux=None)
+    apply, params = functionalize(net)
+
+    def per_row(params: Any, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: apply(params, row).square().mean())(x).mean()
+
+    x = torch.linspace(-1, 1, 12).reshape(4, 3)
+    wanted = per_row({k: v.detach() for k, v in net.named_parameters()}, x)
+    for executor in ("traced", "eager"):
+        cfg = fzero.Config(executor=executor)  # pyright: ignore
+        step_fn = fzero.make_train_step(per_row, fzero.optim.sgd(0.1), cfg)
+        _, state = step_fn(*step_fn.init(params), x)
+        torch.testing.assert_close(state.metrics["loss"], wanted)
+        assert net.aux is None
+
+
+def test_a_hidden_state_under_a_transform_inside_is_refused() -> None:
+    net = Net(hidden, h=None)
+    apply, params = functionalize(net)
+    step_fn = fzero.make_train_step(
+        lambda params, x: torch.func.vmap(lambda row: apply(params, row[None]).mean())(x).mean(),
+        fzero.optim.sgd(0.1),
+        fzero.Config(),
+    )
+    with pytest.raises(TraceError, match="leaves the attribute 'h'"):
+        step_fn(*step_fn.init(params), torch.ones(4, 3))
+    assert net.h is None
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_calls_inside_of_calls_are_put_back_in_turn(executor: Any, raises: bool) -> None:
+    """The outer call writes what the inner one writes again."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.inner = nn.Linear(3, 3), Net(new_attribute, aux=None)
+            self.__dict__["call"] = functionalize(self.inner)[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner.aux = self.layer(x)
+            return self.call(dict(self.inner.named_parameters()), self.inner.aux)
+
+    outer = Outer()
+    apply, params = functionalize(outer)
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        loss = apply(params, x).square().mean() + outer.inner.aux
+        apply(params, 2 * x)
+        if raises:
+            raise ValueError("at the end")
+        return loss + outer.inner.aux
+
+    cfg = fzero.Config(executor=executor)
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), cfg)
+    with pytest.raises(Exception, match="at the end") if raises else contextlib.nullcontext():
+        x = torch.ones(4, 3)
+        _, state = step_fn(*step_fn.init(params), x)
+        assert outer.inner.aux is None
+        outs = [outer.inner(outer.layer(each)) for each in (x, 2 * x)]
+        wanted = sum(out.square().mean() for out in (outs[0], *outs))
+        torch.testing.assert_close(state.metrics["loss"], wanted)
+    assert raises is (outer.inner.aux is None)  # the comparison leaves one of its own
+
+
+def merged_once(m: Any, x: Tensor) -> Tensor:
+    """As adapters are merged into a weight when a model is evaluated."""
+    if m.merged is None:
+        m.merged = m.layer.weight * 2
+    m.terms.append(m.merged.mean())
+    if m.training:
+        m.aux = m.merged.square().mean()
+    return x @ m.merged
+
+
+def test_a_call_with_other_parameters_finds_no_attribute_of_the_first() -> None:
+    """Though after it they are there again: a teacher's call does not lose the student's terms."""
+    net = Net(merged_once, merged=None, terms=[], aux=None)
+    apply, params = functionalize(net)
+    teacher = {k: v * 0.5 for k, v in params.items()}
+
+    def model_fn(params: Any, batch: Any) -> Tensor:
+        x, teacher = batch
+        net.train()
+        out = apply(params, x)
+        net.eval()
+        with torch.no_grad():
+            target = apply(teacher, x)
+        net.train()
+        loss = (out - target).square().mean() + net.aux + sum(net.terms)  # pyright: ignore
+        net.terms.clear()
+        return loss
+
+    x = torch.linspace(-1, 1, 12).reshape(4, 3)
+    w, v = (2 * each["layer.weight"] for each in (params, teacher))
+    wanted = (x @ w - x @ v).square().mean() + w.square().mean() + w.mean() + v.mean()
+    cfg = fzero.Config(stage=0, executor="eager")
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), cfg)
+    _, state = step_fn(*step_fn.init(params), (x, teacher))
+    torch.testing.assert_close(state.metrics["loss"], wanted)
+    assert (net.merged, net.aux, net.terms) == (None, None, [])

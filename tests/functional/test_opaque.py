@@ -543,3 +543,34 @@ def test_beside_an_opaque_part_forward_may_leave_what_it_likes() -> None:
         losses.append(float(state.metrics["loss"]))
         assert module.last is None
     assert losses[0] == pytest.approx(losses[1])
+
+
+class Aside(nn.Module):
+    """Returns one tensor, and leaves another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.aux = nn.Linear(3, 3), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.aux = y.square().mean()
+        return y
+
+
+@pytest.mark.parametrize("way", ["module", "function", "stage"])
+def test_what_a_part_apart_leaves_is_told_of(way: str) -> None:
+    """The function around it finds what was there before."""
+    module = Aside()
+    apply, params = fzero.functionalize(module)
+    run = {"module": apply, "function": fzero.opaque(apply), "stage": fzero.stage(apply)}[way]
+    cfg = fzero.Config(
+        opaque="*" if way == "module" else (), executor="eager" if way == "stage" else "traced"
+    )
+    step_fn = fzero.make_train_step(
+        lambda p, x: run(p, x).mean() + module.aux, fzero.optim.sgd(0.1), cfg
+    )
+    params, state = step_fn.init(params)
+    with pytest.warns(UserWarning, match="leaves tensors in the attribute 'aux'"):
+        step_fn(params, state, torch.ones(2, 3))
+    assert module.aux == 0.0

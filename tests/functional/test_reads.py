@@ -70,7 +70,7 @@ def test_vars_reads_all() -> None:
     with Reads(lambda value: None) as reads:
         reads.watch(thing)
         assert vars(thing)
-    assert reads.names[id(thing)] == {"value": 1}
+    assert reads.names[id(thing)] == {"__dict__": MISSING, "value": 1}  # and which there are
 
 
 def test_other_threads_are_not_what_runs() -> None:

@@ -1,5 +1,6 @@
 """A recorded step never goes stale: what functions read from outside is compared at each call."""
 
+import argparse
 import array
 import collections
 import copy
@@ -155,6 +156,21 @@ def copied(of: Callable[[Any], Any], make: Callable[[], Any]) -> Callable[[], Ca
         return lambda p, x: base(p, x) * of(held).t, lambda v: setattr(held, "t", v)
 
     return case
+
+
+def has(args: Any) -> Case:
+    def write(value: float) -> None:
+        vars(args).clear()
+        vars(args).update({str(i): i for i in range(1, int(value))})
+
+    return lambda p, x: base(p, x) * (1 + sum(str(i) in args for i in range(1, 4))), write
+
+
+def equals(args: Any) -> Case:
+    def model_fn(p: Any, x: Tensor) -> Tensor:
+        return base(p, x) * next(t for t in (1.0, 2.0, 3.0) if args == argparse.Namespace(t=t))
+
+    return model_fn, lambda v: setattr(args, "t", v)
 
 
 class Slot:
@@ -388,6 +404,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "deep_copy": copied(copy.deepcopy, argparse_like),
     "deep_copy_within": copied(lambda held: copy.deepcopy([{"a": held}])[0]["a"], Rate),
     "copy_of_slots": copied(copy.copy, Slot),
+    "has_an_attribute": lambda: has(argparse.Namespace()),
+    "equals": lambda: equals(argparse.Namespace(t=1.0)),
     "pickled": copied(lambda held: pickle.loads(pickle.dumps(held)), Rate),
     "module_class": of_module(lambda m, v: setattr(m.part, "__class__", Thrice)),
 }
