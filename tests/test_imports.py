@@ -22,7 +22,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "zero": ("layout", "distributed", "functional.differentiate"),
     "eager": (
         *("errors", "tree", "layout", "numerics", "distributed"),
-        *("functional.differentiate", "functional.swap", "functional.tasks"),
+        *("functional.differentiate", "functional.held", "functional.tasks"),
     ),
     "program": (
         *("errors", "layout", "numerics.rng", "distributed"),

@@ -24,7 +24,7 @@ from fzero.distributed.collectives import all_gather, replicate
 from fzero.eager.gathered import Gathered
 from fzero.eager.lazy import LazyLeaf, changed_in_place
 from fzero.errors import ConfigError, FzeroError
-from fzero.functional.swap import held_by_nobody, held_over
+from fzero.functional.held import held_by_nobody, held_over
 from fzero.numerics.casts import edges, edges_in
 from fzero.numerics.rng import generator_of, preserved
 

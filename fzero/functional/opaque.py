@@ -22,11 +22,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fzero.errors import ConfigError, ShardError, TraceError
 from fzero.functional.apart import apart
 from fzero.functional.containers import Contents, others, put_together, take_apart
+from fzero.functional.held import held_by_nobody, held_over
 from fzero.functional.islands import Form, Island, check_islands, record, shown
 from fzero.functional.remat import is_recording, region
 from fzero.functional.remat_modules import matches_nothing
 from fzero.functional.slots import SlotTable, plan_slots
-from fzero.functional.swap import clone, held_by_nobody, held_over, read_buffers, swapped
+from fzero.functional.swap import clone, read_buffers, swapped
 from fzero.numerics.rng import generator_of, preserved
 from fzero.tree import PyTree
 

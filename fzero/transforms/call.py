@@ -16,7 +16,7 @@ from fzero.distributed.mesh import Axes
 from fzero.errors import ShardError
 from fzero.functional.differentiate import is_differentiated
 from fzero.functional.functionalize import refuse_past
-from fzero.functional.swap import held_over
+from fzero.functional.held import held_over
 from fzero.layout import Layout
 from fzero.numerics.casts import cast, in_force
 from fzero.state.sharding import refuse_complex
