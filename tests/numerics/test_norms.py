@@ -135,14 +135,19 @@ def test_an_exact_sum_copies_a_few_rows_at_a_time(by_rows: list[int]) -> None:
     assert sum(by_rows) > 10**6 - 128
 
 
-def test_a_large_leaf_is_summed_by_one_call(by_rows: list[int]) -> None:
-    """All of torch's threads have just worked, for backward."""
-    for size in (2**16, 2**19):
-        x = torch.rand(size)
-        by_rows.clear()
-        found = float(sum_of_squares([x], exact=False))
-        assert by_rows == [size]
-        assert math.isclose(found, plainly([x]), rel_tol=OFF[False])
+@pytest.mark.parametrize(("threads", "most"), [(1, 2**16), (2, 2**15)])
+def test_no_thread_is_woken_for_a_few_rows(
+    threads: int, most: int, by_rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's kernels share out what has more than 32768 numbers."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = torch.rand(2**16)
+    found = float(sum_of_squares([x], exact=False))
+    assert max(by_rows) == most
+    assert math.isclose(found, plainly([x]), rel_tol=OFF[False])
+    by_rows.clear()
+    sum_of_squares([torch.rand(2**19)], exact=False)
+    assert by_rows == [2**19]
 
 
 @pytest.mark.parametrize("exact", [True, False])
