@@ -33,7 +33,7 @@ def swapped(
     """
     check_fit(plan, params, plan.params, "params")
     check_structure(plan)
-    held = None if again else holder()
+    held = holder()
     entry = None if held is None else held.enter(plan, params)
     saved = snapshot(plan.modules)
     call: _Call | None = None

@@ -287,3 +287,29 @@ def test_a_call_with_other_parameters_finds_no_attribute_of_the_first() -> None:
     _, state = step_fn(*step_fn.init(params), (x, teacher))
     torch.testing.assert_close(state.metrics["loss"], wanted)
     assert (net.merged, net.aux, net.terms) == (None, None, [])
+
+
+def test_a_call_that_fails_around_another_leaves_nothing_of_either() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Net(new_attribute, aux=None)
+            self.__dict__["call"] = functionalize(self.inner)[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inner.aux = x
+            self.call(dict(self.inner.named_parameters()), x)
+            raise ValueError("after it")
+
+    outer = Outer()
+    apply, params = functionalize(outer)
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        with contextlib.suppress(ValueError):
+            apply(params, x)
+        assert outer.inner.aux is None
+        return sum(p.sum() for p in params.values())  # pyright: ignore
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), fzero.Config(executor="eager"))
+    step_fn(*step_fn.init(params), torch.ones(4, 3))
+    assert outer.inner.aux is None
