@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fzero.errors import users_line
-from fzero.functional.leftovers import CONTAINERS, TORCHS, note, same_items
+from fzero.functional.leftovers import CONTAINERS, TORCHS, note, same_items, set_attribute
 from fzero.functional.reads import MISSING
 from fzero.functional.slots import SlotTable, kind_of, site_of
 
@@ -143,7 +143,7 @@ class Held:
             if call.plan is plan and any(x is not params[k] for k, x in call.params.items()):
                 for attrs, name, before in call.attrs:
                     hidden.append(_Attribute(attrs, name, attrs.get(name, MISSING)))
-                    _put(attrs, name, before)
+                    set_attribute(attrs, name, before)
         self.calls.append(_Kept(plan, params, hidden))
         return self.calls[-1]
 
@@ -152,7 +152,7 @@ class Held:
         own = {(id(attrs), name) for attrs, name, _ in call.attrs}
         for attrs, name, value in reversed(call.hidden):
             if (id(attrs), name) not in own:
-                _put(attrs, name, value)
+                set_attribute(attrs, name, value)
 
     def leave(
         self, call: _Kept, saved: Saved, buffers: Mapping[str, Tensor], *, over: bool
@@ -173,7 +173,7 @@ class Held:
             lists = {id(live) for live, _ in call.containers}
             restore([(live, copy) for live, copy in saved if id(live) not in lists])
             for one in left:
-                _put(*one)
+                set_attribute(*one)
 
     def end(self, *, noted: bool) -> None:
         """Restore the rest, and note it as left if the function has come to its end."""
@@ -213,7 +213,7 @@ class Held:
         for call in reversed(self.calls[start:]):
             order = {id(live): copy for live, copy in call.saved}
             for attrs, name, before in call.attrs:
-                _put(attrs, name, before)
+                set_attribute(attrs, name, before)
                 _order(attrs, order[id(attrs)])
             restore(call.containers)
         del self.calls[start:]
@@ -242,13 +242,6 @@ def _left_by(call: _Kept, saved: Saved) -> list[_Attribute]:
                 call.containers.append((items, copies[id(items)]))
                 call.names.add((index, x))
     return left
-
-
-def _put(attrs: dict[str, Any], name: str, value: Any) -> None:
-    if value is MISSING:
-        attrs.pop(name, None)
-    else:
-        attrs[name] = value
 
 
 def _order(attrs: dict[str, Any], names: Iterable[str]) -> None:

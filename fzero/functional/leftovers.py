@@ -58,7 +58,7 @@ class Leftover(NamedTuple):
         attrs, after = self.module.__dict__, _doubted(self.after, doubt)
         if not self.items:
             attrs[self.name] = after
-            return lambda: _set(attrs, self.name, self.before)
+            return lambda: set_attribute(attrs, self.name, self.before)
         then = self.before.copy()
         _fill(self.before, after)
         return lambda: _fill(self.before, then)
@@ -254,7 +254,8 @@ def _node_of(x: Tensor, graph: fx.Graph) -> fx.Node | None:
     return found
 
 
-def _set(attrs: dict[str, Any], name: str, value: Any) -> None:
+def set_attribute(attrs: dict[str, Any], name: str, value: Any) -> None:
+    """Give an attribute this value; MISSING: take it away."""
     if value is MISSING:
         attrs.pop(name, None)
     else:

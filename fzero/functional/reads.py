@@ -83,9 +83,7 @@ class Reads:
                 return original(this, name)
             if name[:2] == "__":
                 if name in _READ_ALL and _asked_by_user(sys._getframe(1)):
-                    with contextlib.suppress(
-                        AttributeError
-                    ):  # it has slots, which are read by name
+                    with contextlib.suppress(AttributeError):  # slots are read by name
                         self._all(this, original(this, "__dict__"))
                 return original(this, name)
             names = self.names.get(id(this))
