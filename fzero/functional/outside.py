@@ -172,7 +172,8 @@ class Walk:
             pass  # modules, as classes, are visited by the code that names their attributes
         elif isinstance(value, _CONTAINERS):
             self._container(value, place)
-            if type(value) not in _CONTAINERS:
+            # of an ordered table of hooks torch reads no attribute
+            if type(value) not in _CONTAINERS and not is_hooks(place.label):
                 self._object(value, place)
         else:
             self._object(value, place)
@@ -297,7 +298,11 @@ class Walk:
             if attributes is not None:
                 self._later(attributes, place)
             return
-        for name in self.reads.names_of(value, str(place)):
+        names = self.reads.names_of(value, str(place))
+        if names and attributes is not None:  # an object may be given other attributes, all at once
+            get = functools.partial(object_getattr, value)
+            self._note(get, "__dict__", place, value, follow=False)
+        for name in names:
             if name == "__dict__" and attributes is not None:
                 self.containers.append((attributes, place))
                 continue

@@ -1,9 +1,9 @@
 """Whether a recording still says what its function would do: [Note: stale].
 
 While a function is recorded, what it reads from outside is noted (see `functional.outside`). Before
-its Program runs again the notes are compared with what is there now, by identity first: some
-hundred comparisons in one loop of C. What differs is looked at by value, and where it really is
-another, the function is recorded anew.
+its Program runs again the notes are compared with what is there now, by identity first
+(`transforms.ledger`). What differs is looked at by value, and where it really is another, the
+function is recorded anew.
 
 What a function *writes* outside while it is recorded happens once, and not when the Program runs.
 If it also reads that, the Program may depend on it; a second recording tells.
@@ -14,10 +14,7 @@ import copy
 import math
 import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import repeat
-from operator import attrgetter, call, is_
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +41,7 @@ from fzero.functional.transforms import is_recorded, levels_of
 from fzero.program import Program
 from fzero.program.graph import is_wanted, memory_of
 from fzero.program.trace import is_anomaly_mode
+from fzero.transforms.ledger import Ledger, contents, form_of, keys_of, unchanged
 
 # Recording patches classes and modules of the process, and runs the user's modules with other
 # tensors in their slots; torch's tracers are the process's as well. A second thread waits.
@@ -173,19 +171,11 @@ class Notes:
 
     def _hold(self) -> bool:
         return (
-            all(map(is_, map(dict.get, self._spaces, self._names, repeat(MISSING)), self._named))
-            and all(map(is_, self._now(), self._kept))
-            and not any(map(len, self._empty))
-            and all(_unchanged(live, noted) for live, noted in self._full)
+            self._ledger.holds()
             and ambient() == self._ambient
             and all(_equal_arrays(live, noted) for live, noted in self._arrays)
-            and list(map(_form, self._tensors)) == self._forms
-            and all(map(_equal_tensors, *zip(*self._values, strict=True)) if self._values else ())
+            and all(_equal_tensors(live, noted) for live, noted in self._values)
         )
-
-    def _now(self) -> Iterator[Any]:
-        read: Any = call  # getter(key, MISSING) for each fact; its stub takes one argument
-        return map(read, self._getters, self._keys, repeat(MISSING))
 
     def differences(self) -> list[str]:
         """Which place is no longer as noted, and from what to what it has changed."""
@@ -202,8 +192,8 @@ class Notes:
         for live, noted in self._arrays:
             if not _equal_arrays(live, noted):
                 return ["the values of an array"]
-        for x, noted, place in zip(self._tensors, self._forms, self._at, strict=True):
-            if (now := _form(x)) != noted:
+        for x, noted, place in self._forms:
+            if (now := form_of(x)) != noted:
                 return [f"{place} from a tensor of {_said(noted)} to one of {_said(now)}"]
         walk = Walk(self.roots, self._reads)
         old, new = self._tokens, tokens_of(walk, self._written)
@@ -216,25 +206,13 @@ class Notes:
     def _take(self, walk: Walk) -> None:
         """Note what `walk` found, in the forms that are compared fastest."""
         self._facts: list[Fact] = [f for f in walk.facts if not _under(f.place, self._written)]
-        # most are in dicts, and those are asked without a bound method for each
-        spaces = [(_dict_of(f.get), f) for f in self._facts]
-        self._spaces = [space for space, _ in spaces if space is not None]
-        self._names = [f.key for space, f in spaces if space is not None]
-        self._named = [f.value for space, f in spaces if space is not None]
-        facts = [f for space, f in spaces if space is None]
-        self._getters = [f.get for f in facts]
-        self._keys = [f.key for f in facts]
-        self._kept = [f.value for f in facts]
-        containers = [(c, p) for c, p in walk.containers if not _under(p, self._written)]
-        # apart, as most are empty (tables of hooks), and a length is compared fastest
-        self._empty = [c for c, _ in containers if not len(c)]
-        self._full = [(c, _contents(c)) for c, _ in containers if len(c)]
+        containers = [c for c, p in walk.containers if not _under(p, self._written)]
         self._arrays = [(a, copy.copy(a)) for a, _ in walk.arrays]
         # a tensor of a recording has a form that is nobody's
         tensors = [(x, p) for x, p in walk.tensors if not is_recorded(x) and not x.is_nested]
         tensors = [(x, p) for x, p in tensors if not _under(p, self._written)]
-        self._tensors, self._at = [x for x, _ in tensors], [p for _, p in tensors]
-        self._forms = list(map(_form, self._tensors))
+        self._forms = [(x, form_of(x), p) for x, p in tensors]
+        self._ledger = Ledger(self._facts, containers, [x for x, _ in tensors])
         self._tokens = tokens_of(walk, self._written)
 
 
@@ -273,7 +251,7 @@ class _Snapshot:
         if containers:
             self._late |= {id(c) for c, _ in walk.containers[containers:]}
         self.facts |= {(id(f.holder), f.key): f for f in walk.facts[facts:]}
-        self.containers |= {id(c): (c, _contents(c), p) for c, p in walk.containers[containers:]}
+        self.containers |= {id(c): (c, contents(c), p) for c, p in walk.containers[containers:]}
         self.arrays |= {id(a): (a, copy.copy(a), p) for a, p in walk.arrays[arrays:]}
         self._taken = (len(walk.facts), len(walk.containers), len(walk.arrays))
 
@@ -298,7 +276,7 @@ class _Snapshot:
                 found[str(fact.place)] = None
         for container, place in later.containers:
             live, noted, _ = self.containers.get(id(container), (container, None, place))
-            if noted is None or _unchanged(live, noted):
+            if noted is None or unchanged(live, noted):
                 continue
             # a cache of masks, say, that a module has filled: the recording has made them for
             # itself, and another one that finds them is refused (`program.trace`)
@@ -316,7 +294,7 @@ class _Snapshot:
             if _look(fact) is not fact.value:
                 put(fact, fact.value)
         for live, noted, _ in self.containers.values():
-            if not _unchanged(live, noted):
+            if not unchanged(live, noted):
                 # in place: others hold the same container
                 live.clear()
                 if isinstance(live, dict):
@@ -329,12 +307,6 @@ class _Snapshot:
             put_bytes(live, noted)
 
 
-def _dict_of(get: Any) -> dict[Any, Any] | None:
-    """The dict whose own `get` this is."""
-    found = getattr(get, "__self__", None)
-    return found if isinstance(found, dict) and get == dict.get.__get__(found) else None
-
-
 def _look(fact: Fact) -> Any:
     try:
         return fact.get(fact.key, MISSING)
@@ -342,40 +314,19 @@ def _look(fact: Fact) -> Any:
         return MISSING
 
 
-def _contents(container: Any) -> Any:
-    if isinstance(container, dict):
-        # past the methods of its class, which may run a user's code
-        return _keys(container), list(dict.values(container))
-    return set(container) if isinstance(container, set) else list(container)
-
-
 def _items(container: Any) -> Any:
     return list(dict.values(container)) if isinstance(container, dict) else list(container)
 
 
-def _unchanged(live: Any, noted: Any) -> bool:
-    if isinstance(live, dict):
-        keys, values = noted
-        same = len(live) == len(keys) and all(map(is_, dict.values(live), values))
-        return same and _keys(live) == keys
-    if isinstance(live, set):
-        return live == noted
-    return len(live) == len(noted) and all(map(is_, live, noted))
-
-
-def _keys(x: dict[Any, Any]) -> list[Any]:
-    """Whatever its class makes of them; one that is ordered keeps an order beside the dict's."""
-    return list(OrderedDict.keys(x) if isinstance(x, OrderedDict) else dict.keys(x))
-
-
 def tokens_of(walk: Walk, written: frozenset[str]) -> dict[tuple[str, int], Any]:
     """By place, what must stay as it is. A number tells places of the same name apart."""
-    rows = [(f.place, f.value) for f in walk.facts]
+    # of attributes that came all at once each counts that is read
+    rows = [(f.place, f.value) for f in walk.facts if f.key != "__dict__"]
     for container, place in walk.containers:
         rows.append((place, container))
         rows += [(Place(place, label), item) for label, item in labelled(container, place)]
         if isinstance(container, dict) and not is_hooks(place.label):
-            order = tuple(map(repr, _keys(container)))
+            order = tuple(map(repr, keys_of(container)))
             rows.append((Place(place, ", the order of its keys"), order))
     found: dict[tuple[str, int], Any] = {}
     count: dict[str, int] = {}
@@ -423,10 +374,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _equal_arrays(live: Any, noted: Any) -> bool:
     return bytes_of(live) == bytes_of(noted)
-
-
-# what Python may ask a tensor from outside for; of its values and strides a Program asks itself
-_form = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 def _said(form: tuple[Any, ...]) -> str:

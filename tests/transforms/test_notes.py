@@ -1164,6 +1164,29 @@ def test_a_tensor_that_stays_one_is_an_input_beside_others_that_are_numbers() ->
     assert runs == 1
 
 
+def test_attributes_that_are_replaced_all_at_once() -> None:
+    settings, runs = Settings(), []
+    settings.__dict__ = {"factor": 1.0, "seen": 0}
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        runs.append(None)
+        return base(p, x) * settings.factor
+
+    step_fn, state = made(fn)
+    assert loss(step_fn, state) == 6
+    settings.__dict__ = {"factor": 3.0, "seen": 0}
+    assert loss(step_fn, state) == 18
+    settings.factor = 4.0
+    assert loss(step_fn, state) == 24
+    count = len(runs)
+    for i in range(3):  # with others that it does not read
+        settings.__dict__ = {"factor": 4.0, "seen": i}
+        assert loss(step_fn, state) == 24
+    assert len(runs) == count
+    settings.factor = 5.0
+    assert loss(step_fn, state) == 30
+
+
 @pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
 def test_the_order_of_a_dict_from_outside_counts(kind: type[dict[str, float]]) -> None:
     factors = kind(a=1.0, b=3.0)
