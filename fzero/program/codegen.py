@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from fzero.distributed import works
 from fzero.errors import FzeroError, TraceError
 from fzero.numerics.rng import generator_of
-from fzero.program.bindings import Known, binding_of
+from fzero.program.bindings import Binding, Known, binding_of
 from fzero.program.dynamic import Dynamic, mark_of, substituted
 from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
 from fzero.program.heap import keep_freed
@@ -333,10 +333,11 @@ def _statement(
     numbers = {path: table[number] for path, number in mark.numbers} if mark else {}
     if target is operator.getitem:
         return f"{node.name} = {show(node.args[0])}[{node.args[1]}]"
-    function = target
+    binding = Binding(target)
     if isinstance(target, torch._ops.OpOverload):
         # else the overload's C++ function itself: one Python frame less a call
-        function = binding_of(node, known) or target._op
+        binding = binding_of(node, known) or Binding(target._op)
+    function = binding.function
     function = getattr(function, "runs", function)  # an island: see its operator
     if is_op(node, *_IN_GRAD_MODE):
         function = _in_grad_mode(function)
@@ -347,7 +348,7 @@ def _statement(
         function = works.wait  # which takes what torch's operators give, too
     name = bind(function, getattr(target, "__name__", "op").replace(".", "_").replace("<", "_"))
     args = substituted(node.args, ("args",), numbers) if numbers else node.args
-    arguments = [show(x) for x in args]
+    arguments = [show(x) for x in binding.arguments(args)]
     for key, value in node.kwargs.items():
         arguments.append(f"{key}={show(substituted(value, ('kwargs', key), numbers))}")
     call = f"{name}({', '.join(arguments)})"

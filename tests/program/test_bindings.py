@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero.program import bindings, codegen
-from fzero.program.bindings import binding_of
+from fzero.program.bindings import Binding, binding_of
 
 aten = torch.ops.aten
 
@@ -26,7 +26,8 @@ def _nodes(fn: Callable[..., Any], *args: Any) -> list[fx.Node]:
 
 def _of(fn: Callable[..., Any], *args: Any) -> Any:
     (node,) = _nodes(fn, *args)
-    return binding_of(node, {})
+    found = binding_of(node, {})
+    return found and found.function
 
 
 X, Y = torch.arange(16.0).view(4, 4), torch.ones(4, 4)
@@ -46,6 +47,27 @@ X, Y = torch.arange(16.0).view(4, 4), torch.ones(4, 4)
 )
 def test_of_what_is_the_same(fn: Any, function: Any) -> None:
     assert _of(fn, X) == function
+
+
+@pytest.mark.parametrize(
+    ("fn", "spreads"),
+    [
+        (lambda x: aten.view.default(x, [2, 8]), True),
+        (lambda x: aten.view.default(x, [2, -1]), True),
+        (lambda x: aten.expand.default(x, [3, 4, 4]), True),
+        (lambda x: aten.view.default(x[0, 0], []), False),  # x.view() is refused
+        (lambda x: aten.view.dtype(x, torch.int32), False),
+        (lambda x: aten.permute.default(x, [1, 0]), False),  # torch.permute takes a list alone
+    ],
+)
+def test_sizes_one_by_one(fn: Any, spreads: bool) -> None:
+    *_, node = _nodes(fn, X)
+    binding = binding_of(node, {})
+    assert binding is not None
+    assert binding.spreads == spreads
+    x, *rest = node.args
+    given = binding.function(*binding.arguments([x.meta["val"], *rest]))
+    assert given.shape == node.meta["val"].shape
 
 
 def test_with_a_tensor_that_is_written_to() -> None:
@@ -119,7 +141,7 @@ def test_each_kind_of_call_is_tried_once() -> None:
     nodes = _nodes(lambda x: (x @ x) @ (x @ x), X)
     known: bindings.Known = {}
     with mock.patch.object(bindings, "_are_same", wraps=bindings._are_same) as tried:
-        assert [binding_of(node, known) for node in nodes] == [torch.mm] * 3
+        assert [binding_of(node, known) for node in nodes] == [Binding(torch.mm)] * 3
     assert tried.call_count == 1
 
 
@@ -127,7 +149,7 @@ def test_numbers_and_tensors_of_no_dims_are_kinds_of_their_own() -> None:
     nodes = _nodes(lambda x, s: (x * x) + (x * s) + (x * 2), X, torch.tensor(2.0))
     known: bindings.Known = {}
     found = [binding_of(n, known) for n in nodes if n.target is aten.mul.Tensor]
-    assert found == [torch.mul] * 3
+    assert found == [Binding(torch.mul)] * 3
     assert sum(key[0] is aten.mul.Tensor for key in known) == 3
 
 
@@ -137,5 +159,5 @@ def test_a_function_that_warns_is_not_called() -> None:
         return torch.mm(x, y)
 
     (node,) = _nodes(lambda x: torch.ops.aten.mm.default(x, x), torch.ones(2, 2))
-    assert bindings._are_same(node, torch.mm)
-    assert not bindings._are_same(node, loud)
+    assert bindings._are_same(node, Binding(torch.mm))
+    assert not bindings._are_same(node, Binding(loud))
