@@ -93,7 +93,6 @@ LAWS = {
     "donated_trees_of_one_shape_can_change_places",
     "transforms/call": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
     "transforms/loss": "laws/test_precision.py: masters_equal_those_kept_by_hand",
-    "transforms/micro": "laws/test_parity.py: training_equals_plain_torch",
     "transforms/parts": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
     "transforms/recorded": "transforms/test_notes.py: "
     "what_is_read_from_outside_counts_at_every_call",

@@ -12,7 +12,7 @@ from fzero.engine.buffers import Buffers
 from fzero.engine.frozen import Subset, subset
 from fzero.errors import ConfigError, FzeroError, ShardError
 from fzero.layout import LeafLayout
-from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
+from fzero.numerics.loss_scale import LossScaleState, Watch, at_minimum, exhausted
 from fzero.optim.compose import MultiState
 from fzero.optim.counts import has_counts, own_counts
 from fzero.optim.inject import MOMENTA, InjectState
@@ -20,6 +20,7 @@ from fzero.state.follow import follow_
 from fzero.state.opt_state import LocalState, OptState, is_spent, refuse_spent, spend
 from fzero.state.plan import Plan
 from fzero.state.sharding import like, locals_of
+from fzero.step.alike import late
 from fzero.step.metrics import metrics_of, rate_of, refuse_nonfinite
 from fzero.step.update_program import UpdateProgram
 from fzero.tree import PyTree
@@ -124,7 +125,9 @@ class Stepper:
             step=state.step + advance, inner=inner, loss_scale=updated.loss_scale, metrics=metrics
         )
         if scale is not None and cfg.scaling is not None:
-            self.watch.add(exhausted(scale, ~updated.nonfinite, cfg.scaling))
+            self.watch.add(exhausted(scale, ~updated.nonfinite, cfg.scaling), at_minimum)
+        if updated.differs is not None:
+            self.watch.add(updated.differs, late)
 
     def follow(self) -> None:
         """Let the masters start from what was written into the parameters."""

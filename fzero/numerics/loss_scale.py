@@ -7,6 +7,7 @@ value is read back by the host, so a step with a loss scale stages out like any 
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -196,7 +197,7 @@ def exhausted(before: LossScaleState, finite: Tensor, cfg: LossScale) -> Tensor:
 
 
 class Watch:
-    """Tells the host that the scale is exhausted, without making it wait for the device.
+    """Tells the host of a step's flags, without making it wait for the device.
 
     On a CPU a flag can be read at once. From a GPU it is copied behind the host's back and read
     `LAG` steps later, when the device has long been there: on every rank at the same step, so that
@@ -206,42 +207,55 @@ class Watch:
     LAG = 2
 
     def __init__(self) -> None:
-        self._flags: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._flags: deque[_Flag] = deque()
+        self._step = 0
 
     def look(self) -> None:
-        """Before a step: raise if one that is `LAG` steps back had exhausted the scale.
+        """Before a step: raise if one that is `LAG` steps back had a flag set.
 
         Raises:
-            FzeroError: it had.
+            FzeroError: what was said of it.
         """
-        if len(self._flags) >= self.LAG:
-            flag, there = self._flags.popleft()
+        self._step += 1
+        while self._flags and self._flags[0].step <= self._step - self.LAG:
+            flag, there, _, told = self._flags.popleft()
             # as a rule done by now: it waits for a device that is LAG steps behind
             there.synchronize()
             if flag.item():
                 self._flags.clear()
-                raise _exhausted(f"{self.LAG} steps ago, ")
+                raise told(f"{self.LAG} steps ago, ")
 
-    def add(self, flag: Tensor) -> None:
-        """After a step: remember its flag, or raise if it is there already and true.
+    def add(self, flag: Tensor, told: Callable[[str], FzeroError]) -> None:
+        """After a step: remember a flag of it, or raise if it is there already and true.
 
         Args:
-            flag: 0-d bool, from `exhausted`; the same on all ranks.
+            flag: 0-d bool, such as `exhausted`; the same on all ranks.
+            told: what to raise; of a text that says when, for the start of a sentence.
 
         Raises:
             FzeroError: it is true.
         """
         if flag.device.type != "cuda":
             if flag.item():
-                raise _exhausted("")
+                raise told("")
             return
         copy = torch.zeros((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
         there = torch.cuda.Event()
         there.record(torch.cuda.current_stream(flag.device))
-        self._flags.append((copy, there))
+        self._flags.append(_Flag(copy, there, self._step, told))
 
 
-def _exhausted(when: str) -> FzeroError:
+class _Flag(NamedTuple):
+    """A copy of a flag, when it is there, its step, and what to raise."""
+
+    value: Tensor
+    there: torch.cuda.Event
+    step: int
+    told: Callable[[str], FzeroError]
+
+
+def at_minimum(when: str) -> FzeroError:
+    """What is raised of an `exhausted` scale."""
     return FzeroError(
         f"{when}gradients were NaN or infinite at the smallest loss scale that "
         "LossScale(minimum=...) allows, so a smaller one will not help. Parameters, optimizer "

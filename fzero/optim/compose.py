@@ -158,8 +158,8 @@ def multi_transform(
         An optimizer whose state is a `MultiState`. It is foreign as soon as one transform is.
 
     Raises:
-        ConfigError: No transforms; labels that don't fit the params, that no transform has, or
-            that a function reads from values.
+        ConfigError: No transforms; labels that are no texts, that don't fit the params, that no
+            transform has, or that a function reads from values.
 
     Examples:
         >>> from fzero.optim import adamw, sgd
@@ -175,6 +175,12 @@ def multi_transform(
     """
     if not transforms:
         raise ConfigError("multi_transform: no transforms, but there must be at least one.")
+    for label in transforms:
+        if not isinstance(label, str):
+            raise ConfigError(
+                f"multi_transform: the label {label!r} is a {type(label).__name__}, and labels are "
+                "texts, by which states are saved: 'decay', say."
+            )
     parts = {label: as_optimizer(transform) for label, transform in transforms.items()}
 
     def groups(values: PyTree) -> dict[str, list[bool]]:

@@ -1,7 +1,7 @@
 """Hyperparameters as tensors of the state: read and set between steps, staged out once."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -144,6 +144,30 @@ def inject_hyperparams(
         return Optimizer(init, update, apply_, plain.foreign, rates)
 
     return make
+
+
+def injected(state: PyTree) -> Iterator[tuple[str, Tensor]]:
+    """The hyperparameters in a state, with where they are.
+
+    Examples:
+        >>> from fzero.optim import chain, clip_by_global_norm, sgd
+        >>> opt = chain(clip_by_global_norm(1.0), inject_hyperparams(sgd)(lr=0.5))
+        >>> dict(injected(opt.init([torch.ones(1)])))
+        {"[1].hyperparams['lr']": tensor(0.5000, dtype=torch.float64)}
+    """
+    if isinstance(state, InjectState):
+        yield from ((f".hyperparams[{name!r}]", x) for name, x in state.hyperparams.items())
+        parts: Any = [(".inner", state.inner)]
+    elif isinstance(state, tuple) and (names := getattr(state, "_fields", None)) is not None:
+        parts = ((f".{name}", getattr(state, name)) for name in names)
+    elif isinstance(state, (tuple, list)):
+        parts = ((f"[{i}]", part) for i, part in enumerate(state))
+    elif isinstance(state, dict):
+        parts = ((f"[{key!r}]", part) for key, part in state.items())
+    else:
+        return
+    for label, part in parts:
+        yield from ((f"{label}{name}", x) for name, x in injected(part))
 
 
 def _fill_in_momentum(factory: Callable[..., Any], given: inspect.BoundArguments) -> None:

@@ -17,7 +17,7 @@ from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, FzeroError, ShardError, arguments_by_name
 from fzero.functional.memory import Apart
 from fzero.numerics.casts import refuse_outer_autocast
-from fzero.numerics.loss_scale import LossScaleState, Watch, exhausted
+from fzero.numerics.loss_scale import LossScaleState, Watch, at_minimum, exhausted
 from fzero.optim import as_optimizer
 from fzero.optim.base import Optimizer
 from fzero.program import Program
@@ -29,6 +29,7 @@ from fzero.state.masters import copied
 from fzero.state.opt_state import LocalState, OptState, refuse_spent, spend
 from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
+from fzero.step.alike import late
 from fzero.step.executors import Executors
 from fzero.step.gradients import ModelFn
 from fzero.step.metrics import metrics_of, rate_of, refuse_nonfinite
@@ -169,7 +170,8 @@ class TrainStep:
                 reused: do not read them again. A model function of two arguments gets no model
                 state; one that is there (an engine's, of its module's buffers) is carried along.
             batch: pytree of tensors, this rank's part of the global batch. With `accum_steps=k`
-                each leaf's leading dim is cut into k micro-batches; 0-d leaves go to all.
+                each leaf's leading dim, the same of all, is cut into k micro-batches; 0-d leaves
+                go to all.
                 Dataclasses and mappings may be among its containers, numbers and strings among
                 its leaves: the step is staged out anew for other ones.
 
@@ -220,7 +222,9 @@ class TrainStep:
             updated = executor.update(trained, local, grads, loss, state)
         if self.cfg.scaling is not None:
             before = LossScaleState(*local.scale)
-            self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling))
+            self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling), at_minimum)
+        if updated.differs is not None:
+            self._watch.add(updated.differs, late)
 
         if not stay:
             old, spec = tree.flatten(params)

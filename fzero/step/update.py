@@ -27,6 +27,7 @@ from fzero.optim.base import Optimizer
 from fzero.optim.whole import whole_leaves
 from fzero.state import model_state as states
 from fzero.state.plan import Plan
+from fzero.step.alike import differ, digest, written
 from fzero.tree import PyTree
 from fzero.zero import all_sum, scatter
 
@@ -43,6 +44,8 @@ class Updated(NamedTuple):
         loss_scale: for the next step, or None.
         inner: leaves of the optimizer's new state, if not all of them were overwritten: numbers
             can only be replaced.
+        differs: 0-d bool: ranks have other numbers in what a program writes into the state; None:
+            it writes none, or there is one rank.
     """
 
     loss: Tensor
@@ -51,6 +54,7 @@ class Updated(NamedTuple):
     model_state: tuple[Tensor, ...]
     loss_scale: LossScaleState | None
     inner: tuple[Any, ...] | None = None
+    differs: Tensor | None = None
 
 
 def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
@@ -92,12 +96,15 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
         """
         grads = grad if reduced else shards.summed(grad)
         grads = [widened(x) for x in grads]  # float16 has no room below the scale
+        own_scale = None
         if loss_scale is not None:
             assert cfg.scaling is not None
             grads = _times(grads, loss_scale.scale.to(_widest(grads)).reciprocal())
             if cfg.scaling.external:
-                loss = loss / loss_scale.scale
-        loss, exact = shards.statistics(loss, grads)
+                own_scale = loss_scale.scale
+                loss = loss / own_scale
+        numbers = [x for _, x in written(inner, own_scale)]
+        loss, exact, differs = shards.statistics(loss, grads, numbers)
         norm = exact.to(_widest(grads))
         # one bad element makes the norm bad: gradients need no pass of their own
         nonfinite = ~(torch.isfinite(norm) & torch.isfinite(loss))
@@ -109,7 +116,7 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
         # masters may be in host memory, and are updated there
         grads = [g.to(x.device) for g, x in zip(grads, targets, strict=True)]
         skip = nonfinite if cfg.nonfinite_policy == "skip" else None
-        numbers = shards.apply(opt, grads, inner, targets, step, skip)
+        replaced = shards.apply(opt, grads, inner, targets, step, skip)
         if master or cfg.stage in (1, 2):
             shards.publish(targets, params)
         joined = [shards.one_for_all_ranks(x, i) for i, x in enumerate(model_state)]
@@ -125,7 +132,8 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
             "nonfinite": nonfinite,
             "model_state": joined,
             "loss_scale": None if loss_scale is None else tuple(loss_scale),
-            "inner": numbers,
+            "inner": replaced,
+            "differs": differs,
         }
 
     return update
@@ -147,9 +155,11 @@ class Shards:
         reduce = all_sum if self.cfg.stage == 0 else scatter
         return reduce(grads, self.layout, self.axes)
 
-    def statistics(self, loss: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Loss over all ranks, and the norm of the whole gradient in double: one small all-reduce
-        an axis.
+    def statistics(
+        self, loss: Tensor, grads: Sequence[Tensor], numbers: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Loss over all ranks, the norm of the whole gradient in double, and whether ranks have
+        other `numbers`: one small all-reduce an axis.
         """
         split = self.cfg.stage > 0
         whole, parts = [], []
@@ -157,12 +167,19 @@ class Shards:
             (parts if split and leaf.dim is not None else whole).append(grad)
         shares = self._shares(parts, loss.device)
         # in double: a square in float32 overflows from a norm of 2e19 on
-        stats = torch.stack([loss.detach().double(), *shares])
+        told, compared = [loss.detach().double()], bool(numbers) and self.axes.world > 1
+        own = digest([local_tensor(x) for x in numbers], loss.device) if compared else None
+        if own is not None:
+            told += [own, own * own]
+        stats = torch.stack([*told, *shares])
         stats = all_reduce(stats, self.axes.shard, "loss, grad_norm")
         # not the norm's shares: gradients are summed over both axes, so copies of a shard agree
-        total = all_reduce(stats[0], self.axes.replicate, "loss")
-        norm = self._joined(stats, whole)
-        return total.to(loss.dtype), norm
+        total = stats[0] if own is None else stats[: len(told)]
+        total = all_reduce(total, self.axes.replicate, "loss")
+        norm = self._joined(stats[len(told) :], whole)
+        if own is None:
+            return total.to(loss.dtype), norm, None
+        return total[0].to(loss.dtype), norm, differ(total[1:], own, self.axes.world)
 
     def _shares(self, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
         """This rank's share in the norm of split leaves, as numbers that can be summed over ranks.
@@ -177,14 +194,14 @@ class Shards:
         ends = (axis.rank, axis.size - 1 - axis.rank)
         return torch.nn.functional.pad(norm.view(1).to(device), ends).unbind()
 
-    def _joined(self, stats: Tensor, whole: Sequence[Tensor]) -> Tensor:
+    def _joined(self, shares: Tensor, whole: Sequence[Tensor]) -> Tensor:
         """The norm of everything, from every rank's share and the leaves that all have."""
         p = self.cfg.norm_type
         if p == 2:
-            rest = sum_of_squares(whole, exact=self._scales, device=stats.device)
-            return (stats[1] + rest).sqrt()
-        rest = tree_norm(list(whole), p).double() if whole else _zero(stats.device)
-        return tree_norm([stats[1:], rest.to(stats.device)], p)
+            rest = sum_of_squares(whole, exact=self._scales, device=shares.device)
+            return (shares[0] + rest).sqrt()
+        rest = tree_norm(list(whole), p).double() if whole else _zero(shares.device)
+        return tree_norm([shares, rest.to(shares.device)], p)
 
     @property
     def _scales(self) -> bool:

@@ -1,7 +1,8 @@
 """The update of a step as a function of shards: gradients in, parameters and state overwritten."""
 
+import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from fzero.program.graph import Held, memory_of, output_node, placeholders, tens
 from fzero.state.follow import Follower
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
+from fzero.step.alike import NotAlike, tell
 from fzero.step.update import Updated, update_of
 from fzero.transforms.function import jit
 from fzero.transforms.parts import on_mesh
@@ -120,17 +122,27 @@ class UpdateProgram:
             self._follow = self._follow or Follower(local.masters, parts)
             self._follow(local.masters, parts)
         groups = self._groups(trained, local, grads, loss, state)
-        if staged is None:
-            found = self._update(*self._arguments(groups, local))
-        else:
-            flat = [x for group in groups for x in group]
-            del groups
-            grads.clear()
-            # the same on all ranks: the noise is that of whole leaves
-            found = staged(flat, lambda: mix(self.plan.cfg.seed, int(local.step), _UPDATE))
+        found = None
+        with contextlib.suppress(NotAlike):
+            if staged is None:
+                found = self._update(*self._arguments(groups, local))
+            else:
+                flat = [x for group in groups for x in group]
+                del groups
+                grads.clear()
+                # the same on all ranks: the noise is that of whole leaves
+                found = staged(flat, lambda: mix(self.plan.cfg.seed, int(local.step), _UPDATE))
+        if found is None:
+            self._tell(local)
         if (scale := found.pop("loss_scale")) is not None:
             scale = LossScaleState(*scale)
         return Updated(**found, loss_scale=scale)
+
+    def _tell(self, local: LocalState) -> NoReturn:
+        """Which number differs between ranks."""
+        plan, scaling = self.plan, self.plan.cfg.scaling
+        scale = local.scale[0] if scaling is not None and scaling.external else None
+        tell(tree.unflatten(local.inner_spec, local.inner), scale, plan.mesh, plan.cfg.timeout)
 
     def _groups(
         self,

@@ -1,6 +1,7 @@
 """A step's batch, cut into micro-batches."""
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ def micro_batches(batch: PyTree, count: int) -> list[PyTree]:
     """`batch` cut into `count` parts along every leaf's leading dim; 0-d leaves go to all.
 
     Raises:
-        ShardError: a leaf is not a tensor, or its leading dim is not divisible by `count`.
+        ShardError: a leaf is not a tensor, its leading dim is not divisible by `count`, or it has
+            other rows than another leaf: then cutting both may mean something else than is meant.
 
     Examples:
         >>> micro_batches({"x": torch.arange(4)}, 2)
@@ -33,9 +35,23 @@ def micro_batches(batch: PyTree, count: int) -> list[PyTree]:
                 f"divide; every micro-batch must have the same rows. Pass {count} x n rows, or "
                 "drop the last ones (drop_last=True in a DataLoader)."
             )
+    _refuse_other_rows(leaves, frame.paths, count)
     frame = frame.of_inputs(leaves)
     columns = [x.chunk(count) if x.dim() else (x,) * count for x in leaves]
     return [frame.unflatten([column[i] for column in columns]) for i in range(count)]
+
+
+def _refuse_other_rows(leaves: Sequence[Tensor], paths: Sequence[str], count: int) -> None:
+    rows = {x.shape[0]: path for x, path in zip(leaves, paths, strict=True) if x.dim()}
+    if len(rows) > 1:
+        (first, where), (other, there), *_ = rows.items()
+        raise ShardError(
+            f"batch{where} has {first} rows and batch{there} has {other}, and "
+            f"Config.accum_steps={count} cuts each leaf's rows into {count} parts. Give all leaves "
+            "of the batch the rows of this rank's examples: what belongs to an example as a dim of "
+            "its row ([rows, n]). What is the same for all (class weights, a mask, a table) has no "
+            "rows: let the model function read it from outside, or pass numbers or 0-d tensors."
+        )
 
 
 def _check_leaf(x: Tensor, path: str) -> None:

@@ -84,9 +84,9 @@ def test_a_flag_on_the_cpu_raises_at_once() -> None:
     watch = loss_scale.Watch()
     for _ in range(5):
         watch.look()
-        watch.add(torch.tensor(False))
+        watch.add(torch.tensor(False), loss_scale.at_minimum)
     with pytest.raises(FzeroError, match="smallest loss scale"):
-        watch.add(torch.tensor(True))
+        watch.add(torch.tensor(True), loss_scale.at_minimum)
     watch.look()
 
 

@@ -1,6 +1,7 @@
 """chain, masked, clip_by_global_norm and the norm of a tree."""
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -186,3 +187,9 @@ def test_complex_leaves_have_torchs_numbers(name, in_place):
             updates, state = ours.update(grads, state, params)
             params = plus(params, updates)
     torch.testing.assert_close(params["w"], plain.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_labels_are_texts() -> None:
+    labels: Any = {True: optim.sgd(0.1)}
+    with pytest.raises(ConfigError, match="the label True is a bool"):
+        optim.multi_transform(labels, lambda params: True)

@@ -22,6 +22,7 @@ from torch import fx
 from fzero.distributed.buckets import GATHER, Bucket, goes_alone
 from fzero.program.graph import (
     copy_graph,
+    has_effect,
     is_mutable,
     is_op,
     memory_of,
@@ -163,7 +164,8 @@ def _only_told(launch: fx.Node) -> list[fx.Node]:
         if any(x in found for x in node.all_input_nodes):
             if node.op == "output":
                 break
-            if is_mutable(node) or "bucket" in node.meta or is_wait(node):
+            stays = is_mutable(node) or has_effect(node.target)
+            if stays or "bucket" in node.meta or is_wait(node):
                 return []
             found[node] = None
     return list(found)

@@ -1,0 +1,123 @@
+"""Whether ranks update with the same numbers: those that a program writes into its state.
+
+A rate in the state (`engine.lr`, a scheduler, `hyperparams["lr"].fill_(x)`), or a loss scale of the
+caller's own, must be the same on all ranks: each updates its own rows with what it has. So each
+update sums a digest of them, and its square, with the loss and the norm. By the inequality of
+Cauchy and Schwarz both sums are what a rank makes of its own digest on all ranks at once, or on
+none.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from fzero.distributed.agree import agree
+from fzero.distributed.mesh import Mesh
+from fzero.errors import RankMismatchError
+from fzero.optim.inject import injected
+from fzero.tree import PyTree
+
+WRITTEN = "the numbers that were written into the optimizer's state"
+HINT = (
+    "A rate that is set by hand or by a scheduler, a momentum and a loss scale of your own must be "
+    "the same on every rank. A scheduler that reads a loss must read the mean over ranks, "
+    'metrics["loss"], not this rank\'s.'
+)
+
+
+class NotAlike(Exception):
+    """Ranks have other numbers; no rank has updated anything."""
+
+
+def written(inner: PyTree, scale: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """The numbers that a program may write, with what messages call them.
+
+    Args:
+        inner: the optimizer's state.
+        scale: 0-d, the loss scale, if the caller's own.
+    """
+    yield from ((f"opt_state.inner{name}", x) for name, x in injected(inner))
+    if scale is not None:
+        yield "opt_state.loss_scale.scale", scale
+
+
+def digest(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A whole number below 2**20 of their bits, 0-d float64: sums of its square are exact.
+
+    Args:
+        numbers: 0-d, of any dtype and device.
+        device: of the result.
+
+    Examples:
+        >>> one, other = torch.tensor(0.1), torch.tensor(0.1).nextafter(torch.tensor(1.0))
+        >>> digest([one], one.device) == digest([other], one.device)
+        tensor(False)
+    """
+    bits = torch.stack([x.detach().double().to(device) for x in numbers]).view(torch.int64)
+    odd = torch.arange(1, 2 * len(numbers), 2, device=device) * _GOLDEN
+    return ((bits * odd).sum().bitwise_right_shift(44) & (2**20 - 1)).double()
+
+
+# 2**64 over the golden ratio, as int64 has it: its multiples are spread over the high bits
+_GOLDEN = -7046029254386353131
+
+
+def differ(sums: Tensor, own: Tensor, ranks: int) -> Tensor:
+    """Whether not all ranks have the same digest; on every rank alike.
+
+    Args:
+        sums: float64 [2], of all ranks' digests and of their squares.
+        own: 0-d float64, this rank's.
+        ranks: how many.
+
+    Returns:
+        0-d bool; on a CPU it is false.
+
+    Raises:
+        NotAlike: on a CPU, where the host can tell without waiting: they differ.
+    """
+    found = (sums != torch.stack([own, own * own]) * ranks).any()
+    torch.ops.fzero.refuse(found)
+    return found
+
+
+def tell(inner: PyTree, scale: Tensor | None, mesh: Mesh, timeout: float | None) -> NoReturn:
+    """Raise on every rank, with the number that differs; all ranks must call it.
+
+    Raises:
+        RankMismatchError: always.
+    """
+    rows = [(name, repr(x.item())) for name, x in written(inner, scale)]
+    agree(WRITTEN, rows, mesh, timeout, hint=f"{HINT} Nothing was updated.")
+    raise late("")
+
+
+def late(when: str) -> RankMismatchError:
+    """What is said where only a flag is known."""
+    return RankMismatchError(
+        f"{when}ranks differed in {WRITTEN}, and each updated its part with its own: go on from a "
+        f"checkpoint. {HINT}"
+    )
+
+
+def _refuse(found: Tensor) -> None:
+    if found.device.type == "cpu" and found:
+        raise NotAlike
+
+
+def _fake(found: Tensor) -> None:
+    pass
+
+
+def _define() -> torch.library.Library:
+    lib = torch.library.Library("fzero", "FRAGMENT")
+    # it returns nothing, so passes keep it where it is: before anything is updated
+    lib.define("refuse(Tensor found) -> ()")
+    lib.impl("refuse", _refuse, "CompositeExplicitAutograd")
+    torch.library.register_fake("fzero::refuse", _fake, lib=lib)
+    return lib
+
+
+_LIBRARY = _define()  # operators live as long as this object
