@@ -122,6 +122,19 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor whose open sums (maxima, norms) over ranks are made, which every rank must ask for;
+    what has none as it is.
+
+    >>> settled(torch.ones(2))
+    tensor([1., 1.])
+    """
+    if not isinstance(tensor, DTensor) or not any(p.is_partial() for p in tensor.placements):
+        return tensor
+    closed = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    return tensor.redistribute(placements=closed)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, sharing its memory; any other tensor as it is.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
-from fzero.distributed.dtensor import is_split, local_tensor, sum_over_parts
+from fzero.distributed.dtensor import is_split, local_tensor, settled, sum_over_parts
 from fzero.optim import check
 from fzero.optim.base import GlobalNorm, Optimizer, Params, PyTree
 from fzero.optim.foreach import by_group, scaled
@@ -29,11 +29,11 @@ def tree_global_norm(values: PyTree) -> Tensor:
         >>> tree_global_norm({"w": torch.tensor([3.0]), "b": torch.tensor(4.0), "frozen": None})
         tensor(5.)
     """
-    leaves = tree.leaves(values)
-    if not leaves:
+    values = [settled(x) for x in tree.leaves(values)]
+    if not values:
         return torch.zeros(())
-    shards = [x for x in leaves if is_split(x)]
-    leaves = [local_tensor(x) for x in leaves]
+    shards = [x for x in values if is_split(x)]
+    leaves = [local_tensor(x) for x in values]
 
     def norms(group: list[Tensor]) -> tuple[list[Tensor]]:
         # squares of float32 have twice its exponents: in float64 none overflows or vanishes
@@ -46,7 +46,7 @@ def tree_global_norm(values: PyTree) -> Tensor:
     if not shards:
         return torch.linalg.vector_norm(torch.stack(same)).to(dtype)
     squares = torch.stack(same).square()
-    split = squares.new_tensor([is_split(x) for x in tree.leaves(values)])
+    split = squares.new_tensor([is_split(x) for x in values])
     shares = sum_over_parts((squares * split).sum(), shards[0])
     return (shares + (squares * (1 - split)).sum()).sqrt().to(dtype)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fzero import tree
-from fzero.distributed.dtensor import from_local_like, local_tensor, shard_like
+from fzero.distributed.dtensor import from_local_like, local_tensor, settled, shard_like
 from fzero.errors import ShardError
 from fzero.optim.base import PyTree
 
@@ -58,6 +58,8 @@ def by_group(
     like, *others = columns
     apart = any(isinstance(x, DTensor) for column in columns for x in column)
     if apart:
+        if outputs:
+            like = [settled(x) for x in like]
         for written in others[1:] if not outputs else ():
             _check_places(written, like)
         others = [

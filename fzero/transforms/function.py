@@ -39,7 +39,8 @@ from fzero.transforms.notes import warn_of_recordings
 from fzero.transforms.parts import has_parts, mesh_of
 from fzero.transforms.randomness import seeded
 from fzero.transforms.recorded import MAX_RECORDINGS, Recorded, Recordings
-from fzero.transforms.staging import TracedFunction, changed_in_place, detached
+from fzero.transforms.staging import TracedFunction, as_result, changed_in_place, detached
+from fzero.transforms.trees import ReadWhole
 from fzero.tree import PyTree
 
 
@@ -125,7 +126,7 @@ class Function:
                 torch.enable_grad(),  # as while it is recorded
                 calls_noted() if agreement.calls == 1 else contextlib.nullcontext(),
             ):
-                result = self.body(*args, **kwargs)
+                result = tree.map(_as_result, self.body(*args, **kwargs))
             journal.leave(f"result of {self.name}")
             donated = self._donated(args, len(leaves))
             rows = zip(before, _versions(leaves), donated, strict=True)
@@ -305,7 +306,7 @@ def jit(
     numbers = positions("jit", "donate_argnums", donate_argnums)
 
     def body(*args: Any, **kwargs: Any) -> Any:
-        with held_over():
+        with held_over(), ReadWhole() if _EAGERLY.get() else contextlib.nullcontext():
             return fn(*args, **kwargs)
 
     return Function(name, body, fn, cfg, donate_argnums=numbers, takes_parts=False)
@@ -397,6 +398,10 @@ def _versions(leaves: Sequence[Tensor]) -> list[int]:
     # what is written through a DTensor counts for that, and what is written past it for the shard
     pairs = [{id(part): part for part in (x, local_tensor(x))}.values() for x in leaves]
     return [sum(0 if x.is_inference() else x._version for x in pair) for pair in pairs]
+
+
+def _as_result(x: Any) -> Any:
+    return as_result(x) if isinstance(x, Tensor) else x
 
 
 def _apart_from(leaves: Sequence[Tensor], result: PyTree) -> PyTree:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fzero import zero
 from fzero.config import Config
-from fzero.distributed.dtensor import from_spec, local_tensor
+from fzero.distributed.dtensor import from_spec, local_tensor, settled
 from fzero.distributed.mesh import Mesh
 from fzero.distributed.ragged import rows_of
 from fzero.errors import FzeroError, ShardError
@@ -251,7 +251,7 @@ class TracedFunction:
                 with taking(grad, mesh):
                     result = body(*args, **kwargs)
                 found, self.result = take_apart(result, "what the function returned")
-                found = [_settled(x) for x in found]
+                found = [as_result(x) for x in found]
                 self.outputs = [Leaf.of(x) for x in found]
                 return tuple(detached(local_tensor(x)) for x in found)
 
@@ -386,15 +386,14 @@ def detached(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def _settled(x: Tensor) -> Tensor:
+def as_result(x: Tensor) -> Tensor:
     """A result that needs no more communication: sums that DTensor left open are summed."""
     if not isinstance(x, DTensor):
         return x
-    if any(isinstance(placement, Partial) for placement in x.placements):
-        closed = [Replicate() if isinstance(p, Partial) else p for p in x.placements]
-        x = x.redistribute(x.device_mesh, closed)
+    if isinstance(closed := settled(x), DTensor) and closed is not x:
         # of a whole result nobody wants the mesh
-        return x.to_local() if all(isinstance(p, Replicate) for p in closed) else x
+        whole = all(isinstance(p, Replicate) for p in closed.placements)
+        return closed.to_local() if whole else closed
     local = local_tensor(x)
     return x if local.is_contiguous() else from_spec(local.contiguous(), x._spec)
 

@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
 
 from fzero import tree
 from fzero.config import Config
 from fzero.distributed.collectives import all_reduce, replicate
-from fzero.distributed.dtensor import from_local_like, local_tensor
+from fzero.distributed.dtensor import from_local_like, local_tensor, settled, whole_tensor
 from fzero.distributed.mesh import Mesh
 from fzero.distributed.ragged import rows_of
 from fzero.errors import ConfigError, ShardError
+from fzero.functional.uncompiled import not_compiled_alone
 from fzero.layout import LeafLayout
 from fzero.numerics.rounding import random_bits
 from fzero.optim.foreach import by_group, cast_like
@@ -25,7 +28,8 @@ from fzero.tree import PyTree
 def tree_map(fn: Callable[..., Any], values: PyTree, *rest: PyTree) -> PyTree:
     """`fn` on every leaf, and on the leaves of `rest` at the same places.
 
-    Leaves that are shards are `DTensor`s: what `fn` computes is that of the whole leaf.
+    Leaves that are shards are `DTensor`s: what `fn` computes is that of the whole leaf, and so is
+    what it reads (`float(x.sum())`), which every rank must do.
 
     Raises:
         ShardError: one of `rest` has another structure.
@@ -46,7 +50,10 @@ def tree_map(fn: Callable[..., Any], values: PyTree, *rest: PyTree) -> PyTree:
             "structure. Where one has more, take its part of the other's: {name: more[name] for "
             "name in fewer}."
         ) from None
-    return tree.unflatten(spec, map(fn, leaves, *columns))
+    with ReadWhole():
+        made = tree.unflatten(spec, list(map(fn, leaves, *columns)))
+    # of what is staged out sums are added before they travel, and settled where they are needed
+    return made if get_proxy_mode() is not None else tree.map(settled, made)
 
 
 def tree_vdot(a: PyTree, b: PyTree) -> Tensor:
@@ -147,6 +154,7 @@ def tree_random_like(values: PyTree, seed: int | Tensor, distribution: str = "no
         raise ConfigError(
             f"tree_random_like: distribution={distribution!r}; one of {sorted(_DISTRIBUTIONS)}."
         )
+    values = tree.map(settled, values)
     found = opened(values, Config(), "values")
     counter = seed if isinstance(seed, Tensor) else torch.tensor(seed)
     rank = found.mesh.shard_rank
@@ -178,6 +186,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
         >>> fzero.apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})
         {'w': tensor([1.5000, 0.5000])}
     """
+    params, updates = tree.map(settled, params), tree.map(settled, updates)
     leaves, spec = tree.flatten(params)
     paths = tree.paths(params)
     by_path = dict(zip(tree.paths(updates), tree.leaves(updates), strict=True))
@@ -205,6 +214,28 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     return tree.unflatten(spec, leaves)
 
 
+class ReadWhole(TorchFunctionMode):
+    """What Python reads of a DTensor while it is on is the whole value, the same on every rank.
+
+    A sum that DTensor has left open would be read as this rank's share of it.
+    """
+
+    @not_compiled_alone
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _READS:
+            args = tree.map(whole_tensor, args)
+        return func(*args, **(kwargs or {}))
+
+
+# Not `__repr__`: a rank may print alone.
+_READS = frozenset(
+    (
+        *("item", "is_nonzero", "allclose", "__contains__"),
+        *("__float__", "__int__", "__bool__", "__index__", "__complex__"),
+    )
+)
 _DISTRIBUTIONS = ("normal", "uniform", "rademacher")
 
 
@@ -227,7 +258,14 @@ def _flat(what: str, values: PyTree) -> tuple[list[Any], tree.Spec]:
     for x, path in zip(leaves, tree.paths(values), strict=True):
         if not isinstance(x, (Tensor, Part)):
             raise ShardError(f"tree_vdot: {what}{path} is a {type(x).__name__}; pass tensors.")
-    return leaves, spec
+    return [_split_or_whole(x) for x in leaves], spec
+
+
+def _split_or_whole(x: Any) -> Any:
+    """A leaf of which each rank has its own rows, as a layout deals them out, or all of it."""
+    if not isinstance(x, DTensor) or rows_of(x) is not None:
+        return x
+    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
 
 
 def _own(x: Any) -> Tensor:

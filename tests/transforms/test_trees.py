@@ -1,5 +1,6 @@
 """Arithmetic on trees of shards is that of the whole leaves."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import fzero
 from fzero import optim, tree
 from fzero.errors import ConfigError, ShardError
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 F64 = torch.float64
 SHAPES = [(7, 3), (), (16,), (2, 5, 3), (1,), (0, 4)]
@@ -61,6 +62,87 @@ def test_arithmetic_is_that_of_whole_leaves(world: int, hybrid: bool) -> None:
     for found in run_ranks(world, _arithmetic, hybrid):
         assert found.pop("world") == world
         assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-12)
+
+
+REDUCTIONS: dict[str, Any] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "norm": torch.linalg.vector_norm,
+    "max": torch.max,
+    "any": lambda x: (x > 20).any(),
+    "column sums": lambda x: x.sum(0),
+    "column maxima": lambda x: x.amax(0),
+    "twice the sum": lambda x: 2 * x.sum(),
+}
+READERS: dict[str, Any] = {
+    "returned": lambda tree: tree,
+    "vdot": lambda tree: fzero.tree_vdot(tree, tree),
+    "norm": fzero.tree_norm,
+    "global norm": optim.tree_global_norm,
+    "updates": lambda tree: fzero.apply_updates(tree, tree),
+    "item": lambda tree: {k: torch.tensor(float(x.max())) for k, x in tree.items()},
+    "in": lambda tree: {k: torch.tensor([20 in x, 21 in x]) for k, x in tree.items()},
+}
+
+
+def _reductions(executor: Any, stage: int) -> list[str]:
+    """Which readers of which reductions differ between shards and whole leaves."""
+    cfg = fzero.Config(stage=stage, executor=executor)
+    full = {"w": torch.arange(21.0, dtype=F64).view(7, 3) - 3, "b": torch.arange(8.0) + 10}
+    wrong = []
+    for (reduction, reduce), (reader, read) in itertools.product(
+        REDUCTIONS.items(), READERS.items()
+    ):
+        if reduction == "any" and reader not in ("returned", "item"):
+            continue  # there is no arithmetic of bools
+
+        def mapped(tree: Any, reduce: Any = reduce, read: Any = read) -> Any:
+            return read(fzero.tree_map(reduce, tree))
+
+        def plain(tree: Any, reduce: Any = reduce, read: Any = read) -> Any:
+            return read({k: reduce(x) for k, x in tree.items()})
+
+        ways = {"outside": mapped, "mapped": fzero.jit(mapped, cfg), "plain": fzero.jit(plain, cfg)}
+        if executor == "traced" and reader in ("item", "in"):  # refused
+            ways = {"outside": mapped}
+        for way, run in ways.items():
+            found = _full(run(fzero.shard(full, cfg)))
+            try:
+                torch.testing.assert_close(found, plain(full))
+            except AssertionError:
+                wrong.append(f"{reader} of {reduction}, {way}")
+    return wrong
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_reads_a_reduction_reads_that_of_whole_leaves(stage: int, executor: Any) -> None:
+    assert run_ranks(2, _reductions, executor, stage) == [[], []]
+
+
+def _decisions(executor: Any) -> list[float]:
+    cfg = fzero.Config(stage=3, executor=executor)
+    full = {"w": torch.arange(8.0).view(4, 2), "b": torch.ones(4)}
+
+    def small(params: Any) -> Any:
+        return fzero.tree_map(lambda v: v if float(v.sum()) < 10 else v * 0, params)
+
+    run = fzero.jit(small, cfg) if executor == "eager" else small
+    return [float(x.sum()) for x in _full(run(fzero.shard(full, cfg))).values()]
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_what_is_decided_by_a_reduction_is_decided_alike_on_all_ranks(executor: Any) -> None:
+    assert run_ranks(2, _decisions, executor) == [[0.0, 4.0]] * 2
+
+
+def test_sums_of_leaves_that_are_staged_out_travel_once() -> None:
+    with fake_ranks(2):
+        params = fzero.shard({"w": torch.ones(4, 2), "b": torch.ones(4)})
+        total = fzero.jit(lambda p: torch.stack(tree.leaves(fzero.tree_map(torch.sum, p))).sum())
+        mapped = fzero.jit(lambda p: fzero.tree_map(lambda x: x * 2, p))
+        assert str(total.lower(params)).count(".all_reduce(") == 1
+        assert ".all_reduce(" not in str(mapped.lower(params))
 
 
 @given(st.integers(0, 2**31), st.integers(1, 300))
