@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from fzero import CheckpointError, Config, ConfigError, FzeroError, ShardError, TraceError, tree
-from fzero.errors import arguments_by_name
+from fzero.errors import arguments_by_name, first_line
 from fzero.step.train_step import TrainStep
 from tests.ranks import run_ranks
 
@@ -462,6 +462,22 @@ def test_what_cannot_be_staged_out_is_shown_with_its_line(
     assert f"{__file__}:{_line(mark)}, in {model_fn.__name__}" in message
     assert "torch.where" in message
     assert "executor='eager'" in message
+    assert message.count(first_line(caught.value.__cause__ or caught.value)) == 1
+
+
+def test_another_cause_of_another_front_end_is_told_once() -> None:
+    causes = iter([KeyError("a"), KeyError("b"), KeyError("b")])
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        raise next(causes)
+
+    step_fn = _make(model_fn)
+    with pytest.raises(TraceError) as caught:
+        step_fn(*_state(step_fn), X)
+    message = str(caught.value)
+    assert message.count("through") == 1
+    assert "KeyError: 'b'" in message
+    assert ": 'a'\n" in message
 
 
 def test_the_line_is_shown_inside_a_module_too() -> None:

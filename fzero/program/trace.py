@@ -328,17 +328,19 @@ def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
         error.__cause__ = cause
         return error
     module = _module_of(cause)
-    said = "\n".join(f"  through {label}: {first_line(error)}" for label, error in refusals)
+    told = {first_line(cause): ""}
+    for label, error in refusals:
+        told.setdefault(first_line(error), f"  through {label}: {first_line(error)}\n")
     bug = "" if isinstance(cause, _DATA_DEPENDENT) else _PERHAPS_A_BUG
     if "mixed torch.Tensor and DTensor" in str(cause):
         bug = _SHARDS_READ
     error = TraceError(
-        f"the model function can't be staged out: {_operation(cause)}{where}.\n{said}\n"
-        f"{bug}A Program holds the same operations for every batch, so nothing in it may depend on "
-        "a tensor's values. Ways on: use tensor operations (torch.where instead of `if`, a mask "
-        f"instead of indexing by a condition); {_wrap(module)}; move this part out of the model "
-        "function and pass its result in the batch; or Config(executor='eager'), which runs any "
-        "Python."
+        f"the model function can't be staged out: {_operation(cause)}{where}.\n"
+        f"{''.join(told.values())}{bug}A Program holds the same operations for every batch, so "
+        "nothing in it may depend on a tensor's values. Ways on: use tensor operations "
+        "(torch.where instead of `if`, a mask instead of indexing by a condition); "
+        f"{_wrap(module)}; move this part out of the model function and pass its result in the "
+        "batch; or Config(executor='eager'), which runs any Python."
     )
     error.__cause__ = cause
     return error
