@@ -179,13 +179,22 @@ class GivenLeaf(Tensor):
         raise changed_in_place(self.leaf_name)
 
 
-def changed_in_place(name: str) -> FzeroError:
-    """What to say of a parameter that the model function wrote to."""
+def changed_in_place(name: str, *, written: bool = False) -> FzeroError:
+    """What to say of a parameter that the model function wrote to; `written`: the caller's own."""
+    more = written_already(f"the parameter {name!r}") if written else ""
     return FzeroError(
         f"the model function changed the parameter {name!r} in place. Parameters are inputs of a "
         "pure function: the change would be lost on some ranks and kept on others. Compute a new "
         "tensor (w * 2 instead of w.mul_(2)); return what must live on as model state, and change "
-        "parameters between steps only."
+        f"parameters between steps only.{more}"
+    )
+
+
+def written_already(what: str) -> str:
+    """What else to say of a caller's tensor, where nothing was staged out."""
+    return (
+        f" Config(executor='eager') sees that after the call, so {what} holds what was written to "
+        "it: make it anew before you go on."
     )
 
 

@@ -193,7 +193,7 @@ class Eager:
         scaled_loss, (loss, aux) = run(low)
         for x, version, leaf in zip(low, versions, layout, strict=True):
             if _version(x) != version:  # a cast copy, or the parameter itself
-                raise changed_in_place(leaf.name)
+                raise changed_in_place(leaf.name, written=leaf.compute in (None, leaf.dtype))
         inputs = [x for x in given if x.requires_grad]
         if reduces_once(self.plan.cfg):
             grads = differentiated(scaled_loss, inputs)
@@ -271,10 +271,10 @@ def _unchanged(leaves: Sequence[Tensor], batch: PyTree, plan: Plan) -> Iterator[
     yield
     for name, x, version in zip(names, leaves, versions, strict=False):
         if _version(x) != version:
-            raise changed_in_place(name)
+            raise changed_in_place(name, written=True)
     for path, x, version in zip(frame.paths, inputs, versions[len(leaves) :], strict=True):
         if _version(x) != version:
-            raise batch_changed(f"batch{path}")
+            raise batch_changed(f"batch{path}", written=True)
 
 
 def _version(x: Tensor) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fzero import tree, zero
 from fzero.config import Config
 from fzero.distributed.mesh import Axes
-from fzero.eager.lazy import changed_in_place
+from fzero.eager.lazy import changed_in_place, written_already
 from fzero.errors import FzeroError, ShardError
 from fzero.numerics.casts import cast
 from fzero.program import Program
@@ -232,11 +232,12 @@ def trace_gradients(
     )
 
 
-def batch_changed(name: str) -> FzeroError:
-    """What to say of a model function that writes to its batch."""
+def batch_changed(name: str, *, written: bool = False) -> FzeroError:
+    """What to say of a model function that writes to its batch; `written`: the caller's own."""
+    more = written_already(name) if written else ""
     return FzeroError(
         f"the model function changed {name} in place. The batch is an input of a pure function: "
-        "compute a new tensor instead (x - mean, not x.sub_(mean))."
+        f"compute a new tensor instead (x - mean, not x.sub_(mean)).{more}"
     )
 
 

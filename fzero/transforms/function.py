@@ -110,9 +110,10 @@ class Function:
         agreement = self._agreement
         if self.cfg.executor == "eager":
             agreement.calls += 1
-            before = _versions(leaves)
-            # as a Program would: whoever differentiates this takes a transform of it
-            args, kwargs = tree.map(_without_graph, (args, kwargs))
+            before, donated = _versions(leaves), self._donated(args, len(leaves))
+            # as of a Program: whoever differentiates this takes a transform of it, and containers
+            # are the function's own
+            own = _rebuilt(key, [_without_graph(x) for x in leaves])
             if mesh not in self._journals:
                 self._journals[mesh] = Journal(mesh, FUNCTION, active=True, limit=self.cfg.timeout)
             journal = self._journals[mesh]
@@ -126,14 +127,14 @@ class Function:
                 torch.enable_grad(),  # as while it is recorded
                 calls_noted() if agreement.calls == 1 else contextlib.nullcontext(),
             ):
-                result = tree.map(_as_result, self.body(*args, **kwargs))
+                result = tree.map(_as_result, self.body(*own[0], **own[1]))
             journal.leave(f"result of {self.name}")
-            donated = self._donated(args, len(leaves))
             rows = zip(before, _versions(leaves), donated, strict=True)
             for i, (old, new, given) in enumerate(rows):
                 if old != new and not given:
                     frame = take_apart((args, kwargs), "arguments")[1]
-                    raise changed_in_place(self.name, _named(frame, self._arguments).names[i])
+                    label = _named(frame, self._arguments).names[i]
+                    raise changed_in_place(self.name, label, written=True)
             kept = [x for x, given in zip(leaves, donated, strict=True) if not given]
             return _apart_from(kept, result)
         known = self._recordings
@@ -427,6 +428,12 @@ def _key(args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     lazy = tuple(i for i, x in enumerate(leaves) if x.is_conj() or x.is_neg())
     static = spec, first_places(leaves), tree.orders((args, kwargs)), lazy
     return leaves, (static, *map(_kind, leaves))
+
+
+def _rebuilt(key: Any, leaves: Sequence[Tensor]) -> Any:
+    """The arguments of a call with this key, in containers of their own."""
+    form = _static(key)
+    return form.unflatten(leaves) if isinstance(form, Frame) else tree.unflatten(form, leaves)
 
 
 def _static(kind: Any) -> Any:

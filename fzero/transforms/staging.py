@@ -18,6 +18,7 @@ from fzero.config import Config
 from fzero.distributed.dtensor import from_spec, local_tensor, settled
 from fzero.distributed.mesh import Mesh
 from fzero.distributed.ragged import rows_of
+from fzero.eager.lazy import written_already
 from fzero.errors import FzeroError, ShardError
 from fzero.functional.memory import Apart
 from fzero.functional.owners import Owners, noted, owners_of
@@ -398,13 +399,16 @@ def as_result(x: Tensor) -> Tensor:
     return x if local.is_contiguous() else from_spec(local.contiguous(), x._spec)
 
 
-def changed_in_place(name: str, label: str, *, donated: bool = False) -> FzeroError:
+def changed_in_place(
+    name: str, label: str, *, donated: bool = False, written: bool = False
+) -> FzeroError:
     """What to say of a function that writes to what it was given.
 
     Args:
         name: of the function.
         label: of the argument.
         donated: whether it may, as long as it takes no derivative and gathers nothing.
+        written: whether it has done so, where nothing was staged out.
     """
     if donated:
         return FzeroError(
@@ -413,8 +417,9 @@ def changed_in_place(name: str, label: str, *, donated: bool = False) -> FzeroEr
             "Make the update a function of its own, fzero.jit(update, donate_argnums=...) of what "
             "fzero.value_and_grad returned, or compute a new tensor (fzero.apply_updates)."
         )
+    more = written_already(label) if written else ""
     return FzeroError(
         f"{name} changes its argument {label} in place. A staged-out function is pure: compute a "
         "new tensor and return it (fzero.apply_updates(params, updates) instead of add_). To reuse "
-        "the memory of what came in, say fzero.jit(fn, donate_argnums=...)."
+        f"the memory of what came in, say fzero.jit(fn, donate_argnums=...).{more}"
     )

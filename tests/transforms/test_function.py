@@ -1,5 +1,7 @@
 """`jit`: a user's own step as one Program, pure, in memory that it was given."""
 
+import collections
+import dataclasses
 import itertools
 import threading
 import time
@@ -373,6 +375,63 @@ def test_positions_that_are_none_are_refused(numbers: Any) -> None:
 def test_a_donated_argument_must_be_there() -> None:
     with pytest.raises(ShardError, match=r"donate_argnums=\(1,\), and it was called with 1"):
         fzero.jit(lambda params: params, donate_argnums=(1,))(fzero.shard(_params()))
+
+
+@dataclasses.dataclass
+class _Kept:
+    values: dict[str, Any]
+    task: str = "qa"
+
+
+def _kept(executor: Any) -> None:
+    """A function changes the containers that it was given."""
+    cfg = fzero.Config(executor=executor)
+    params, x = fzero.shard({"w": torch.ones(3)}, cfg), torch.zeros(2)
+    one, some, more = [x], collections.UserDict(x=x), _Kept({"x": x})
+
+    def keeping(params: Any, one: Any, *, some: Any, more: Any) -> Any:
+        params["w"] = params["new"] = params["w"] * 2
+        one.append(params["w"])
+        some["y"] = more.values["y"] = one[0] + 1
+        more.task = "none"
+        return params, one, some["y"] + more.values["y"]
+
+    new, made, total = fzero.jit(keeping, cfg)(params, one, some=some, more=more)
+    assert (list(new), len(made), total.tolist()) == (["w", "new"], 2, [2.0, 2.0])
+    assert (list(params), len(one), list(some), list(more.values)) == (["w"], 1, ["x"], ["x"])
+    assert more.task == "qa"
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_containers_are_a_functions_own(executor: Any) -> None:
+    _kept(executor)
+
+    def writes(params: Any, more: Any) -> Any:
+        params["a"] = more.pop("x").add_(1)  # a place before that of what is written
+        return params
+
+    with pytest.raises(FzeroError, match=r"writes changes its argument more\.x in place"):
+        fzero.jit(writes, fzero.Config(executor=executor))(_params(), {"x": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_refused_write_that_was_made_is_told(executor: Any) -> None:
+    def scaled(params: Params, x: Tensor) -> Tensor:
+        return (params["w"] * x.add_(1)).sum()
+
+    cfg = fzero.Config(executor=executor)
+    step_fn = fzero.make_train_step(scaled, optim.sgd(0.1), cfg)
+    runs: list[Any] = [
+        make(scaled, cfg) for make in (fzero.jit, fzero.value_and_grad, fzero.sharded)
+    ]
+    if executor == "eager":  # a step that is staged out keeps the write to itself
+        runs.append(lambda params, x: step_fn(*step_fn.init(params), x))
+    for run in runs:
+        params, x = {"w": torch.ones(2)}, torch.zeros(2)
+        with pytest.raises(FzeroError, match=r"in place") as caught:
+            run(params, x)
+        written = "holds what was written to it" in str(caught.value)
+        assert written == (executor == "eager") == bool(x.sum())
 
 
 @pytest.mark.parametrize("make", [fzero.jit, fzero.sharded])
