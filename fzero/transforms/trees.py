@@ -232,7 +232,7 @@ class ReadWhole(TorchFunctionMode):
 # Not `__repr__`: a rank may print alone.
 _READS = frozenset(
     (
-        *("item", "is_nonzero", "allclose", "__contains__"),
+        *("item", "tolist", "is_nonzero", "allclose", "__contains__"),
         *("__float__", "__int__", "__bool__", "__index__", "__complex__"),
     )
 )

@@ -81,6 +81,7 @@ READERS: dict[str, Any] = {
     "global norm": optim.tree_global_norm,
     "updates": lambda tree: fzero.apply_updates(tree, tree),
     "item": lambda tree: {k: torch.tensor(float(x.max())) for k, x in tree.items()},
+    "list": lambda tree: {k: torch.tensor(x.tolist()) for k, x in tree.items()},
     "in": lambda tree: {k: torch.tensor([20 in x, 21 in x]) for k, x in tree.items()},
 }
 
@@ -93,7 +94,7 @@ def _reductions(executor: Any, stage: int) -> list[str]:
     for (reduction, reduce), (reader, read) in itertools.product(
         REDUCTIONS.items(), READERS.items()
     ):
-        if reduction == "any" and reader not in ("returned", "item"):
+        if reduction == "any" and reader not in ("returned", "item", "list"):
             continue  # there is no arithmetic of bools
 
         def mapped(tree: Any, reduce: Any = reduce, read: Any = read) -> Any:
@@ -103,8 +104,10 @@ def _reductions(executor: Any, stage: int) -> list[str]:
             return read({k: reduce(x) for k, x in tree.items()})
 
         ways = {"outside": mapped, "mapped": fzero.jit(mapped, cfg), "plain": fzero.jit(plain, cfg)}
-        if executor == "traced" and reader in ("item", "in"):  # refused
+        if executor == "traced" and reader in ("item", "list", "in"):  # refused
             ways = {"outside": mapped}
+        if reader == "list":  # torch's DTensor has none
+            ways.pop("outside")
         for way, run in ways.items():
             found = _full(run(fzero.shard(full, cfg)))
             try:
