@@ -24,15 +24,17 @@ from fzero import zero
 from fzero.config import Config, as_config
 from fzero.distributed.collectives import all_reduce, phase
 from fzero.distributed.mesh import Axes
+from fzero.eager.lazy import outside_inference
 from fzero.errors import ConfigError, FzeroError
 from fzero.functional.differentiate import no_gradient
 from fzero.functional.functionalize import refuse_past
+from fzero.functional.owners import noted, owners_of
 from fzero.layout import Layout
 from fzero.numerics.casts import widened
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE
 from fzero.transforms.call import Call, Results, like, mean
 from fzero.transforms.frames import Frame, stacked, take_apart
-from fzero.transforms.function import Function, check_callable, positions
+from fzero.transforms.function import Function, check_callable, is_inside, positions
 from fzero.transforms.lazily import Lazily
 from fzero.transforms.loss import check_loss, summable
 from fzero.transforms.micro import micro_batches
@@ -209,7 +211,8 @@ def vjp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Callable[..., A
         `(params, *args) -> (value, pullback)`; `pullback(cotangent) -> grads`, where the cotangent
         is a tree like the value. That of a 0-d result, which is a mean over the ranks, is one
         number for all; that of other results is each rank's own, for its rows, and the gradients
-        are summed over the ranks. `pullback` is a Program of its own, which computes `fn` again.
+        are summed over the ranks. `pullback` is a Program of its own, which computes `fn` again of
+        copies of the arguments, shards and batch, which it holds: they may be written over.
 
     Examples:
         >>> import fzero
@@ -244,10 +247,13 @@ def vjp(fn: Callable[..., PyTree], cfg: Config | None = None) -> Callable[..., A
     value, back = Function(name, value_of, fn, cfg), Function(f"{name} backward", pulled, fn, cfg)
 
     def both(*args: Any, rng: int = 0, **kwargs: Any) -> tuple[PyTree, Callable[..., PyTree]]:
-        def pullback(cotangent: PyTree) -> PyTree:
-            return back(cotangent, args, kwargs, rng=rng)
+        found = value(*args, rng=rng, **kwargs)
+        kept = (args, kwargs) if is_inside(args, kwargs) else _copied((args, kwargs))
 
-        return value(*args, rng=rng, **kwargs), pullback
+        def pullback(cotangent: PyTree) -> PyTree:
+            return back(cotangent, *kept, rng=rng)
+
+        return found, pullback
 
     both.lower = value.lower  # pyright: ignore[reportFunctionMemberAccess]
     both.__wrapped__ = fn  # pyright: ignore[reportFunctionMemberAccess]
@@ -434,6 +440,15 @@ def _over_ranks(x: Tensor, axes: Axes, reduce: str) -> Tensor:
         )
     total = all_reduce(all_reduce(x, axes.shard, "result"), axes.replicate, "result")
     return total / axes.world if reduce == "mean" else total
+
+
+def _copied(values: PyTree) -> PyTree:
+    """A tree in memory of its own."""
+    # to compare versions would not do: what the optimizers' fused kernels write is not counted
+    tensors, frame = take_apart(values, "arguments")
+    with outside_inference():
+        copies = {id(x): noted(x.clone().detach(), owners_of(x)) for x in tensors}
+    return frame.unflatten([copies[id(x)] for x in tensors])
 
 
 def _floats(values: Sequence[Tensor]) -> Leaves:

@@ -99,7 +99,7 @@ class Function:
             RankMismatchError: ranks would run different collectives, or a rank is gone.
             ConfigError: a rank can't stay under `cfg.memory_limit`; on all ranks.
         """
-        if _inside(args, kwargs):
+        if is_inside(args, kwargs):
             return self.body(*args, **kwargs)
         refuse_outer_autocast()
         _check_rng(self.name, rng)
@@ -374,7 +374,7 @@ def no_program() -> TraceError:
     )
 
 
-def _inside(args: Any, kwargs: Any) -> bool:
+def is_inside(args: Any, kwargs: Any) -> bool:
     """Whether an outer function is being staged out or differentiated, or runs eagerly."""
     recorded = is_differentiated() or get_proxy_mode() is not None
     return recorded or _EAGERLY.get() or has_parts((args, kwargs))

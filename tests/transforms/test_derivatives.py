@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fzero
-from fzero import tree
+from fzero import optim, tree
 from fzero.errors import ShardError
 from tests.ranks import run_ranks
 
@@ -351,6 +351,21 @@ def test_micro_batches_count_for_all_derivatives_of_a_loss(executor: Any) -> Non
     for found, expected in [(first, grads), (ours[0], grads), (ours[1], products)]:
         for k, v in expected.items():
             torch.testing.assert_close(found[k], v, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", [lambda: optim.adamw(0.1), lambda: optim.sgd(0.1)])
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_pullback_is_of_the_arguments_as_they_were(stage: int, executor: Any, make: Any) -> None:
+    cfg = fzero.Config(stage=stage, executor=executor)
+    step_fn = fzero.make_train_step(_loss, make(), cfg)
+    params, state = step_fn.init(_tree(0))
+    x = torch.randn(4, 7, dtype=F64)
+    _, pull = fzero.vjp(_loss, cfg)(params, x)
+    expected = _full(pull(1.0))
+    step_fn(params, state, x)
+    x.zero_()
+    torch.testing.assert_close(_full(pull(1.0)), expected)
 
 
 @pytest.mark.parametrize("transform", [fzero.grad, fzero.vjp, fzero.jvp, fzero.hvp])
