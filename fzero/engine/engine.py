@@ -450,7 +450,8 @@ class Engine:
 
         `load_state_dict` takes it, of this engine and of a plain module. Where there are master
         weights, they are what is given. Every rank must call it at stage 3, and from stage 1 on
-        where there are masters. The optimizer's state is not in it: see `engine.state`.
+        where there are masters. The optimizer's state is in `engine.optimizer.state_dict()`, or
+        `engine.state`.
 
         Examples:
             >>> import fzero

@@ -10,8 +10,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from fzero.engine.driver import Driver
+from fzero.engine.own_part import agree_on, part_of, with_part
 from fzero.engine.scaler import groups_for_scaler, is_asked_by_scaler
-from fzero.errors import BackwardError, FzeroError
+from fzero.errors import BackwardError, CheckpointError, FzeroError
 
 
 class Stepped(Protocol):
@@ -19,20 +21,13 @@ class Stepped(Protocol):
 
     lr: Any
     momentum: Any
+    state: Any
 
     def step(self) -> None: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
     def parameters(self) -> Any: ...
     @property
     def device(self) -> torch.device: ...
-
-
-class Holder(Protocol):
-    """What holds the gradients of an engine: its driver."""
-
-    def unscale(self, factor: Tensor, /) -> bool:
-        """Multiply them; whether all are finite, on every rank."""
-        ...
 
 
 class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
@@ -107,8 +102,8 @@ def _numbers_of_optimizers() -> frozenset[str]:
 class EngineOptimizer(torch.optim.Optimizer):
     """See `Engine.optimizer`."""
 
-    def __init__(self, engine: Stepped, holder: Holder) -> None:
-        self._engine, self._holder = weakref.ref(engine), weakref.ref(holder)
+    def __init__(self, engine: Stepped, driver: Driver) -> None:
+        self._engine, self._driver = weakref.ref(engine), weakref.ref(driver)
         numbers: dict[str, Any] = {}
         with contextlib.suppress(FzeroError):  # a GradScaler needs none
             numbers["lr"] = engine.lr
@@ -130,9 +125,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._groups = groups
 
     def _unscale(self, factor: Tensor) -> bool:
-        holder = self._holder()
-        assert holder is not None, "it lives as long as its engine"
-        return holder.unscale(factor)
+        driver = self._driver()
+        assert driver is not None, "it lives as long as its engine"
+        return driver.unscale(factor)
 
     def _alive(self) -> Stepped:
         engine = self._engine()
@@ -161,27 +156,48 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._alive().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups, without the optimizer's state, which is `engine.state`'s."""
+        """This rank's part of the optimizer's state, in copies, and the groups' numbers."""
         (group,) = self.param_groups
         own = {k: group[k] for k in group if k != "params"}
-        return {"state": {}, "param_groups": [{**own, "params": list(range(len(group["params"])))}]}
+        numbers = {**own, "params": list(range(len(group["params"])))}
+        return {**part_of(self._alive().state[1]), "param_groups": [numbers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the groups' numbers, the learning rate among them.
+        """Take what `state_dict` gave on this rank; every rank must call it.
 
         Raises:
             BackwardError: it holds the state of another optimizer, which this has no place for.
+            CheckpointError: it is that of another rank, or of an engine that is sharded otherwise.
+            RankMismatchError: ranks load the states of different steps.
         """
-        if state_dict.get("state"):
+        if "places" not in state_dict:
             raise BackwardError(
                 "engine.optimizer.load_state_dict: it holds the state of another optimizer, for "
-                f"{len(state_dict['state'])} parameters; an engine's is in engine.state. Load that "
-                "from a checkpoint: engine.state = fzero.checkpoint.load(path, *engine.state)."
+                f"{len(state_dict.get('state', ()))} parameters, and takes what "
+                "engine.optimizer.state_dict() gave. Go on from a checkpoint: engine.state = "
+                "fzero.checkpoint.load(path, *engine.state)."
             )
+        self.load_part(
+            state_dict,
+            "Save it on every rank, in a file of its own; or for any rank, stage and world by "
+            "fzero.checkpoint.save(path, *engine.state).",
+        )
         (group,) = self.param_groups
         for key, value in state_dict["param_groups"][0].items():
             if key != "params":
                 group[key] = value
+
+    def load_part(self, part: Mapping[str, Any], instead: str) -> None:
+        """Go on from what `part_of` gave; `instead` says what to do where it does not fit."""
+        engine, driver = self._alive(), self._driver()
+        assert driver is not None, "it lives as long as its engine"
+        params, state = engine.state
+        try:
+            new = with_part(state, part)
+        except CheckpointError as error:  # told once all ranks know
+            new = error
+        new = agree_on(driver, new, instead)
+        engine.state = params, new._replace(model_state=None)  # buffers stay
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused but for the first, which is made here."""
@@ -196,9 +212,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         )
 
     def __reduce__(self) -> NoReturn:
-        raise BackwardError(
-            "engine.optimizer was to be copied or pickled; save engine.state, and its state_dict()."
-        )
+        raise BackwardError("engine.optimizer was to be copied or pickled; save its state_dict().")
 
     def __repr__(self) -> str:
         (group,) = self.param_groups

@@ -140,8 +140,7 @@ class Stepper:
         Raises:
             FzeroError: the optimizer tells none, or several that differ.
         """
-        # its step is what the update will see; of whole leaves there is no need
-        rates = sorted({float(rate) for rate in self.plan.opt.rates(self.opt_state.inner)})
+        rates = self._rates()
         if len(rates) != 1:
             found = f"{len(rates)} learning rates: {rates}" if rates else "no learning rate to tell"
             raise FzeroError(
@@ -150,6 +149,10 @@ class Stepper:
                 "and engine.global_steps."
             )
         return rates[0]
+
+    def _rates(self) -> list[float]:
+        # its step is what the update will see; of whole leaves there is no need
+        return sorted({float(rate) for rate in self.plan.opt.rates(self.opt_state.inner)})
 
     def set_rate(self, lr: float | Tensor | Mapping[str, float | Tensor]) -> None:
         """Write the learning rate of the next updates; of several, by label of `multi_transform`.
@@ -166,7 +169,8 @@ class Stepper:
         before = [float(x) for x in rates]
         for x in rates:
             x.fill_(value)
-        if rates and math.isclose(self.rate(), value, rel_tol=1e-6):
+        # one that is the optimizer's own may be set to what it is
+        if len(now := self._rates()) == 1 and math.isclose(now[0], value, rel_tol=1e-6):
             return
         for x, old in zip(rates, before, strict=True):
             x.fill_(old)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fzero import optim, tree
+from fzero import optim
 from fzero.compat.deepspeed.refused import OPTIMIZERS, refuse
 from fzero.compat.deepspeed.settings import Section
-from fzero.distributed.dtensor import local_tensor
+from fzero.engine.own_part import part_of
 from fzero.errors import CheckpointError, ConfigError, FzeroError
 from fzero.tree import PyTree
 
@@ -532,37 +532,25 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The groups' numbers, and this rank's part of the state, by path; not the parameters."""
         numbers = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        parts = {path: local_tensor(x).detach().clone() for path, x in self._leaves().items()}
-        return {"state": parts, "param_groups": numbers}
+        return {**part_of(self._engine.inner.state[1]), "param_groups": numbers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave on this rank, of an optimizer that is sharded alike.
 
         Raises:
-            CheckpointError: it is another one's; nothing has changed.
+            CheckpointError: it is another one's, or another rank's; nothing has changed.
+            RankMismatchError: ranks load the states of different steps.
         """
-        parts, groups = state_dict["state"], state_dict["param_groups"]
-        mine = {path: local_tensor(x) for path, x in self._leaves().items()}
-        wrong = [path for path in mine.keys() | parts.keys() if not _alike(mine, parts, path)]
-        if wrong or len(groups) != len(self.param_groups):
+        groups, own = state_dict["param_groups"], len(self.param_groups)
+        if len(groups) != own:
             raise CheckpointError(
-                f"optimizer.load_state_dict: {min(wrong, default='param_groups')} is missing, or "
-                "of another shape than here. It takes what state_dict() gave on this rank, of the "
-                "same model, optimizer, stage and world; engine.save_checkpoint is for any."
+                f"optimizer.load_state_dict: there are {len(groups)} param groups, and {own} here. "
+                f"{_FOR_ANY}"
             )
-        with torch.no_grad():
-            for path, x in mine.items():
-                x.copy_(parts[path])
+        self._engine.inner.optimizer.load_part(state_dict, _FOR_ANY)
         for group, theirs in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in theirs.items() if k != "params"})
         self.groups.forget()
-
-    def _leaves(self) -> dict[str, Tensor]:
-        """The tensors of the optimizer's state, its step count and its loss scale, by path."""
-        state = self._engine.inner.state[1]
-        kept = {"inner": state.inner, "loss_scale": state.loss_scale, "step": state.step}
-        pairs = zip(tree.paths(kept), tree.leaves(kept), strict=True)
-        return {path: x for path, x in pairs if isinstance(x, Tensor)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused."""
@@ -576,9 +564,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         )
 
 
-def _alike(mine: Mapping[str, Any], theirs: Mapping[str, Any], path: str) -> bool:
-    there = path in mine and path in theirs
-    return there and mine[path].shape == getattr(theirs[path], "shape", None)
+_FOR_ANY = "engine.save_checkpoint is for any rank, stage and world."
 
 
 def as_groups(model: nn.Module, given: Any) -> list[Any]:
