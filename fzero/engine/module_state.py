@@ -42,6 +42,7 @@ class LoadedKeys(NamedTuple):
 def state_dict(driver: Driver, parts: Parts, slots: ParameterSlots) -> dict[str, Any]:
     """Copies of all that the module's own `state_dict` has; see `Engine.state_dict`."""
     driver.settle()
+    driver.writes.same_module()  # what it has is told by its own names
     with _full(driver, parts, slots, "state_dict") as full:
         own = driver.module.state_dict(keep_vars=True)
     copies = {id(x): x.detach() for x in full.values()}  # a tied one is one tensor here, too
@@ -73,6 +74,7 @@ def load(
 ) -> LoadedKeys:
     """Check everything, then copy; see `Engine.load_state_dict`."""
     driver.settle()
+    driver.writes.same_module()
     phases.refuse_inside(driver.state, "load_state_dict()")
     phases.refuse_in_block(driver.state, "load_state_dict()")
     if not isinstance(state, Mapping):

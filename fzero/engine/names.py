@@ -42,5 +42,5 @@ class Names:
         hint = f" Near ones: {', '.join(map(repr, near))}." if near else ""
         raise ShardError(
             f"{asked}({name!r}): the module has no parameter of that name.{hint} Names are those "
-            "of model.named_parameters()."
+            "of model.named_parameters() when the engine was made."
         )

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,10 +42,10 @@ class Writes:
         self._note()
 
     def same_module(self) -> None:
-        """Every parameter of the module is this engine's, and the other way round.
+        """Every parameter of the module is this engine's, under its name, and the other way round.
 
         Raises:
-            FzeroError: one was replaced or taken away, or came after the engine was made.
+            FzeroError: one was replaced, renamed or taken away, or came after the engine was made.
         """
         now = self._slots()
         same = len(now) == len(self.slots) and all(map(operator.is_, now, self.slots))
@@ -75,6 +76,7 @@ class Writes:
                     "(p.data.copy_) or use engine.load_state_dict; at stage 3 that, or `with "
                     "engine.gathered(names, modifier_rank=0):`."
                 )
+        self._same_homes()
         # all that came or went has no parameters
         self._note()
 
@@ -107,14 +109,34 @@ class Writes:
         self.modules = list(self.module.modules())
         self.slots = self._slots()
 
+        self.homes, self.names = self._homes(), self._names()
+
     def _slots(self) -> list[Any]:
         # tables, not `named_parameters`, which builds a string for each: this runs in every forward
-        return [
-            x
-            for module in self.modules
-            for table in (module._modules, module._parameters)
-            for x in table.values()
-        ]
+        tables = [x for module in self.modules for x in (module._modules, module._parameters)]
+        return [*chain.from_iterable(tables), *chain.from_iterable(x.values() for x in tables)]
+
+    def _homes(self) -> set[tuple[nn.Module, str, int]]:
+        tables = [(module, module._parameters) for module in self.module.modules()]
+        return {(module, key, id(x)) for module, table in tables for key, x in table.items()}
+
+    def _names(self) -> dict[str, int]:
+        return {name: id(x) for name, x in self.module.named_parameters(remove_duplicate=False)}
+
+    def _same_homes(self) -> None:
+        """Each parameter is where it was; only around its module others may have been put."""
+        now, before = self._names(), self.names
+        if self._homes() == self.homes and all(before.get(x, now[x]) == now[x] for x in now):
+            return
+        ours = {id(param): self.leaves[index].name for index, param in self.params.items()}
+        new = sorted(name for name in now if now[name] != before.get(name))
+        name = new[0] if new else min(before.keys() - now.keys())
+        raise FzeroError(
+            f"the parameter {ours[(now if new else before)[name]]!r} "
+            f"{'has become' if new else 'is no longer'} {name!r} in the module after its engine "
+            "was made: it was renamed (torch.nn.utils.prune and parametrizations do so), tied, or "
+            f"put elsewhere. States and checkpoints go by the names of before. {_AGAIN}"
+        )
 
     def see(self) -> None:
         """An update would reach the module's parameters, and those that are to be trained.
@@ -172,7 +194,8 @@ def _said(x: Tensor) -> str:
     return f"{tuple(x.shape)} of {x.dtype} on {x.device}"
 
 
-_SETTLED = (
-    "What is trained is settled when the engine is made: no update would reach it. Change the "
-    "module before, or make another engine of it; engine.full_params() has what was trained."
+_AGAIN = (
+    "Change the module before, or make another engine of it; engine.full_params() has what was "
+    "trained."
 )
+_SETTLED = f"What is trained is settled when the engine is made: no update would reach it. {_AGAIN}"

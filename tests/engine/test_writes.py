@@ -1,13 +1,15 @@
 """What the caller does to parameters behind an engine's back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 import fzero
-from fzero import tree
+from fzero import FzeroError, tree
 from fzero.engine.outputs import loss_in
 
 
@@ -192,3 +194,58 @@ def test_a_module_that_was_cast_is_not_read_as_it_was() -> None:
     for ask in (engine.state_dict, engine.full_params, lambda: engine.state):
         with pytest.raises(fzero.FzeroError, match="no longer in the engine's memory"):
             ask()
+
+
+def _swap(model: Any) -> None:
+    model[0], model[1] = model[1], model[0]
+
+
+def _tie(model: Any) -> None:
+    model[1].other = model[1].weight
+
+
+def _cut(model: Any) -> None:
+    del model[2].tied
+
+
+MOVES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "pruned": (
+        lambda model: prune.identity(model[0], "weight"),
+        r"'0\.weight' has become '0\.weight_orig'",
+    ),
+    "parametrized": (
+        lambda model: parametrizations.orthogonal(model[0]),
+        r"'0\.weight' has become '0\.parametrizations\.weight\.original'",
+    ),
+    "changed places": (_swap, r"'1\.weight' has become '0\.weight'"),
+    "tied": (_tie, r"'1\.weight' has become '1\.other'"),
+    "cut": (_cut, r"'0\.weight' is no longer '2\.tied'"),
+}
+
+
+@pytest.mark.parametrize("how", MOVES)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_parameter_under_another_name_is_refused(stage: int, how: str) -> None:
+    def made() -> tuple[Any, fzero.Engine]:
+        model: Any = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(3)])
+        model[2].tied = model[0].weight
+        return model, fzero.Engine(model, fzero.optim.sgd(1.0), fzero.Config(stage))
+
+    move, said = MOVES[how]
+    asks = backward, lambda engine: engine.state_dict(), lambda engine: engine.load_state_dict({})
+    for ask in asks:
+        model, engine = made()
+        move(model)
+        with pytest.raises(FzeroError, match=said):
+            ask(engine)
+        assert "1.weight" in engine.full_params()  # what the message names
+
+
+def test_a_module_that_is_put_around_a_layer_leaves_its_names() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    engine = fzero.Engine(model, fzero.optim.sgd(1.0))
+    model[0] = nn.Sequential(model[0], nn.Tanh())
+    backward(engine)
+    engine.step()
+    assert list(engine.full_params()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert torch.equal(engine.full_param("0.weight"), engine.state_dict()["0.0.weight"])
