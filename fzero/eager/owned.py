@@ -10,6 +10,7 @@ holds none, `param.grad` is None as in plain PyTorch.
 Engines themselves go past all that, to what autograd sees: `raw_grad`, `set_raw_grad`.
 """
 
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -180,6 +181,13 @@ class OwnedParameter(nn.Parameter):
     grad = grad_of_owned  # pyright: ignore[reportAssignmentType]
     register_post_accumulate_grad_hook = refuse_accumulate_hook  # pyright: ignore
 
+    def detach(self) -> Tensor:
+        """A plain tensor; to `nn.Parameter(self)`, which insists on it, one of this class."""
+        plain = super().detach()
+        # of a function that is compiled there are no frames to look at
+        made = not torch.compiler.is_compiling() and sys._getframe(1).f_code is _MAKES_PARAMETERS
+        return plain.as_subclass(OwnedParameter) if made else plain
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             values = self.data.clone(memory_format=torch.preserve_format)
@@ -189,6 +197,9 @@ class OwnedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a file must load where there is no engine, and no fzero
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+_MAKES_PARAMETERS = nn.Parameter.__new__.__code__
 
 
 class FormerParameter(nn.Parameter):

@@ -436,3 +436,27 @@ def test_autocast_sees_what_operators_on_lazy_parameters_are_made_of(mode: Any) 
             plainly = engine(x)
     assert found.dtype == want.dtype == torch.bfloat16
     assert plainly.dtype == torch.float32
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_is_made_of_an_owned_one_as_of_a_plain_one(stage: int) -> None:
+    engine = fzero.Engine(nn.Linear(2, 2), SGD(), fzero.Config(stage))
+    weight = engine.module.get_parameter("weight")
+    assert type(weight.detach()) is Tensor
+    new = nn.Parameter(weight, requires_grad=False)
+    assert isinstance(new, nn.Parameter)
+    assert not new.requires_grad
+    assert new.data_ptr() == weight.data_ptr()
+    new.requires_grad_(True).sum().backward()
+    assert torch.equal(new.grad, torch.ones(2, 2))  # its own: no engine has it  # pyright: ignore
+    assert weight.grad is None
+    nn.utils.parametrizations.weight_norm(engine.module)
+    with pytest.raises(fzero.FzeroError, match=r"'parametrizations\.weight\.original0' has come"):
+        engine(torch.ones(1, 2))
+
+
+def test_a_compiled_function_takes_the_values_of_an_owned_parameter() -> None:
+    engine = fzero.Engine(nn.Linear(2, 2), SGD(), fzero.Config(0))
+    weight = engine.module.get_parameter("weight")
+    double = torch.compile(lambda: weight.detach() * 2, backend="eager", fullgraph=True)
+    assert torch.equal(double(), weight * 2)
