@@ -20,6 +20,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+# Private. `torch.compiler.disable` is the public way, and imports Dynamo.
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils import _pytree as pytree
 
 from fzero.eager.memoryless import Memoryless
@@ -348,7 +351,11 @@ def _full(x: "LazyLeaf | LazyParameter") -> Tensor:
 
 def _placed(x: "LazyLeaf | LazyParameter") -> Tensor:
     """What a view is taken of: in the full parameter's memory, a conjugate as a bit."""
-    full = x.source.full(x.leaf_index)
+    before = set_eval_frame(None)  # in code that a user compiles Dynamo would compile the gather
+    try:
+        full = x.source.full(x.leaf_index)
+    finally:
+        set_eval_frame(before)
     # a view is taken anew every time: what was gathered for the operator before may be freed by now
     if x.geometry is None:
         return full

@@ -124,8 +124,8 @@ class _Call:
 def explained(error: BaseException) -> FzeroError | None:
     """What to say of an error of Dynamo's that comes of lazy parameters; None of any other.
 
-    A function that torch compiles has no slots to put plain parameters into. Given lazy ones, it
-    stops at what gathers them, which Dynamo then tries to compile: that shows in its words.
+    A function that torch compiles has no slots to put plain parameters into. Given lazy ones, its
+    graph breaks at what gathers them; under `fullgraph=True` that is an error, whose words show it.
     """
     # imported by who compiles; private in torch, and the base of all that Dynamo raises since 2.6
     exc: Any = sys.modules.get("torch._dynamo.exc")

@@ -167,7 +167,7 @@ class _Raw(nn.Module):
     def __init__(self, copies: bool) -> None:
         super().__init__()
         self.weight, self.copies = nn.Parameter(torch.ones(6, 2)), copies
-        self.product = torch.compile(_product, backend="aot_eager")
+        self.product = torch.compile(_product, backend="aot_eager", fullgraph=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight.clone() if self.copies else self.weight)
@@ -191,3 +191,34 @@ def _raw() -> str:
 def test_a_compiled_function_of_raw_parameters_says_what_to_compile() -> None:
     for said in run_ranks(2, _raw, timeout=200):
         assert "in _product: a function compiled by torch.compile" in said
+
+
+def _outside(how: str) -> None:
+    torch._dynamo.reset()
+    rank, plain, net = dist.get_rank(), nn.Linear(6, 2).double(), nn.Linear(6, 2).double()
+    net.load_state_dict(plain.state_dict())
+    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = fzero.Engine(net, fzero.optim.sgd(0.1), fzero.Config(3))
+    product = torch.compile(_product, backend="aot_eager")
+    run: Callable[[Tensor], Tensor] = {
+        "module": torch.compile(net, backend="aot_eager"),
+        "call": torch.compile(lambda x: engine(x), backend="aot_eager"),
+        "function": lambda x: product(x, net.weight.t()) + net.bias,
+    }[how]
+    same = (lambda x: _product(x, plain.weight.t()) + plain.bias) if how == "function" else plain
+    for step in range(2):
+        run(data(rank, step)).square().mean().backward()
+        engine.step()
+        opt.zero_grad()
+        sum(same(data(r, step)).square().mean() / 2 for r in range(2)).backward()  # pyright: ignore
+        opt.step()
+    assert engine.global_steps == 2
+    for name, value in engine.full_params().items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+
+@pytest.mark.parametrize(
+    "how", ["module", pytest.param("call", marks=pytest.mark.slow), "function"]
+)
+def test_what_is_compiled_outside_of_the_engines_modules_reads_gathered_values(how: str) -> None:
+    run_ranks(2, _outside, how, timeout=200)
