@@ -130,7 +130,9 @@ def explained(error: BaseException) -> FzeroError | None:
     # imported by who compiles; private in torch, and the base of all that Dynamo raises since 2.6
     exc: Any = sys.modules.get("torch._dynamo.exc")
     kind = getattr(exc, "TorchDynamoException", None)
-    if kind is None or not isinstance(error, kind) or f"{_OURS}{os.sep}" not in str(error):
+    if kind is None or not isinstance(error, kind):
+        return None
+    if not any(x in str(error) for x in (f"{_OURS}{os.sep}", LazyParameter.__name__)):
         return None
     outside = (f"{os.path.dirname(torch.__file__)}{os.sep}", f"{_OURS}{os.sep}")
     frames = traceback.extract_tb(error.__traceback__)
