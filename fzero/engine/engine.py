@@ -530,16 +530,17 @@ class Engine:
         return self._parts.reducer.device
 
     @property
-    def lr(self) -> float:
+    def lr(self) -> Any:
         """The learning rate of the next update; on every rank the same is to be set.
 
         Setting wants an optimizer whose rate is in its state:
         `fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4)`. Of several such in a
-        `multi_transform` set those that change by label: `engine.lr = {"matrix": 1e-3}`.
+        `multi_transform` set those that change by label: `engine.lr = {"matrix": 1e-3}`. Where
+        they differ a dict of all by label is read, and one number for all is refused.
 
         Raises:
-            FzeroError: the optimizer tells none, as those from elsewhere do, or several; it is set,
-                and not in the optimizer's state, or given by a schedule.
+            FzeroError: the optimizer tells none, as those from elsewhere do, or several without
+                labels; it is set, and not in the optimizer's state, or given by a schedule.
         """
         return self._parts.stepper.rate()
 

@@ -44,12 +44,19 @@ class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
     def __getitem__(self, key: str) -> Any:
         engine = self.engine()
         if key == "lr" and engine is not None:
-            return engine.lr  # where there is no one rate it says so
+            rate = engine.lr  # where there is none it says so
+            if isinstance(rate, dict):
+                raise FzeroError(
+                    f"engine.optimizer.param_groups[0]['lr']: the optimizer has the rates {rate}, "
+                    "and a scheduler of torch's drives one. Set them by label, engine.lr = {label: "
+                    "rate}, or give each label a schedule of fzero.optim."
+                )
+            return rate
         there = dict.__getitem__(self, key)
         return there if key != "momentum" or engine is None else engine.momentum
 
     def __contains__(self, key: object) -> bool:
-        return dict.__contains__(self, key)
+        return any(key == x for x in self)
 
     def __setitem__(self, key: str, value: Any) -> None:
         engine = self.engine()
@@ -71,10 +78,12 @@ class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
         dict.__delitem__(self, key)
 
     def __iter__(self) -> Iterator[str]:
-        return dict.__iter__(self)
+        engine = self.engine()
+        apart = engine is not None and dict.__contains__(self, "lr") and isinstance(engine.lr, dict)
+        return iter([key for key in dict.__iter__(self) if key != "lr" or not apart])
 
     def __len__(self) -> int:
-        return dict.__len__(self)
+        return sum(1 for _ in self)
 
     def __ior__(self, other: Any) -> "Group":
         self.update(other)

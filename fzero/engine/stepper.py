@@ -134,31 +134,42 @@ class Stepper:
         trained, _ = self.plan.sharding.layout.divide(self.locals)
         follow_(locals_of(tree.leaves(self.opt_state.master)), self.plan.parts(trained))
 
-    def rate(self) -> float:
-        """The learning rate of the next update.
+    def rate(self) -> float | dict[str, float]:
+        """The learning rate of the next update; by label of `multi_transform` if they differ.
 
         Raises:
-            FzeroError: the optimizer tells none, or several that differ.
+            FzeroError: the optimizer tells none, or several that have no labels.
         """
-        rates = self._rates()
-        if len(rates) != 1:
-            found = f"{len(rates)} learning rates: {rates}" if rates else "no learning rate to tell"
-            raise FzeroError(
-                f"engine.lr: the optimizer has {found}. One is known of fzero.optim's optimizers "
-                "that take lr, and of chains with one of them; compute others from your schedule "
-                "and engine.global_steps."
-            )
-        return rates[0]
+        rates = self._rates(self.opt_state.inner)
+        if len(rates) == 1:
+            return rates[0]
+        by_label = {
+            label: self._rates(MultiState({label: x})) for label, x in self._parts().items()
+        }
+        if by_label and all(len(found) == 1 for found in by_label.values()):
+            return {label: found[0] for label, found in by_label.items()}
+        found = f"{len(rates)} learning rates: {rates}" if rates else "no learning rate to tell"
+        raise FzeroError(
+            f"engine.lr: the optimizer has {found}. One is known of fzero.optim's optimizers "
+            "that take lr, and of chains with one of them; compute others from your schedule "
+            "and engine.global_steps."
+        )
 
-    def _rates(self) -> list[float]:
+    def _rates(self, inner: PyTree) -> list[float]:
         # its step is what the update will see; of whole leaves there is no need
-        return sorted({float(rate) for rate in self.plan.opt.rates(self.opt_state.inner)})
+        return sorted({float(rate) for rate in self.plan.opt.rates(inner)})
+
+    def _parts(self) -> Mapping[str, PyTree]:
+        """The states of a `multi_transform`'s optimizers by label; none of another optimizer."""
+        state = self.opt_state.inner
+        return state.inner if isinstance(state, MultiState) else {}
 
     def set_rate(self, lr: float | Tensor | Mapping[str, float | Tensor]) -> None:
         """Write the learning rate of the next updates; of several, by label of `multi_transform`.
 
         Raises:
-            FzeroError: the optimizer has none in its state, or a schedule gives it.
+            FzeroError: the optimizer has none in its state, or a schedule gives it; or rates
+                differ, and one number is to be that of all.
             ConfigError: it is no number >= 0.
         """
         if isinstance(lr, Mapping):
@@ -166,11 +177,19 @@ class Stepper:
             return
         value = _number("engine.lr", lr)
         rates = list(_injected(self.opt_state.inner, ("lr",)))
+        if rates and len(now := self._rates(self.opt_state.inner)) > 1:
+            raise FzeroError(
+                f"engine.lr was assigned {value}, and the optimizer has the rates {now}, which "
+                "would all be that. Set those that change by label, engine.lr = {label: "
+                "rate}; all alike, engine.lr = dict.fromkeys(engine.lr, rate). A scheduler of "
+                "torch's drives one rate: use schedules of fzero.optim, one for each label."
+            )
         before = [float(x) for x in rates]
         for x in rates:
             x.fill_(value)
         # one that is the optimizer's own may be set to what it is
-        if len(now := self._rates()) == 1 and math.isclose(now[0], value, rel_tol=1e-6):
+        now = self._rates(self.opt_state.inner)
+        if len(now) == 1 and math.isclose(now[0], value, rel_tol=1e-6):
             return
         for x, old in zip(rates, before, strict=True):
             x.fill_(old)
@@ -182,9 +201,7 @@ class Stepper:
         )
 
     def _set_rates(self, rates: Mapping[str, float | Tensor]) -> None:
-        state = self.opt_state.inner
-        parts = state.inner if isinstance(state, MultiState) else {}
-        found = {label: list(_injected(part, ("lr",))) for label, part in parts.items()}
+        found = {label: list(_injected(part, ("lr",))) for label, part in self._parts().items()}
         if not rates:
             raise ConfigError("engine.lr = {}: it names no label, so no rate would change.")
         for label, lr in rates.items():

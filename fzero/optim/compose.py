@@ -226,7 +226,8 @@ def multi_transform(
         return MultiState(new)
 
     def rates(state: MultiState) -> list[Any]:
-        return [x for label, part in parts.items() for x in part.rates(state.inner[label])]
+        there = state.inner  # maybe with some of the labels alone
+        return [x for label in parts if label in there for x in parts[label].rates(there[label])]
 
     foreign = any(part.foreign for part in parts.values())
     # others' may raise half-way: then nothing has been written

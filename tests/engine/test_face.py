@@ -355,3 +355,44 @@ def test_a_scheduler_after_the_engines_own_step_warns_of_nothing() -> None:
     engine.step()
     schedule.step()
     assert engine.lr == pytest.approx(0.01)
+
+
+def _by_dims(matrix: float, vector: float) -> fzero.Engine:
+    opt = fzero.optim.multi_transform(
+        {"matrix": SGD(lr=matrix), "vector": SGD(lr=vector)},
+        {"weight": "matrix", "bias": "vector"},
+    )
+    return fzero.Engine(nn.Linear(2, 1), opt)
+
+
+def test_rates_that_differ_are_read_by_label_and_not_made_one_by_a_number() -> None:
+    engine = _by_dims(0.1, 0.2)
+    assert engine.lr == {"matrix": 0.1, "vector": 0.2}
+    for way in WAYS.values():
+        with pytest.raises(FzeroError, match=r"0\.5, and .*\[0\.1, 0\.2\].*dict\.fromkeys"):
+            way(engine.optimizer.param_groups[0])
+    with pytest.raises(FzeroError, match=r"'vector': 0\.2.*by label"):
+        lr_scheduler.StepLR(engine.optimizer, 1)
+    assert engine.lr == {"matrix": 0.1, "vector": 0.2}
+    engine.lr = dict.fromkeys(engine.lr, 0.5)
+    assert engine.lr == 0.5
+
+
+def test_a_scheduler_drives_labels_of_one_rate_until_they_are_set_apart() -> None:
+    engine = _by_dims(0.1, 0.1)
+    schedule = lr_scheduler.StepLR(engine.optimizer, 1, gamma=0.5)
+    engine(torch.ones(1, 2)).sum().backward()
+    engine.step()
+    schedule.step()
+    assert engine.lr == 0.05
+    (group,) = engine.optimizer.param_groups
+    engine.lr = {"matrix": 1.0}
+    assert "lr" not in group
+    assert "lr" not in group.copy()
+    assert len(group) == len([*group])
+    saved = engine.optimizer.state_dict()  # with both of them in its state
+    with pytest.raises(FzeroError, match="by label"):
+        schedule.step()
+    other = _by_dims(0.1, 0.2)
+    other.optimizer.load_state_dict(saved)
+    assert other.lr == {"matrix": 1.0, "vector": 0.05}
