@@ -119,6 +119,12 @@ class Engine:
                 f"Config.passes={cfg.passes!r}: an Engine runs operator by operator, and has no "
                 "Program that a pass could change. Use make_train_step, or passes=()."
             )
+        if isinstance(model, Engine):
+            raise ConfigError(
+                "Engine(model): model is an Engine already, and is called as its module is. Train "
+                "that one; for another of the same module call engine.release() before, which "
+                "gives it back."
+            )
         built: Recording | None = None
         if callable(model) and not isinstance(model, nn.Module):
             if broadcast:

@@ -95,3 +95,10 @@ def test_what_can_not_be_built_is_refused() -> None:
         fzero.Engine(lambda: {"w": torch.ones(2)})  # pyright: ignore
     with pytest.raises(ConfigError, match="broadcast"):
         fzero.Engine(lambda: nn.Linear(2, 2), broadcast=True)
+
+
+def test_an_engine_is_no_function_that_builds_a_module() -> None:
+    engine = fzero.Engine(nn.Linear(2, 1), fzero.optim.sgd(0.1))
+    with pytest.raises(ConfigError, match=r"model is an Engine already.*engine\.release\(\)"):
+        fzero.Engine(engine, fzero.optim.sgd(0.1))  # pyright: ignore[reportArgumentType]
+    assert fzero.Engine(engine.release(), fzero.optim.sgd(0.1)).global_steps == 0
