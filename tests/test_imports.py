@@ -23,6 +23,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "eager": (
         *("errors", "tree", "layout", "numerics", "distributed"),
         *("functional.differentiate", "functional.held", "functional.tasks"),
+        "functional.uncompiled",
     ),
     "program": (
         *("errors", "layout", "numerics.rng", "distributed"),

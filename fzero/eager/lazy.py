@@ -20,15 +20,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-
-# Private. `torch.compiler.disable` is the public way, and imports Dynamo.
-from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils import _pytree as pytree
 
 from fzero.eager.memoryless import Memoryless
 from fzero.eager.owned import grad_of_owned, refuse_accumulate_hook
 from fzero.errors import FzeroError
 from fzero.functional.tasks import runs_own_node
+from fzero.functional.uncompiled import uncompiled
 from fzero.layout import LeafLayout
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]  # sizes, strides and offset
@@ -351,11 +349,7 @@ def _full(x: "LazyLeaf | LazyParameter") -> Tensor:
 
 def _placed(x: "LazyLeaf | LazyParameter") -> Tensor:
     """What a view is taken of: in the full parameter's memory, a conjugate as a bit."""
-    before = set_eval_frame(None)  # in code that a user compiles Dynamo would compile the gather
-    try:
-        full = x.source.full(x.leaf_index)
-    finally:
-        set_eval_frame(before)
+    full = uncompiled(x.source.full, x.leaf_index)
     # a view is taken anew every time: what was gathered for the operator before may be freed by now
     if x.geometry is None:
         return full

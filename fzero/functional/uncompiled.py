@@ -2,9 +2,10 @@
 
 On Python 3.12 and later what a compiled part calls through a `TorchFunctionMode` has a frame that
 torch.compile takes up by itself: it compiled the mode, and the numbers drawn in it were others.
+Between the graphs of a part that breaks it takes up all that is called, a gather too.
 
 Private in torch. The public alternative, `torch.compiler.disable`, breaks the graph at every call
-that passes through the mode, which leaves the part uncompiled.
+that passes through the mode, which leaves the part uncompiled; and it imports all that compiles.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,12 @@ from typing import Any, TypeVar
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+try:
+    from torch._C._dynamo.eval_frame import set_eval_frame
+except ImportError:
+    set_eval_frame = None
 
 
 def not_compiled_alone(fn: F) -> F:
@@ -27,3 +34,15 @@ def not_compiled_alone(fn: F) -> F:
         return disabled
     skip_code(fn.__code__)
     return fn
+
+
+def uncompiled(fn: Callable[..., T], *args: Any) -> T:
+    """What `fn` returns; torch.compile takes up no frame of it, whoever calls."""
+    if set_eval_frame is None:
+        disabled: Any = torch.compiler.disable(fn)
+        return disabled(*args)
+    before = set_eval_frame(None)
+    try:
+        return fn(*args)
+    finally:
+        set_eval_frame(before)

@@ -8,6 +8,7 @@ one call asks for all.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, call, eq, is_
 from typing import Any, NamedTuple
@@ -88,7 +89,9 @@ class Ledger:
 
     def _spaces_hold(self) -> bool:
         old, new = self._versions, versions_of(self._dicts)
-        if old is None or new is None:
+        if new is None:
+            return self._all_hold()
+        if old is None:
             held = all(one.holds() for one in self._spaces)
         else:
             held = old == new or all(
@@ -99,6 +102,22 @@ class Ledger:
         if held:
             self._versions = new  # of before they were looked at: what changed since is not missed
         return held
+
+    def _all_hold(self) -> bool:
+        """All values in dicts, in one loop of C: nothing tells which dicts to look at."""
+        spaces, names, values = self._rows
+        return all(map(is_, map(dict.get, spaces, names, repeat(MISSING)), values)) and all(
+            unchanged(one.space, noted) for one in self._spaces for noted in one.whole
+        )
+
+    @cached_property
+    def _rows(self) -> tuple[list[Any], list[Any], list[Any]]:
+        rows = [(one, i) for one in self._spaces for i in range(len(one.names))]
+        return (
+            [one.space for one, _ in rows],
+            [one.names[i] for one, i in rows],
+            [one.values[i] for one, i in rows],
+        )
 
     def _now(self) -> Any:
         read: Any = call  # getter(key, MISSING) for each fact; its stub takes one argument

@@ -3,7 +3,8 @@
 CPython counts the changes of its dicts for those who compile what reads them. `torch.compile` asks
 for that count, through a private function of torch's (`PyDict_Watch` from Python 3.12 on, a field
 of the dict before). There is no public one in Python; without it each value is compared, which
-takes some ten times as long. What the count does is tried before it is relied on.
+takes some three times as long. What the count does is tried before it is relied on: Python 3.13.0
+does not count what is stored as an attribute.
 """
 
 import functools

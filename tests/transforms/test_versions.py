@@ -1,6 +1,7 @@
 """A dict's version is another after each change; a count that misses some is not relied on."""
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 
 from fzero.transforms.versions import tells, versions_of
 
+# of 3.13.0: attributes that are stored are not counted, and each value is compared
+COUNTED = sys.version_info < (3, 13) or versions_of([]) is not None
+counted = pytest.mark.skipif(not COUNTED, reason="this Python does not count all changes of a dict")
 KEYS = st.sampled_from("abc")
 CHANGES = st.one_of(
     st.tuples(st.just("set"), KEYS),
@@ -20,6 +24,7 @@ CHANGES = st.one_of(
 )
 
 
+@counted
 @given(st.lists(CHANGES, max_size=20))
 def test_a_version_is_another_where_the_dict_is(changes: list[tuple[str, str]]) -> None:
     space: dict[str, Any] = {"a": object()}
@@ -57,5 +62,6 @@ def test_a_count_that_misses_changes_is_seen(pick: str) -> None:
     assert not tells(versions[pick])
 
 
+@counted
 def test_the_count_of_torch_is_no_such() -> None:
     assert tells(torch._C._dynamo.guards.dict_version)
