@@ -56,7 +56,6 @@ def test_of_what_is_the_same(fn: Any, function: Any) -> None:
         (lambda x: aten.view.default(x, [2, -1]), True),
         (lambda x: aten.expand.default(x, [3, 4, 4]), True),
         (lambda x: aten.view.default(x[0, 0], []), False),  # x.view() is refused
-        (lambda x: aten.view.dtype(x, torch.int32), False),
         (lambda x: aten.permute.default(x, [1, 0]), False),  # torch.permute takes a list alone
     ],
 )
