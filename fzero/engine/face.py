@@ -30,6 +30,12 @@ class Stepped(Protocol):
     def device(self) -> torch.device: ...
 
 
+_FOR_ANY = (
+    "Save it on every rank, in a file of its own; or for any rank, stage and world by "
+    "fzero.checkpoint.save(path, *engine.state)."
+)
+
+
 class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
     """A param group whose learning rate, and momentum, are the engine's own.
 
@@ -186,15 +192,22 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "engine.optimizer.state_dict() gave. Go on from a checkpoint: engine.state = "
                 "fzero.checkpoint.load(path, *engine.state)."
             )
-        self.load_part(
-            state_dict,
-            "Save it on every rank, in a file of its own; or for any rank, stage and world by "
-            "fzero.checkpoint.save(path, *engine.state).",
-        )
+        before = part_of(self._alive().state[1])
+        self.load_part(state_dict, _FOR_ANY)
         (group,) = self.param_groups
         for key, value in state_dict["param_groups"][0].items():
-            if key != "params":
+            if key == "params":
+                continue
+            try:
                 group[key] = value
+            except FzeroError as error:  # on all ranks, as their optimizers are made alike
+                self.load_part(before, _FOR_ANY)
+                raise CheckpointError(
+                    f"optimizer.load_state_dict: it was saved with {key}={value}, and the "
+                    "optimizer here has another, in no tensor of its state. Nothing was loaded. "
+                    "Make it with the number that was saved, or by fzero.optim.inject_hyperparams. "
+                    f"({error})"
+                ) from error
 
     def load_part(self, part: Mapping[str, Any], instead: str) -> None:
         """Go on from what `part_of` gave; `instead` says what to do where it does not fit."""

@@ -184,15 +184,9 @@ class Stepper:
                 "rate}; all alike, engine.lr = dict.fromkeys(engine.lr, rate). A scheduler of "
                 "torch's drives one rate: use schedules of fzero.optim, one for each label."
             )
-        before = [float(x) for x in rates]
-        for x in rates:
-            x.fill_(value)
         # one that is the optimizer's own may be set to what it is
-        now = self._rates(self.opt_state.inner)
-        if len(now) == 1 and math.isclose(now[0], value, rel_tol=1e-6):
+        if self._written([(self.opt_state.inner, value)]):
             return
-        for x, old in zip(rates, before, strict=True):
-            x.fill_(old)
         raise FzeroError(
             "engine.lr was assigned, and the optimizer's rate is "
             + ("given by a schedule" if rates else "a number of its own")
@@ -213,9 +207,26 @@ class Stepper:
                     f"{known or 'no label'}. They are the labels of fzero.optim.multi_transform, "
                     "whose transforms are made by fzero.optim.inject_hyperparams."
                 )
-        for label, lr in rates.items():
-            for x in found[label]:
-                x.fill_(float(lr))
+        parts = self._parts()
+        if not self._written([(MultiState({x: parts[x]}), float(lr)) for x, lr in rates.items()]):
+            raise FzeroError(
+                f"engine.lr was assigned for {', '.join(map(repr, rates))}, and the rate of one of "
+                "them is given by a schedule, which counts. Make that transform with a number: "
+                "fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4)."
+            )
+
+    def _written(self, values: Sequence[tuple[PyTree, float]]) -> bool:
+        """Write rates into parts of the state; if one is still another, all are as before."""
+        pairs = [(x, value) for part, value in values for x in _injected(part, ("lr",))]
+        before = [float(x) for x, _ in pairs]
+        for x, value in pairs:
+            x.fill_(value)
+        found = [(self._rates(part), value) for part, value in values]
+        if all(len(now) == 1 and math.isclose(now[0], x, rel_tol=1e-6) for now, x in found):
+            return True
+        for (x, _), old in zip(pairs, before, strict=True):
+            x.fill_(old)
+        return False
 
     def momentum(self) -> float | None:
         """The momentum that the optimizer's state keeps; None if there is none, or several."""

@@ -396,3 +396,34 @@ def test_a_scheduler_drives_labels_of_one_rate_until_they_are_set_apart() -> Non
     other = _by_dims(0.1, 0.2)
     other.optimizer.load_state_dict(saved)
     assert other.lr == {"matrix": 1.0, "vector": 0.05}
+
+
+def test_a_rate_that_a_schedule_gives_is_not_set_by_its_label() -> None:
+    opt = fzero.optim.multi_transform(
+        {"matrix": SGD(lr=0.1), "vector": SGD(lr=lambda step: 0.2 / (step + 1))},
+        {"weight": "matrix", "bias": "vector"},
+    )
+    engine = fzero.Engine(nn.Linear(2, 1), opt)
+    before = engine.lr
+    with pytest.raises(FzeroError, match="given by a schedule"):
+        engine.lr = {"matrix": 0.5, "vector": 0.5}
+    assert engine.lr == before
+    engine.lr = {"matrix": 0.5}
+    assert engine.lr == {**before, "matrix": 0.5}
+
+
+def test_a_state_with_another_rate_than_the_optimizers_own_is_not_loaded() -> None:
+    saving, other = (
+        fzero.Engine(nn.Linear(2, 1), fzero.optim.sgd(rate, momentum=0.9)) for rate in (0.1, 0.2)
+    )
+    for engine in (saving, other):
+        engine(torch.ones(1, 2)).sum().backward()
+        engine.step()
+    saving(torch.ones(1, 2)).sum().backward()
+    saving.step()
+    before = other.optimizer.state_dict()
+    with pytest.raises(fzero.CheckpointError, match=r"lr=0\.1.*Nothing was loaded"):
+        other.optimizer.load_state_dict(saving.optimizer.state_dict())
+    after = other.optimizer.state_dict()
+    assert other.global_steps == 1
+    assert all(torch.equal(x, after["state"][name]) for name, x in before["state"].items())
