@@ -90,7 +90,13 @@ def tell(inner: PyTree, scale: Tensor | None, mesh: Mesh, timeout: float | None)
         RankMismatchError: always.
     """
     rows = [(name, repr(x.item())) for name, x in written(inner, scale)]
-    agree(WRITTEN, rows, mesh, timeout, hint=f"{HINT} Nothing was updated.")
+    agree(
+        WRITTEN,
+        rows,
+        mesh,
+        timeout,
+        hint=f"{HINT} Nothing was updated; the gradients of this step are dropped.",
+    )
     raise late("")
 
 
