@@ -148,6 +148,22 @@ def test_objects() -> None:
         assert not book.holds()
 
 
+def test_what_changes_while_it_is_looked_at_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = {"a": object()}
+    book = Ledger(noted([space], [(0, "a")]), [], [])
+    holds = ledger._Space.holds
+
+    def looked_at(one: Any) -> bool:
+        same = holds(one)
+        space["a"] = object()  # by another thread
+        return same
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger._Space, "holds", looked_at)
+        book.holds()
+    assert not book.holds()
+
+
 @pytest.mark.parametrize(
     "change",
     [
