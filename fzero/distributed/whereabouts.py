@@ -72,9 +72,9 @@ class Circle:
         self._warned = 0  # the last station at which it has told its user that it waits
         self._past: deque[Station] = deque([self.here], maxlen=_REMEMBERED)
         self._unexplained: BaseException | None = None
+        self._usual = group_limit()
         if self.alone:
             return
-        self._usual = group_limit()
         self._said = Stations(self.ranks, rank, name)
         self._tell()
         atexit.register(_leave, weakref.ref(self), os.getpid())

@@ -124,9 +124,9 @@ class Writes:
         return {name: id(x) for name, x in self.module.named_parameters(remove_duplicate=False)}
 
     def _same_homes(self) -> None:
-        """Each parameter is where it was; only around its module others may have been put."""
+        """Each parameter is where it was, maybe elsewhere, too; modules may lie in others now."""
         now, before = self._names(), self.names
-        if self._homes() == self.homes and all(before.get(x, now[x]) == now[x] for x in now):
+        if self.homes <= self._homes() and all(before.get(x, now[x]) == now[x] for x in now):
             return
         ours = {id(param): self.leaves[index].name for index, param in self.params.items()}
         new = sorted(name for name in now if now[name] != before.get(name))
@@ -134,8 +134,8 @@ class Writes:
         raise FzeroError(
             f"the parameter {ours[(now if new else before)[name]]!r} "
             f"{'has become' if new else 'is no longer'} {name!r} in the module after its engine "
-            "was made: it was renamed (torch.nn.utils.prune and parametrizations do so), tied, or "
-            f"put elsewhere. States and checkpoints go by the names of before. {_AGAIN}"
+            "was made: it was renamed (torch.nn.utils.prune and parametrizations do so), or put "
+            f"elsewhere. States and checkpoints go by the names of before. {_AGAIN}"
         )
 
     def see(self) -> None:

@@ -176,7 +176,7 @@ class Shards:
         # not the norm's shares: gradients are summed over both axes, so copies of a shard agree
         total = stats[0] if own is None else stats[: len(told)]
         total = all_reduce(total, self.axes.replicate, "loss")
-        norm = self._joined(stats[len(told) :], whole)
+        norm = self._joined(stats, len(told), whole)
         if own is None:
             return total.to(loss.dtype), norm, None
         return total[0].to(loss.dtype), norm, differ(total[1:], own, self.axes.world)
@@ -194,14 +194,16 @@ class Shards:
         ends = (axis.rank, axis.size - 1 - axis.rank)
         return torch.nn.functional.pad(norm.view(1).to(device), ends).unbind()
 
-    def _joined(self, shares: Tensor, whole: Sequence[Tensor]) -> Tensor:
-        """The norm of everything, from every rank's share and the leaves that all have."""
+    def _joined(self, stats: Tensor, start: int, whole: Sequence[Tensor]) -> Tensor:
+        """The norm of everything, from every rank's share, `stats[start:]`, and the leaves that all
+        have.
+        """
         p = self.cfg.norm_type
         if p == 2:
-            rest = sum_of_squares(whole, exact=self._scales, device=shares.device)
-            return (shares[0] + rest).sqrt()
-        rest = tree_norm(list(whole), p).double() if whole else _zero(shares.device)
-        return tree_norm([shares, rest.to(shares.device)], p)
+            rest = sum_of_squares(whole, exact=self._scales, device=stats.device)
+            return (stats[start] + rest).sqrt()
+        rest = tree_norm(list(whole), p).double() if whole else _zero(stats.device)
+        return tree_norm([stats[start:], rest.to(stats.device)], p)
 
     @property
     def _scales(self) -> bool:

@@ -200,10 +200,6 @@ def _swap(model: Any) -> None:
     model[0], model[1] = model[1], model[0]
 
 
-def _tie(model: Any) -> None:
-    model[1].other = model[1].weight
-
-
 def _cut(model: Any) -> None:
     del model[2].tied
 
@@ -218,7 +214,6 @@ MOVES: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"'0\.weight' has become '0\.parametrizations\.weight\.original'",
     ),
     "changed places": (_swap, r"'1\.weight' has become '0\.weight'"),
-    "tied": (_tie, r"'1\.weight' has become '1\.other'"),
     "cut": (_cut, r"'0\.weight' is no longer '2\.tied'"),
 }
 

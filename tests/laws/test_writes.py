@@ -432,6 +432,9 @@ def test_what_has_no_parameters_may_come_and_go() -> None:
     module[0].tied = nn.ParameterList([module[0].weight])
     engine(torch.ones(1, 2)).sum().backward()
     engine.step()
+    state = engine.state_dict()  # a second name is no other parameter
+    torch.testing.assert_close(state["0.tied.0"], state["0.weight"])
+    engine.load_state_dict(state)
     module[1].add_module("1", nn.Linear(2, 2))  # below what came late
     with pytest.raises(fzero.FzeroError, match=r"'1\.1\.weight'"):
         engine(torch.ones(1, 2))
