@@ -116,16 +116,18 @@ class Writes:
         tables = [x for module in self.modules for x in (module._modules, module._parameters)]
         return [*chain.from_iterable(tables), *chain.from_iterable(x.values() for x in tables)]
 
-    def _homes(self) -> set[tuple[nn.Module, str, int]]:
+    def _homes(self) -> set[tuple[int, str, int]]:
         tables = [(module, module._parameters) for module in self.module.modules()]
-        return {(module, key, id(x)) for module, table in tables for key, x in table.items()}
+        return {(id(module), key, id(x)) for module, table in tables for key, x in table.items()}
 
     def _names(self) -> dict[str, int]:
         return {name: id(x) for name, x in self.module.named_parameters(remove_duplicate=False)}
 
     def _same_homes(self) -> None:
-        """Each parameter is where it was, maybe elsewhere, too; modules may lie in others now."""
+        """Each parameter has its name, or is in its module, which may lie in another now."""
         now, before = self._names(), self.names
+        if now.items() >= before.items():
+            return
         if self.homes <= self._homes() and all(before.get(x, now[x]) == now[x] for x in now):
             return
         ours = {id(param): self.leaves[index].name for index, param in self.params.items()}

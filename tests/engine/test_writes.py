@@ -236,6 +236,17 @@ def test_a_parameter_under_another_name_is_refused(stage: int, how: str) -> None
         assert "1.weight" in engine.full_params()  # what the message names
 
 
+def test_another_module_may_have_a_parameter_under_its_name() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    engine = fzero.Engine(model, fzero.optim.sgd(1.0), fzero.Config(stage=0))
+    other = nn.Linear(2, 2, bias=False)
+    other.weight = model[0].weight
+    model[0] = other
+    backward(engine)
+    engine.step()
+    assert engine.state_dict().keys() == {"0.weight", "1.weight"}
+
+
 def test_a_module_that_is_put_around_a_layer_leaves_its_names() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     engine = fzero.Engine(model, fzero.optim.sgd(1.0))
