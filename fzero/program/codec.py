@@ -22,6 +22,7 @@ from fzero.errors import FzeroError
 from fzero.functional.remat import Region
 from fzero.layout import Home, LeafLayout
 from fzero.program.dynamic import DYNAMIC
+from fzero.program.foreign import FOREIGN, Foreign
 from fzero.program.graph import AGAIN, Held, Part
 from fzero.program.origin import Origin
 from fzero.program.placed import placed
@@ -63,7 +64,8 @@ def decoded(data: Json, constant: Callable[[Json], Tensor]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------- what may be in a file
 _RECORDS = {
-    cls.__name__: cls for cls in (Axis, Bucket, Held, Home, LeafLayout, Origin, Region, Source)
+    cls.__name__: cls
+    for cls in (Axis, Bucket, Foreign, Held, Home, LeafLayout, Origin, Region, Source)
 }
 _CALLED = (
     *(operator.getitem, unpack_into, seed, generator, buffer_of, placed),
@@ -76,7 +78,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 """What a node may call that is no operator, by its name in a file."""
 
 _NAMES = {id(fn): name for name, fn in FUNCTIONS.items()}
-_META = ("custom", "bucket", "phase", "segment", SITE, AGAIN, TURN, PROMISE, STANDS_FOR)
+_META = ("custom", "bucket", FOREIGN, "phase", "segment", SITE, AGAIN, TURN, PROMISE, STANDS_FOR)
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 

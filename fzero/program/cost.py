@@ -27,6 +27,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from fzero.distributed.buckets import PACKS, Bucket, buffer_of
+from fzero.program.foreign import sending
 from fzero.program.graph import Part, dense_of, is_again, phases, tensors_of, written_operands
 from fzero.program.hardware import Hardware
 from fzero.program.links import Flight, Links, Load
@@ -58,9 +59,9 @@ class NodeCost(NamedTuple):
 
 def node_cost(node: fx.Node, hardware: Hardware) -> NodeCost:
     """What a node costs; nothing if it makes a view, or waits."""
-    bucket: Bucket | None = node.meta.get("bucket")
-    if bucket is not None:
-        return NodeCost(0, 0, bucket.wire_bytes, hardware.send_time(bucket))
+    sent = sending(node)
+    if sent is not None:
+        return NodeCost(0, 0, sent.wire_bytes, hardware.send_time(sent))
     if way_of(node) is not None:
         (x,) = tensors_of(node)
         return NodeCost(0, 0, 0, hardware.crossing_time(x.nbytes), x.nbytes)
@@ -201,14 +202,14 @@ def spans(part: Part, hardware: Hardware) -> Iterator[Span]:
 
 def lane_of(node: fx.Node) -> str | None:
     """The lane that a node sends in; None if it does not."""
-    bucket: Bucket | None = node.meta.get("bucket")
-    return way_of(node) if bucket is None else bucket.lane
+    sent = sending(node)
+    return way_of(node) if sent is None else sent.lane
 
 
 def _load(node: fx.Node, hardware: Hardware) -> Load:
-    bucket: Bucket | None = node.meta.get("bucket")
-    if bucket is not None:
-        return hardware.load(bucket)
+    sent = sending(node)
+    if sent is not None:
+        return hardware.load(sent)
     (x,) = tensors_of(node)
     return hardware.crossing(x.nbytes, way_of(node) or "")
 
@@ -333,10 +334,10 @@ def cost(parts: Iterable[Part], hardware: Hardware) -> Cost:
     for part in parts:
         end = 0.0
         for span in spans(part, hardware):
-            bucket: Bucket | None = span.node.meta.get("bucket")
-            carried = bucket or _handled(span.node)
+            of = sending(span.node)
+            carried = of if isinstance(of, Bucket) else _handled(span.node)
             module = _module_of(carried) if carried else origin_of(span.node).module
-            sent = {} if bucket is None else {bucket.kind: span.cost.sent * part.times}
+            sent = {} if of is None else {of.kind: span.cost.sent * part.times}
             computes = span.lane == COMPUTE and not span.waits
             spent = span.cost.seconds * part.times if computes else 0.0
             crossed = span.cost.crossed * part.times

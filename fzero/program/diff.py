@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, overload
 
 from fzero.program.cost import cost
+from fzero.program.foreign import sending
 from fzero.program.graph import Part
 from fzero.program.hardware import CPU
 from fzero.program.held import peak
@@ -96,7 +97,7 @@ def _operators(parts: list[Part]) -> Counter[str]:
     for part in parts:
         for node in part.graph.nodes:
             schema = getattr(node.target, "_schema", None)
-            if node.op == "call_function" and schema is not None and "bucket" not in node.meta:
+            if node.op == "call_function" and schema is not None and sending(node) is None:
                 found[f"{part.name}: {schema.name.replace('::', '.')}"] += part.times
     return found
 

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.distributed.buckets import ALL_REDUCE, EXCHANGE, Bucket
+from fzero.distributed.buckets import ALL_REDUCE, EXCHANGE
 from fzero.errors import ConfigError, fields_by_name
+from fzero.program.foreign import Sending
 from fzero.program.links import Load
 
 LOW = (torch.bfloat16, torch.float16)
@@ -163,29 +164,29 @@ class Hardware:
         return self.crossing(nbytes, "").seconds
 
     # ---------------------------------------------------------------------------- communicating
-    def nodes_of(self, bucket: Bucket) -> tuple[int, int]:
+    def nodes_of(self, sends: Sending) -> tuple[int, int]:
         """Over how many nodes a collective's ranks lie, and how many of them share one."""
         if self.devices_per_node is None:
-            return 1, bucket.world
-        near = max(self.devices_per_node // dict(self.strides).get(bucket.group, 1), 1)
-        near = min(near, bucket.world)
-        return math.ceil(bucket.world / near), near
+            return 1, sends.world
+        near = max(self.devices_per_node // dict(self.strides).get(sends.group, 1), 1)
+        near = min(near, sends.world)
+        return math.ceil(sends.world / near), near
 
-    def sent(self, bucket: Bucket) -> Sent:
+    def sent(self, sends: Sending) -> Sent:
         """The bytes that each rank sends in one collective; they add up to `wire_bytes`."""
-        nodes, near = self.nodes_of(bucket)
-        between = bucket.wire_bytes // near if nodes > 1 else 0
-        if bucket.kind == EXCHANGE:  # no ring: each sends to each
-            between = bucket.wire_bytes * (bucket.world - near) // (bucket.world - 1)
-        return Sent(bucket.wire_bytes - between, between)
+        nodes, near = self.nodes_of(sends)
+        between = sends.wire_bytes // near if nodes > 1 else 0
+        if sends.kind == EXCHANGE:  # no ring: each sends to each
+            between = sends.wire_bytes * (sends.world - near) // (sends.world - 1)
+        return Sent(sends.wire_bytes - between, between)
 
-    def load(self, bucket: Bucket) -> Load:
+    def load(self, sends: Sending) -> Load:
         """What one collective takes of the links inside a node and between nodes."""
-        nodes, _ = self.nodes_of(bucket)
-        inside, between = self.sent(bucket)
-        rounds = 2 if bucket.kind == ALL_REDUCE else 1
+        nodes, _ = self.nodes_of(sends)
+        inside, between = self.sent(sends)
+        rounds = 2 if sends.kind == ALL_REDUCE else 1
         far = rounds * (nodes - 1)
-        hops = rounds * (bucket.world - 1) - far
+        hops = rounds * (sends.world - 1) - far
         far_latency = self.link_latency if self.node_latency is None else self.node_latency
         latency = hops * self.link_latency + far * far_latency
         far_bandwidth = self.node_bandwidth or self.link_bandwidth
@@ -193,9 +194,9 @@ class Hardware:
             latency, {"inside": inside / self.link_bandwidth, "between": between / far_bandwidth}
         )
 
-    def send_time(self, bucket: Bucket) -> float:
+    def send_time(self, sends: Sending) -> float:
         """Seconds of one collective alone."""
-        return self.load(bucket).seconds
+        return self.load(sends).seconds
 
 
 _RATES = (

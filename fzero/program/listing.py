@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fzero.distributed.buckets import EXCHANGE, PACKS, UNPACKS, Bucket, buffer_of, unpack_into
 from fzero.program.categories import INPUTS, summed
+from fzero.program.foreign import Sending, sending
 from fzero.program.graph import Part, output_node, phases, placeholders, tensors_of
 from fzero.program.memory import constant_bytes, is_wait, lifetimes, peak_bytes, timeline
 from fzero.program.origin import origin_of
@@ -31,8 +32,9 @@ class Collective(_Row):
     """One collective of a step: a row of (kind, leaves, bytes, phase), the rest as attributes.
 
     Args:
-        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
-        leaves: names of the leaves that share it.
+        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"; or "broadcast", of a
+            model function's own.
+        leaves: names of the leaves that share it; () of a model function's own.
         bytes: of the full side, without padding.
         phase: "forward", "backward" or "update".
         wire_bytes: bytes that each rank sends, bandwidth-optimally.
@@ -78,26 +80,28 @@ class Collective(_Row):
 
 def collectives(parts: Iterable[Part]) -> list[Collective]:
     """Every collective of a step, in the order it is launched."""
-    rows = []
-    for part in parts:
-        for node in part.graph.nodes:
-            if bucket := node.meta.get("bucket"):
-                names = tuple(leaf.name for leaf in bucket.leaves)
-                if bucket.kind == EXCHANGE:
-                    names = tuple(names[0].split(", "))
-                rows.append(
-                    Collective(
-                        bucket.kind,
-                        names,
-                        bucket.nbytes,
-                        node.meta["phase"],
-                        bucket.wire_bytes,
-                        part.times,
-                        bucket.group,
-                        bucket.dtype,
-                    )
-                )
-    return rows
+    return [
+        Collective(
+            sent.kind,
+            _leaves(sent),
+            sent.nbytes,
+            node.meta.get("phase", phase),
+            sent.wire_bytes,
+            part.times,
+            sent.group,
+            sent.dtype,
+        )
+        for part in parts
+        for node, phase in phases(part.graph).items()
+        if (sent := sending(node)) is not None
+    ]
+
+
+def _leaves(sent: Sending) -> tuple[str, ...]:
+    if not isinstance(sent, Bucket):
+        return ()
+    names = tuple(leaf.name for leaf in sent.leaves)
+    return tuple(names[0].split(", ")) if sent.kind == EXCHANGE else names
 
 
 def listing(parts: Iterable[Part], *, verbose: bool = False) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fzero.program.foreign import sending
 from fzero.program.graph import Part, is_op, output_node, placeholders, tensors_of
 from fzero.program.transfers import on_host, storages_on_host
 
@@ -125,7 +126,7 @@ def _lingering(node: fx.Node) -> list[fx.Node]:
     main thread has often allocated what the buffer that came is taken apart into.
     """
     launches = [x for wait in node.all_input_nodes if is_wait(wait) for x in wait.all_input_nodes]
-    return _sent([x for x in launches if "bucket" in x.meta and x.meta["bucket"].gloo])
+    return _sent(x for x in launches if (sent := sending(x)) is not None and sent.gloo)
 
 
 def _sent(launches: Iterable[fx.Node]) -> list[fx.Node]:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from fzero.program.choice import Thrift
 from fzero.program.fitting import Fitting
+from fzero.program.foreign import note_foreign
 from fzero.program.hardware import Hardware
 from fzero.program.ladder import Plan
 from fzero.program.passes.bucket import bucket, bucket_at, bucket_sizes
@@ -67,6 +68,7 @@ def optimise(
         TraceError: a user's pass is wrong.
     """
     program = functionalise(program)  # first: the others take values for granted
+    note_foreign(program.graph)
     program = number_sites(program)  # before nodes are copied: a copy draws the same numbers
     program = clean(program)
     program = rematerialise(program)  # before regather: what is computed again reads new gathers

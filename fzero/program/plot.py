@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fzero.errors import FzeroError
 from fzero.program.categories import ORDER
 from fzero.program.cost import COMPUTE, Span, spans
+from fzero.program.foreign import sending
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE, Part
 from fzero.program.hardware import Hardware
 from fzero.program.held import Moment, memory
@@ -180,8 +181,8 @@ _LETTER = 0.0065  # of the width of the picture
 def _kind(span: Span) -> str:
     if span.waits:
         return "waits"
-    bucket = span.node.meta.get("bucket")
-    return bucket.kind if bucket is not None else span.phase
+    sent = sending(span.node)
+    return sent.kind if sent is not None else span.phase
 
 
 def _joined(those: Sequence[Span], gap: float) -> list[tuple[float, float]]:
@@ -226,4 +227,6 @@ _LANE_COLOURS = {
     "all_gather": "#3f9a6c",
     "reduce_scatter": "#a06aa8",
     "all_reduce": "#6d8fc7",
+    "all_to_all": "#c9a227",
+    "broadcast": "#5aa7b5",
 }

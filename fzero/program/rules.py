@@ -320,7 +320,10 @@ def in_turn(part: Part) -> Iterator[str]:
 
 def alike(parts: Iterable[Part], others: Iterable[Part]) -> Iterator[str]:
     """Ranks: the same collectives in the same order."""
-    one, other = ([_row(x) for x in collectives(side)] for side in (parts, others))
+    sides = [collectives(side) for side in (parts, others)]
+    groups = {row.group for row in sides[0]} & {row.group for row in sides[1]}
+    # a model's own may be over a group that has not all ranks
+    one, other = ([_row(x) for x in rows if x.leaves or x.group in groups] for rows in sides)
     if len(one) != len(other):
         yield f"this rank launches {len(one)} collectives, and another {len(other)}"
     for place, (mine, yours) in enumerate(zip(one, other, strict=False)):
@@ -330,8 +333,8 @@ def alike(parts: Iterable[Part], others: Iterable[Part]) -> Iterator[str]:
 
 
 def _row(row: Any) -> str:
-    # shards may be uneven, and all-reduces over replicas carry those
-    size = "" if row.kind == "all_reduce" else f", {row.bytes} bytes"
+    # shards may be uneven, and all-reduces over replicas carry those; so may be what a model sends
+    size = "" if row.kind == "all_reduce" or not row.leaves else f", {row.bytes} bytes"
     return f"{row.kind} of {', '.join(row.leaves)} in {row.phase}{size}, {row.dtype}"
 
 

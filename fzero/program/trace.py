@@ -158,7 +158,8 @@ def _refuse_host_collectives(graph: fx.Graph) -> None:
                 f"the model function calls a collective of torch.distributed, {node.target} "
                 f"at {origin_of(node).where or 'an unknown line'}, which can't be staged out. "
                 "Those of torch.distributed._functional_collectives can, and have gradients: "
-                "all_gather_tensor_autograd(x, 0, group), all_reduce(x, 'sum', group). Or use "
+                "all_gather_tensor_autograd(x, 0, group), which newer versions call "
+                "all_gather_single_autograd, and all_reduce(x, 'sum', group). Or use "
                 "Config(executor='eager') or an Engine, where every collective runs as it is."
             )
 

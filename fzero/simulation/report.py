@@ -18,6 +18,7 @@ from fzero.program import Program
 from fzero.program.caching import reserved_bytes
 from fzero.program.categories import MASTERS, OPTIMIZER, RESULTS, TEMPORARIES
 from fzero.program.cost import cost
+from fzero.program.foreign import Sending, sending
 from fzero.program.hardware import Hardware
 from fzero.program.held import memory
 from fzero.program.plot import plot
@@ -34,8 +35,8 @@ class Traffic(NamedTuple):
     """What a rank sends in a step by one kind of collective over one axis.
 
     Args:
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
-        axis: "shard" or "replicate".
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
+        axis: "shard" or "replicate"; "other" of a model's own over another group.
         launches: how many.
         bytes: of the full sides, without padding.
         inside: bytes that a rank sends to devices of its node.
@@ -250,30 +251,30 @@ def _crossing(program: Program) -> int:
     return sum(sizes.values())
 
 
-def buckets_of(program: Program) -> Iterator[tuple[Bucket, int]]:
+def sent_by(program: Program) -> Iterator[tuple[Sending, int]]:
     """Each collective, and how often a step runs it."""
     for part in program.parts():
         for node in part.graph.nodes:
-            if bucket := node.meta.get("bucket"):
-                yield bucket, part.times
+            if sent := sending(node):
+                yield sent, part.times
 
 
 def _traffic(program: Program, mesh: Mesh, hardware: Hardware) -> list[Traffic]:
     axes = {mesh.shard_group: "shard", mesh.replicate_group: "replicate"}
     rows: dict[tuple[str, str], Traffic] = {}
-    for bucket, times in buckets_of(program):
-        key = (bucket.kind, axes[bucket.group])
-        inside, between = hardware.sent(bucket)
-        new = (1, bucket.nbytes, inside, between, _padding(bucket))
+    for sent, times in sent_by(program):
+        key = (sent.kind, axes.get(sent.group, "other"))
+        inside, between = hardware.sent(sent)
+        new = (1, sent.nbytes, inside, between, _padding(sent))
         old = rows.get(key, Traffic(*key, 0, 0, 0, 0, 0))
         rows[key] = Traffic(*key, *(a + times * b for a, b in zip(old[2:], new, strict=True)))
     return list(rows.values())
 
 
-def _padding(bucket: Bucket) -> int:
-    if bucket.kind in (ALL_REDUCE, EXCHANGE):
+def _padding(sent: Sending) -> int:
+    if not isinstance(sent, Bucket) or sent.kind in (ALL_REDUCE, EXCHANGE):
         return 0
-    return bucket.part * bucket.world * bucket.dtype.itemsize - bucket.nbytes
+    return sent.part * sent.world * sent.dtype.itemsize - sent.nbytes
 
 
 def tokens_in(batch: PyTree) -> int:

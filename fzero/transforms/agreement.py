@@ -260,11 +260,14 @@ def signature_of(program: Program, mesh: Mesh, passes: Iterable[tuple[str, Any]]
     """The collectives that all ranks must launch alike, one a line, and the users' passes.
 
     Those over the replicate axis carry shards, which may be uneven, and say nothing new: their
-    leaves are those of the reductions over the shard axis.
+    leaves are those of the reductions over the shard axis. Of a model function's own, whose groups
+    and sizes are its affair, the kind is compared where its group is one of the mesh's.
     """
-    rows = [
-        f"{row.kind} {row.phase} {row.bytes} bytes: {', '.join(row.leaves)}"
-        for row in program.collectives()
-        if row.group != mesh.replicate_group or mesh.shard_size == 1
-    ]
-    return "\n".join([*(f"pass {name}" for name, _ in passes), *rows])
+    lines = [f"pass {name}" for name, _ in passes]
+    for row in program.collectives():
+        if not row.leaves:
+            if row.group in (mesh.shard_group, mesh.replicate_group):
+                lines.append(f"{row.kind} {row.phase}, called by the model function")
+        elif row.group != mesh.replicate_group or mesh.shard_size == 1:
+            lines.append(f"{row.kind} {row.phase} {row.bytes} bytes: {', '.join(row.leaves)}")
+    return "\n".join(lines)

@@ -19,6 +19,7 @@ from fzero.distributed.collectives import gather_leaf
 from fzero.distributed.mesh import Axis
 from fzero.errors import FzeroError, TraceError
 from fzero.layout import LeafLayout
+from fzero.program.foreign import note_foreign
 from fzero.program.graph import placeholders, tensors_of
 from fzero.program.origin import origin_of, set_origin
 from fzero.program.passes.rewrite import carried_by, fake_mode, substitute
@@ -117,6 +118,7 @@ def _checked(name: str, fn: Pass, program: Program) -> Program:
     found = _text(made.graph)
     if found == before:
         return made
+    note_foreign(made.graph)
     return made.logged(made.graph, f"pass {name}: {len(before)} -> {len(found)} nodes")
 
 
