@@ -13,9 +13,10 @@ import fzero
 PACKAGES: dict[str, tuple[str, ...]] = {
     "errors": (),
     "tree": (),
+    "operators": (),
     "layout": ("errors",),
-    "numerics": ("errors", "tree", "layout"),
-    "distributed": ("errors", "layout"),
+    "numerics": ("errors", "tree", "operators", "layout"),
+    "distributed": ("errors", "operators", "layout"),
     "optim": ("errors", "tree", "layout", "distributed"),
     "functional": ("errors", "tree", "numerics"),
     "config": ("errors", "numerics", "functional.remat"),
@@ -26,7 +27,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "functional.uncompiled",
     ),
     "program": (
-        *("errors", "layout", "numerics.rng", "distributed"),
+        *("errors", "operators", "layout", "numerics.rng", "distributed"),
         *("functional.islands", "functional.library", "functional.memory", "functional.opaque"),
         "functional.patch",
         *("functional.remat", "functional.remat_modules", "functional.torch_checkpoint"),
@@ -42,7 +43,16 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("config", "zero", "eager", "program", "state"),
     ),
     "step": (
-        *("errors", "tree", "layout", "numerics", "distributed", "optim", "functional"),
+        *(
+            "errors",
+            "tree",
+            "operators",
+            "layout",
+            "numerics",
+            "distributed",
+            "optim",
+            "functional",
+        ),
         *("config", "zero", "eager", "program", "state", "transforms"),
     ),
     "simulation": (

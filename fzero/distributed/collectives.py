@@ -36,6 +36,7 @@ from torch.autograd import Function
 from fzero.distributed import works
 from fzero.distributed.mesh import Axis
 from fzero.layout import Home, LeafLayout
+from fzero.operators import define
 
 
 def all_gather(shard: Tensor, leaf: LeafLayout, axis: Axis) -> Tensor:
@@ -375,45 +376,34 @@ def _fake_exchange(x: Tensor, receives: list[int], *_: object) -> Tensor:
     return x.new_empty(sum(receives))
 
 
-def _define() -> torch.library.Library:
-    lib = torch.library.Library("fzero", "DEF")
-    # home: as `layout.Home` has it, or empty
-    split = "int[] shape, int dim, int world, str group, str leaf, int rank, int[] home"
-    lib.define(f"gather(Tensor shard, {split}) -> Tensor")
-    # of a bucket: a buffer in which this rank's own part lies where it belongs
-    lib.define("gather_in_place(Tensor buffer, int world, int rank, str group) -> Tensor")
-    lib.define(f"reduce_scatter(Tensor full, {split}) -> Tensor")
-    # of a bucket: what carries its sums, or the parts that are still to be summed
-    lib.define(
-        "reduce_apart(Tensor buffer, str op, int world, str group, bool exchanged) -> Tensor"
-    )
-    lib.define("all_reduce(Tensor x, int world, str group, str leaf) -> Tensor")
-    # parts of several leaves, of other sizes for every pair of ranks
-    lib.define(
-        "exchange(Tensor x, int[] receives, int[] sends, int world, str group, str leaves, "
-        "int rank, int numel) -> Tensor"
-    )
-    # where forward ends: an identity that survives every retrace of a graph
-    lib.define("boundary(Tensor loss) -> Tensor")
-    # what begins here; a Program's runner leaves it out
-    lib.define("phase(str name) -> ()")
-    for name, kernel, fake in (
-        ("gather", _gather, _fake_gather),
-        ("gather_in_place", _gather_in_place, _fake_gather_in_place),
-        ("reduce_scatter", _reduce_scatter, _fake_reduce_scatter),
-        ("reduce_apart", _reduce_apart, _fake_reduce_apart),
-        ("all_reduce", _all_reduce, _fake_same),
-        ("exchange", _exchange, _fake_exchange),
-        ("boundary", _boundary, _fake_same),
-        ("phase", _phase, _phase),
-    ):
-        # one kernel for every device, without a derivative: the Functions above have that
-        lib.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fzero::{name}", fake, lib=lib)
-    return lib
-
-
-_LIBRARY = _define()  # operators live as long as this object
+# home: as `layout.Home` has it, or empty
+_LEAF = "int[] shape, int dim, int world, str group, str leaf, int rank, int[] home"
+define(f"gather(Tensor shard, {_LEAF}) -> Tensor", _gather, _fake_gather)
+define(f"reduce_scatter(Tensor full, {_LEAF}) -> Tensor", _reduce_scatter, _fake_reduce_scatter)
+define("all_reduce(Tensor x, int world, str group, str leaf) -> Tensor", _all_reduce, _fake_same)
+# of a bucket: a buffer in which this rank's own part lies where it belongs
+define(
+    "gather_in_place(Tensor buffer, int world, int rank, str group) -> Tensor",
+    _gather_in_place,
+    _fake_gather_in_place,
+)
+# of a bucket: what carries its sums, or the parts that are still to be summed
+define(
+    "reduce_apart(Tensor buffer, str op, int world, str group, bool exchanged) -> Tensor",
+    _reduce_apart,
+    _fake_reduce_apart,
+)
+# parts of several leaves, of other sizes for every pair of ranks
+define(
+    "exchange(Tensor x, int[] receives, int[] sends, int world, str group, str leaves, "
+    "int rank, int numel) -> Tensor",
+    _exchange,
+    _fake_exchange,
+)
+# where forward ends: an identity that survives every retrace of a graph
+define("boundary(Tensor loss) -> Tensor", _boundary, _fake_same)
+# what begins here; a Program's runner leaves it out
+define("phase(str name) -> ()", _phase, _phase)
 
 
 class _Boundary(Function):

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fzero.operators import define
+
 _ROW = 128
 # Up to so many numbers a leaf is small: a call of its own costs more than the copy.
 _SMALL = 4096
@@ -190,12 +192,4 @@ def _fake(xs: list[Tensor], *, exact: bool = True) -> Tensor:
     return xs[0].new_empty((), dtype=torch.float64)
 
 
-def _define() -> torch.library.Library:
-    lib = torch.library.Library("fzero", "FRAGMENT")
-    lib.define("sum_of_squares(Tensor[] xs, *, bool exact=True) -> Tensor")
-    lib.impl("sum_of_squares", _sum_of_squares, "CompositeExplicitAutograd")
-    torch.library.register_fake("fzero::sum_of_squares", _fake, lib=lib)
-    return lib
-
-
-_LIBRARY = _define()  # operators live as long as this object
+define("sum_of_squares(Tensor[] xs, *, bool exact=True) -> Tensor", _sum_of_squares, _fake)

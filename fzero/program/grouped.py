@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fzero.functional.remat import is_recording
+from fzero.operators import define
 
 
 def recordable(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -68,12 +69,4 @@ def _fake(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
 
 
-def _define() -> torch.library.Library:
-    lib = torch.library.Library("fzero", "FRAGMENT")
-    lib.define("grouped_mm(Tensor a, Tensor b, Tensor? offs) -> Tensor")
-    lib.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
-    torch.library.register_fake("fzero::grouped_mm", _fake, lib=lib)
-    return lib
-
-
-_LIBRARY = _define()  # operators live as long as this object
+define("grouped_mm(Tensor a, Tensor b, Tensor? offs) -> Tensor", _grouped_mm, _fake)

@@ -15,6 +15,8 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from fzero.operators import define
+
 
 def agree(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
     """Whether two tuples of strides put every element of a tensor of `shape` at the same place.
@@ -87,13 +89,5 @@ def _like(x: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
 
 
-def _define() -> torch.library.Library:
-    """`fzero::restored`: a copy with these strides, as an operator that a graph can hold."""
-    lib = torch.library.Library("fzero", "FRAGMENT")
-    lib.define("restored(Tensor x, int[] strides) -> Tensor")
-    lib.impl("restored", _copied, "CompositeExplicitAutograd")
-    torch.library.register_fake("fzero::restored", _like, lib=lib)
-    return lib
-
-
-_LIBRARY = _define()  # operators live as long as this object
+# a copy with these strides, as an operator that a graph can hold
+define("restored(Tensor x, int[] strides) -> Tensor", _copied, _like)

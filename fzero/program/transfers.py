@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fzero.operators import define
 from fzero.program.graph import tensors_of
 from fzero.program.hardware import GPU, Hardware
 
@@ -147,24 +148,15 @@ def _fake(x: Tensor, device: Any) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
-def _define() -> torch.library.Library:
-    """`fzero::to_host`, `from_host` and `landed`; of `landed` torch is told a value of its own, as
-    of what waits for a collective."""
-    lib = torch.library.Library("fzero", "FRAGMENT")
-    lib.define("to_host(Tensor x, bool apart) -> Tensor")
-    lib.define("from_host(Tensor x, Device device) -> Tensor")
-    lib.define("landed(Tensor x, Device device) -> Tensor")
-    for name, runs, fake in (
-        ("to_host", _to_host, lambda x, apart: _fake(x, "cpu")),
-        ("from_host", _from_host, _fake),
-        ("landed", _landed, lambda x, device: _fake(x, x.device)),
-    ):
-        lib.impl(name, runs, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fzero::{name}", fake, lib=lib)
-    return lib
+def _fake_sent(x: Tensor, apart: bool) -> Tensor:
+    return _fake(x, "cpu")
 
 
-_LIBRARY = _define()  # operators live as long as this object
-TO_HOST = torch.ops.fzero.to_host.default
-FROM_HOST = torch.ops.fzero.from_host.default
-LANDED = torch.ops.fzero.landed.default
+def _fake_landed(x: Tensor, device: Any) -> Tensor:
+    return _fake(x, x.device)
+
+
+TO_HOST = define("to_host(Tensor x, bool apart) -> Tensor", _to_host, _fake_sent)
+FROM_HOST = define("from_host(Tensor x, Device device) -> Tensor", _from_host, _fake)
+# torch is told of a value of its own, as of what waits for a collective
+LANDED = define("landed(Tensor x, Device device) -> Tensor", _landed, _fake_landed)

@@ -16,6 +16,7 @@ from torch import Tensor
 from fzero.distributed.agree import agree
 from fzero.distributed.mesh import Mesh
 from fzero.errors import RankMismatchError
+from fzero.operators import define
 from fzero.optim.inject import injected
 from fzero.tree import PyTree
 
@@ -117,13 +118,5 @@ def _fake(found: Tensor) -> None:
     pass
 
 
-def _define() -> torch.library.Library:
-    lib = torch.library.Library("fzero", "FRAGMENT")
-    # it returns nothing, so passes keep it where it is: before anything is updated
-    lib.define("refuse(Tensor found) -> ()")
-    lib.impl("refuse", _refuse, "CompositeExplicitAutograd")
-    torch.library.register_fake("fzero::refuse", _fake, lib=lib)
-    return lib
-
-
-_LIBRARY = _define()  # operators live as long as this object
+# it returns nothing, so passes keep it where it is: before anything is updated
+define("refuse(Tensor found) -> ()", _refuse, _fake)
