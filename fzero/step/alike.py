@@ -90,15 +90,18 @@ def tell(inner: PyTree, scale: Tensor | None, mesh: Mesh, timeout: float | None)
     Raises:
         RankMismatchError: always.
     """
-    rows = [(name, repr(x.item())) for name, x in written(inner, scale)]
-    agree(
-        WRITTEN,
-        rows,
-        mesh,
-        timeout,
-        hint=f"{HINT} Nothing was updated; the gradients of this step are dropped.",
-    )
-    raise late("")
+    rows = [(name, _shown(x)) for name, x in written(inner, scale)]
+    hint = f"{HINT} Nothing was updated; the gradients of this step are dropped."
+    agree(WRITTEN, rows, mesh, timeout, hint=hint)
+    raise RankMismatchError(f"Ranks differed in {WRITTEN}, and do no more. {hint}")
+
+
+def _shown(x: Tensor) -> str:
+    value = x.item()
+    if value == value:
+        return repr(value)
+    # of these there are many, which differ in bits
+    return f"nan ({x.double().view(torch.int64).item():#x})"
 
 
 def late(when: str) -> RankMismatchError:

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fzero
 from fzero import Config, optim
+from fzero.distributed.mesh import resolve_mesh
 from fzero.errors import RankMismatchError
 from fzero.numerics.loss_scale import LossScale
-from fzero.step.alike import NotAlike, differ, digest
+from fzero.step.alike import NotAlike, differ, digest, tell
 from tests.ranks import fake_ranks, run_ranks
 
 INJECT = optim.inject_hyperparams
@@ -175,3 +176,19 @@ def test_what_it_sends(name: str, ranks: int, sent: int) -> None:
         state = step_fn.init(_full())
         rows = step_fn.lower(*state, torch.ones(2, 3, dtype=torch.float64)).collectives()
     assert sum(row.bytes for row in rows if "grad_norm" in str(row.leaves)) == sent
+
+
+def _of_other_bits() -> str:
+    step_fn = fzero.make_train_step(_loss, OPTIMIZERS["sgd"](), Config(stage=1))
+    state = step_fn.init(_full())
+    bits = torch.tensor(0x7FF8000000000000 + dist.get_rank()).view(torch.float64)
+    state[1].inner.hyperparams["lr"].copy_(bits)
+    with pytest.raises(RankMismatchError) as error:
+        tell(state[1].inner, None, resolve_mesh(None, "cpu"), None)
+    return str(error.value)
+
+
+def test_not_a_number_is_told_by_its_bits() -> None:
+    for said in run_ranks(2, _of_other_bits):
+        assert "nan (0x7ff8000000000001)" in said
+        assert "Nothing was updated" in said
