@@ -25,6 +25,7 @@ from fzero.functional.library import is_library
 from fzero.functional.outside import is_generator
 from fzero.functional.transforms import levels_of
 from fzero.functional.uncompiled import not_compiled_alone
+from fzero.functional.underived import OPERATORS, refuse_underived
 from fzero.numerics.thread_generator import thread_generator
 
 T = TypeVar("T")
@@ -238,7 +239,8 @@ _ENTROPY = (random.__file__, secrets.__file__)
 
 # ---------------------------------------------------------------------------------------- torch
 class Watch(TorchFunctionMode):
-    """Refuses a generator that is handed to a torch function; notes what is read on the host.
+    """Refuses a generator that is handed to a torch function, and operators without a derivative
+    where one is asked for; notes what is read on the host.
 
     Args:
         reads: gets each tensor whose values Python reads; None: nobody asks.
@@ -266,6 +268,8 @@ class Watch(TorchFunctionMode):
                 "buffers by buffer.copy_(new), as model state."
             )
         result = self._called(func, args, kwargs or {})
+        if type(func) in OPERATORS:
+            refuse_underived(func, (args, kwargs), result, users_line)
         if self.reads is not None:
             name = getattr(func, "__name__", "")
             if name in _HOST_READS:

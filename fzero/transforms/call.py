@@ -15,8 +15,10 @@ from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Axes
 from fzero.errors import ShardError
 from fzero.functional.differentiate import is_differentiated
+from fzero.functional.draws import users_line
 from fzero.functional.functionalize import refuse_past
 from fzero.functional.held import held_over
+from fzero.functional.underived import Derived
 from fzero.layout import Layout
 from fzero.numerics.casts import cast, in_force
 from fzero.state.sharding import refuse_complex
@@ -101,7 +103,8 @@ class Call:
         for i, found, column in zip(self.argnums, self.trees, columns, strict=True):
             args[i] = tree.unflatten(found.spec, column)
         kwargs = {k: _full(x, self.cfg) for k, x in self.kwargs.items()}
-        with in_force(self.cfg.dtypes, self.trees[0].mesh.device_type), held_over():
+        dtypes = in_force(self.cfg.dtypes, self.trees[0].mesh.device_type)
+        with dtypes, held_over(), Derived(users_line):
             return self.finish(self.fn(*args, **kwargs))
 
     def outward(self, result: PyTree) -> PyTree:
