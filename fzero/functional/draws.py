@@ -24,7 +24,7 @@ from fzero.errors import TraceError
 from fzero.functional.library import is_library
 from fzero.functional.outside import is_generator
 from fzero.functional.transforms import levels_of
-from fzero.functional.uncompiled import not_compiled_alone
+from fzero.functional.uncompiled import not_compiled_alone, uncompiled
 from fzero.functional.underived import OPERATORS, refuse_underived
 from fzero.numerics.thread_generator import thread_generator
 
@@ -268,8 +268,8 @@ class Watch(TorchFunctionMode):
                 "buffers by buffer.copy_(new), as model state."
             )
         result = self._called(func, args, kwargs or {})
-        if type(func) in OPERATORS:
-            refuse_underived(func, (args, kwargs), result, users_line)
+        if type(func) in OPERATORS and not torch.compiler.is_compiling():
+            uncompiled(refuse_underived, func, (args, kwargs), result, users_line)
         if self.reads is not None:
             name = getattr(func, "__name__", "")
             if name in _HOST_READS:

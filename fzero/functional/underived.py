@@ -27,10 +27,9 @@ from torch.utils._pytree import tree_leaves
 
 from fzero.errors import FzeroError, TraceError
 from fzero.functional.transforms import in_forward_mode, levels_of
-from fzero.functional.uncompiled import not_compiled_alone
+from fzero.functional.uncompiled import not_compiled_alone, uncompiled
 
 
-@not_compiled_alone
 def refuse_underived(func: Any, given: Iterable[Any], result: Any, line: Callable[[], str]) -> None:
     """Refuse to go on with a constant in the place of a derivative: see [Note: no derivative].
 
@@ -105,8 +104,8 @@ class Derived(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if type(func) in OPERATORS:
-            refuse_underived(func, (args, kwargs), result, self.line)
+        if type(func) in OPERATORS and not torch.compiler.is_compiling():
+            uncompiled(refuse_underived, func, (args, kwargs), result, self.line)
         return result
 
 

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 import fzero
 from fzero.errors import FzeroError, TraceError
+from fzero.functional.underived import Derived
 from tests.ranks import run_ranks
 
 Fn = Callable[[Tensor], Tensor]
@@ -148,3 +149,10 @@ def test_functional_collectives_are_refused_where_they_have_none() -> None:
     for said in run_ranks(2, _collectives):
         assert ["broadcast" in x or "all_reduce" in x for x in said] == [True] * 4
         assert ["in forward mode" in x for x in said] == [False, True] * 2
+
+
+def test_a_compiled_part_stays_whole(ops: dict[str, Fn]) -> None:
+    part = torch.compile(lambda x: ops["custom"](x).sum(), backend="eager", fullgraph=True)
+    torch._dynamo.reset()
+    with Derived(str):
+        assert part(W["w"]) == (W["w"] ** 2).sum()
