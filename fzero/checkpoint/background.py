@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from fzero.checkpoint.lineage import Heads
 from fzero.checkpoint.ranks import Ranks
+from fzero.distributed.teardown import before_teardown, is_told
 from fzero.errors import CheckpointError
 
 
@@ -65,6 +66,8 @@ class Background:
         self._thread = threading.Thread(target=run, name=f"fzero: {what}")
         # The interpreter waits for the thread by itself; this is for what it raised.
         atexit.register(self._at_exit)
+        if is_told():  # else the thread finds its group destroyed, and says so
+            before_teardown(self)
         self._thread.start()
 
     def wait(self) -> None:
@@ -77,6 +80,14 @@ class Background:
             atexit.unregister(self._at_exit)
         if error is not None:
             raise error
+
+    def release(self) -> None:
+        """Return once nothing is being written, for its groups are about to be destroyed.
+
+        What the save raised is kept for `wait`: torch has its groups left to destroy.
+        """
+        if (thread := self._thread) is not None:
+            thread.join()
 
     def apart_from(self, ranks: Ranks) -> Ranks | None:
         """The ranks with a group of its own, made once; None if there can be none."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fzero.distributed import works
 from fzero.distributed.lanes import group_of_own
+from fzero.distributed.mesh import backends_of, group_along
 from fzero.distributed.whereabouts import Circle, circle_for, circle_of
 from fzero.errors import CheckpointError, RankMismatchError
 
@@ -157,7 +158,8 @@ def ranks_of(tensors: Iterable[Tensor], timeout: float | None = None) -> Ranks:
     else:
         ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
         # `_flatten` is private; the public way, a group made here, would be a collective of all.
-        group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+        whole_mesh = mesh if mesh.ndim == 1 else mesh._flatten()
+        group = group_along(whole_mesh, 0)
     index = ranks.index(dist.get_rank())
     if len(ranks) == 1:
         return Ranks(ranks, index, None, timeout)
@@ -202,7 +204,7 @@ def on_every_rank(
 
 def _device(group: ProcessGroup | None) -> torch.device:
     # "cpu:gloo,cuda:nccl", "gloo", "nccl"
-    if "gloo" in str(dist.get_backend_config(group)) or not torch.accelerator.is_available():
+    if "gloo" in backends_of(group) or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None

@@ -106,8 +106,9 @@ def save(
             one takes its place at once. Without it that is an error, unless what is there is
             damaged.
         asynchronous: return once this rank's share is copied to the host, and write it from a
-            thread. Training may go on at once. An error is raised by the next `save`, `load` or
-            `wait`, or else printed when the program ends.
+            thread. Training may go on at once; `dist.destroy_process_group()` waits for it. An
+            error is raised by the next `save`, `load` or `wait`, or else printed when the program
+            ends.
         timeout: seconds that ranks wait for each other; None: as long as the process group does.
         client_state: what else belongs to the run, the same on every rank; `client_state(path)`
             gives it back. None, numbers, texts, bytes, small dense tensors, and lists, tuples and
@@ -120,6 +121,7 @@ def save(
         CheckpointError: on every rank: ranks differ, a leaf or `client_state` can't be stored, the
             step is there already and whole, another process keeps saving to this folder, the disk
             is full, a rank is gone. Earlier ones are as they were.
+        ShardError: the process group of the leaves was destroyed.
 
     Examples:
         >>> import tempfile

@@ -167,6 +167,21 @@ def group_along(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
         raise _destroyed() from error
 
 
+def backends_of(group: dist.ProcessGroup | None) -> str:
+    """What moves the data of a process group, by device, such as "cpu:gloo,cuda:nccl".
+
+    Args:
+        group: None: that of all ranks.
+
+    Raises:
+        ShardError: it was destroyed.
+    """
+    try:
+        return str(dist.get_backend_config(group))
+    except (TypeError, ValueError) as error:  # torch's, of a group that it has forgotten
+        raise _destroyed() from error
+
+
 def _destroyed() -> ShardError:
     return ShardError(
         "the process group that params and states are sharded over was destroyed. Save, unshard "

@@ -1,5 +1,7 @@
 """What has to end before torch's process groups do.
 
+A save beside training has messages to exchange, and is lost with its group.
+
 NCCL takes a communicator down once no CUDA graph is left that holds a collective of it. Torch's
 `destroy_process_group()` waits for that, and where the graph belongs to a step function that lives
 on, it waits for ever (pytorch/pytorch, issue 115388). Torch has no public way to be told before.

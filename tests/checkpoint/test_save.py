@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import fzero
 from fzero.checkpoint import background, latest, load, save, wait
 from fzero.checkpoint.format.folders import steps
 from fzero.checkpoint.format.verify import problems
+from fzero.checkpoint.save import Job as Saving
 from tests.checkpoint.cases import Job, differing, full, make
 from tests.checkpoint.faults import full_disk, watched
 from tests.ranks import run_fresh, run_ranks
@@ -292,6 +294,58 @@ def test_an_error_in_the_background_is_told_at_the_next_call(how: str, tmp_path:
     texts = run_ranks(2, _fail_in_the_background, tmp_path, how)
     assert all("rank 1: [Errno 28]" in text for text in texts)
     assert _names(tmp_path) == ["step-00000003"]
+
+
+def _destroy_while_saving(run: Path, how: str) -> tuple[list[str], list[str]]:
+    """A save has not begun to write when its group is destroyed: what is there, what is told."""
+    written = Saving._run
+
+    def late(job: Saving, pool: Any) -> None:
+        time.sleep(0.5)
+        with watched(full_disk(2 if how == "full disk" else 10**9)):
+            written(job, pool)
+
+    told = []
+    with (
+        mock.patch.object(Saving, "_run", late),
+        # as with a torch that says nothing before it destroys its groups
+        mock.patch.object(background, "is_told", return_value=how != "untold"),
+    ):
+        tree = _tree(1)
+        save(run, tree, step=1, asynchronous=True)
+        dist.destroy_process_group()
+        there = _names(run)
+        for call in (wait, wait, lambda: save(run, tree, step=2)):
+            try:
+                call()
+                told.append("")
+            except fzero.FzeroError as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return there, told
+
+
+def test_a_save_is_finished_before_its_process_group_is_destroyed(tmp_path: Path) -> None:
+    for there, (*told, after) in run_fresh(2, _destroy_while_saving, tmp_path, "well"):
+        assert there == ["step-00000001"]
+        assert told == ["", ""]
+        assert after.startswith("ShardError: the process group")
+    assert problems(tmp_path / "step-00000001") == []
+    assert _names(tmp_path) == ["step-00000001"]
+
+
+def test_an_error_before_the_group_is_destroyed_is_told_at_the_next_call(tmp_path: Path) -> None:
+    for _, (told, again, after) in run_fresh(2, _destroy_while_saving, tmp_path, "full disk"):
+        assert told.startswith("CheckpointError: the checkpoint was not written")
+        assert "No space left" in told
+        assert again == ""
+        assert after.startswith("ShardError: the process group")
+
+
+def test_a_save_whose_process_group_is_gone_says_so(tmp_path: Path) -> None:
+    for _, (told, again, _) in run_fresh(2, _destroy_while_saving, tmp_path, "untold"):
+        assert told.startswith("ShardError: the process group")
+        assert again == ""
+    assert latest(tmp_path) is None
 
 
 def test_an_error_in_the_background_is_told_at_exit(tmp_path: Path) -> None:
