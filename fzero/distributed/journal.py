@@ -9,7 +9,7 @@ An engine's passes come in an order that can change, so each entry into one is a
 eager executor's micro-batches come one after another in a call that all ranks have met for.
 
 A pass that raised may have done so on one rank alone, between two collectives, while the others go
-on with the second. So who starts again after one meets all others first, who must have raised too.
+on with the second. So who starts again after one meets all others first: see `Circle.raised`.
 """
 
 from typing import NamedTuple
@@ -23,10 +23,6 @@ from fzero.distributed.whereabouts import circle_of
 _GATHER = (
     " At stage 3, modules that only some ranks run must be named in Config(gather_together=[...]); "
     "evaluations that only some ranks run belong into engine.local_forward()."
-)
-_RAISED = (
-    " A pass that raised can be run again only where it raised on all ranks. Raise on all of them, "
-    "or start again from the last checkpoint."
 )
 # unless parameters are gathered
 _WITHOUT_COLLECTIVES = ("forward", "evaluation", "local_forward")
@@ -69,7 +65,6 @@ class Journal:
         self.circle = circle_of(mesh)
         alone = self.circle.alone
         self.alone, self.active = alone, active and not alone
-        self.broke_off = False
         # ranks make their engines, and their step functions, in the same order: the n-th is the
         # same on all
         key = f"fzero/{owner.key}/{mesh.rank}"
@@ -99,9 +94,6 @@ class Journal:
 
     def enter(self, phase: str) -> None:
         """A pass begins: a forward, a backward, an update."""
-        if self.broke_off:
-            self.broke_off = False
-            self._meet("after an exception", phase, _RAISED)
         if self.alone or (not self.active and phase in _WITHOUT_COLLECTIVES):
             return
         at = len(self.cycle)
@@ -126,7 +118,6 @@ class Journal:
         """A pass has raised, after it `sent` collectives or before."""
         # `sent` knows of reductions only: where parameters are gathered, something may have gone
         if not self.alone and (sent or self.active):
-            self.broke_off = True
             self.circle.raised()
 
     def announce(self, bucket: Bucket) -> None:
@@ -157,12 +148,12 @@ class Journal:
         self.turn += self.position == 0
         return f"{self.phase} {self.turn}"
 
-    def _meet(self, where: str, line: str, hint: str = "") -> None:
+    def _meet(self, where: str, line: str) -> None:
         key = f"{self.name}, {where}"
         if self.owner is ENGINE:  # whose passes have no number that would tell meetings apart
             self.count += 1
             key = f"{key} (meeting {self.count})"
-        rendezvous(key, line, self.mesh, self.limit, hint or self._hint)
+        rendezvous(key, line, self.mesh, self.limit, self._hint)
 
     @property
     def _hint(self) -> str:

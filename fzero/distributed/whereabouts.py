@@ -8,7 +8,10 @@ has waited for some seconds writes into the store where it is, and reads where t
     left, dead  at an earlier station, and its program ended or its process is gone: an error
     late        at an earlier station, and its process lives: it is waited for, to the time limit
 
-Who raises leaves its reason in the store first, and who waits reads it, so that all raise. Nothing
+Who raises leaves its reason in the store first, and who waits reads it, so that all raise. Who left
+a station by another exception, with collectives of it sent, meets all others before the next one:
+they may be waiting for what it no longer sends, and gloo aborts a process that gets something else.
+If all left alike, they go on. Nothing
 runs in the background, and a step that waits for nobody costs no word to anybody. No decision rests
 on how long a collective takes: only on what ranks have said, and on the time limit.
 """
@@ -42,6 +45,10 @@ TELLS = 60.0  # seconds that a rank waits before it warns its user
 _REMEMBERED = 1000  # stations; ranks that share collectives are never that far apart
 
 _RAISED = " (raised)"
+_AGAIN = (
+    " What raised can be run again only where it raised on all ranks, at the same place. Raise on "
+    "all of them, or start again from the last checkpoint."
+)
 
 
 class Circle:
@@ -68,6 +75,8 @@ class Circle:
         self.hint = ""
         self.limit: float | None = None  # seconds; None: that of `init_process_group`
         self.sent = 0  # collectives so far
+        self._sent_before = 0  # before those of this station
+        self._broke_off: int | None = None  # after so many of its collectives, by an exception
         self.verdict = ""  # why these ranks can't go on
         self._warned = 0  # the last station at which it has told its user that it waits
         self._past: deque[Station] = deque([self.here], maxlen=_REMEMBERED)
@@ -100,6 +109,8 @@ class Circle:
             return
         if self.verdict:
             raise RankMismatchError(self.verdict)
+        self._rejoin()
+        self._sent_before = self.sent
         number, chain, *_ = self.here
         # of all texts so far: who took another way is told even where the texts are equal again
         self.here = Station(number + 1, zlib.crc32(text.encode(), chain), text)
@@ -117,8 +128,9 @@ class Circle:
             text: as for `announce`.
             limit: seconds that ranks may come later than others; None: the process group's.
         """
-        before, sent = self.here, self.sent
         self.limit = limit
+        self._rejoin()
+        before, sent = self.here, self.sent
         self.announce(text)
         try:
             with self.explained():
@@ -128,9 +140,7 @@ class Circle:
         except BaseException:
             if self.sent == sent and self.counted:
                 # nobody can have waited for what was not sent: the next call is this station
-                while len(self._past) > 1 and self._past[-1].number > before.number:
-                    self._past.pop()
-                self.here = before
+                self._return_to(before)
             else:
                 self.raised()
             raise
@@ -174,6 +184,7 @@ class Circle:
         """Tell that this rank leaves its station by an exception, with some collectives sent."""
         if self.alone or self.verdict:
             return
+        self._broke_off = self.sent - self._sent_before
         number, chain, text, _ = self.here
         # another chain at the same number: whoever looks finds that the two ranks differ
         self.here = Station(number, zlib.crc32(_RAISED.encode(), chain), text + _RAISED)
@@ -197,6 +208,8 @@ class Circle:
         """
         if self.alone:
             return [f"{key}\n{text}"]
+        self._rejoin()
+        before = self.here
         self.announce(key, hint)
         if len(text) < 200 and "\n" not in text:  # for messages alone: the chain has the key
             self.here = self._past[-1] = self.here._replace(text=f"{key}: {text}")
@@ -213,13 +226,41 @@ class Circle:
                         f"to run, which would not match.{ADVICE}{hint}"
                     )
 
-        self._wait_for(list(entries.values()), differs)
+        try:
+            self._wait_for(list(entries.values()), differs)
+        except RankMismatchError:
+            raise
+        except BaseException:  # the others may meet all the same: the next call is this meeting
+            self._return_to(before)
+            raise
         texts = [self._said.get(entry) for entry in entries.values()]
         if len(set(texts)) > 1:  # all know, and nobody has done anything: they may go on
             self.here = Station(number, self._past[-2].chain, f"{key} (ranks differed)")
             self._past[-1] = self.here
             self._tell()
         return texts
+
+    def _rejoin(self) -> None:
+        """See that all left the last station as this rank did, if that was by an exception."""
+        if (sent := self._broke_off) is None:
+            return
+        where = self.here.text
+        self._broke_off = None
+        try:
+            texts = self.meet(f"after an exception at {where}", f"{sent} collectives sent", _AGAIN)
+        except BaseException:
+            self._broke_off = sent
+            raise
+        if len(set(texts)) > 1:
+            told = dict(zip(self.ranks, (text.split("\n")[1] for text in texts), strict=True))
+            listing = ", ".join(f"rank {rank}: {text}" for rank, text in told.items())
+            self._give_up(f"ranks left {where!r} at different places: {listing}.{_AGAIN}")
+
+    def _return_to(self, before: Station) -> None:
+        """Have come to nothing since that station."""
+        while len(self._past) > 1 and self._past[-1].number > before.number:
+            self._past.pop()
+        self.here = before
 
     def _wait_for(self, keys: Sequence[str], also: Callable[[], None] | None = None) -> None:
         """Return once all these keys, which are written at this station, are in the store."""

@@ -13,7 +13,6 @@ from fzero import tree
 from fzero.config import Config, as_config
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import resolve_mesh
-from fzero.distributed.whereabouts import circle_of
 from fzero.errors import ConfigError, FzeroError, ShardError, arguments_by_name
 from fzero.functional.memory import Apart
 from fzero.numerics.casts import refuse_outer_autocast
@@ -204,21 +203,19 @@ class TrainStep:
         if self.cfg.donate and plan.homes is not None:
             trained = plan.homes.settled(trained)
         stay = self.cfg.donate and trained is given  # the very tensors that came in go back
+        # all of them inside, whatever one raises: the others wait for the collectives that are left
         with self._executors.running(plan):
             grads, loss, state, aux = executor.gradients(
                 trained, frozen, local, micro, opt_state.step
             )
-        if self.cfg.nonfinite_policy == "raise":
-            refuse_nonfinite(loss, grads, plan, int(opt_state.step))
-
-        lr = rate_of(self.opt, opt_state.inner)  # before the update writes over the state
-        # not before: gradients only read what came in, and copies would take memory meanwhile
-        if not self.cfg.donate:
-            homes = plan.homes
-            trained = homes.copies(trained) if homes is not None else [*map(copied, trained)]
-            local = local.copied()
-        # not `at`: this call's station is the one that the gradients came to
-        with circle_of(plan.mesh).within():
+            if self.cfg.nonfinite_policy == "raise":
+                refuse_nonfinite(loss, grads, plan, int(opt_state.step))
+            lr = rate_of(self.opt, opt_state.inner)  # before the update writes over the state
+            # not before: gradients only read what came in, and copies would take memory meanwhile
+            if not self.cfg.donate:
+                homes = plan.homes
+                trained = homes.copies(trained) if homes is not None else [*map(copied, trained)]
+                local = local.copied()
             updated = executor.update(trained, local, grads, loss, state)
         if self.cfg.scaling is not None:
             before = LossScaleState(*local.scale)

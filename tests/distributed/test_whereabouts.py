@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from fzero.distributed import whereabouts, works
 from fzero.distributed.mesh import resolve_mesh
 from fzero.distributed.stations import Station
 from fzero.distributed.whereabouts import Circle, circle_of
-from tests.ranks import Ranks
+from tests.ranks import Ranks, run_fresh
 
 SOON = 15.0  # seconds: every rank must be told by then, with the patience of these tests
 
@@ -356,3 +357,180 @@ def test_who_is_waited_for_long_is_told_while_there_is_time(how: str) -> None:
     assert "for rank 1, which last said where they are: rank 1 after" in said
     assert "dist.barrier" in said
     assert "After 50 s this is an error" in said
+
+
+# ---- a call that raises between two of its collectives
+class Refuses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().sum() > 1e5:
+            raise ValueError("a bad sample")
+        return torch.tanh(x)
+
+
+class Between(nn.Module):
+    """Something that may raise, with parameters before it and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.part, self.b = nn.Linear(8, 16), fzero.opaque(Refuses()), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.part(self.a(x)))
+
+
+def _calls(kind: str) -> Callable[[Tensor], float]:
+    """What trains with a batch, or evaluates it, and tells the loss."""
+    torch.manual_seed(0)
+    module, sgd = Between(), fzero.optim.sgd(0.1)
+    cfg = fzero.Config(stage=3, donate=False, bucket_mb=0.0005, layout="rows")
+    if kind == "engine":
+        engine = fzero.Engine(module, sgd, cfg.replace(donate=True))
+
+        def train(x: Tensor) -> float:
+            engine.zero_grad()
+            loss = engine(x).square().mean()
+            loss.backward()
+            engine.step()
+            return float(engine.state[1].metrics["loss"])
+
+        return train
+    apply, params = fzero.functionalize(module)
+
+    def loss_of(params: Any, x: Tensor) -> Tensor:
+        return apply(params, x).square().mean()
+
+    if kind == "function":
+        function, shards = fzero.sharded(loss_of, cfg, reduce="mean"), fzero.shard(params, cfg)
+        return lambda x: float(function(shards, x))
+    step_fn = fzero.make_train_step(loss_of, sgd, cfg.replace(executor=kind))
+    held = list(step_fn.init(params))
+
+    def train_step(x: Tensor) -> float:
+        held[:] = step_fn(*held, x)
+        return float(held[1].metrics["loss"])
+
+    return train_step
+
+
+def _call_on(kind: str, bad: Callable[[int], float]) -> list[str | float]:
+    """Calls with good batches, one that is `bad` for this rank, and good ones again."""
+    whereabouts.PATIENCE, whereabouts.PAUSE = 0.5, 0.2
+    dist.init_process_group("gloo", timeout=timedelta(seconds=50))
+    call, told = _calls(kind), []
+    for i in range(5):
+        x = torch.full((4, 8), 0.1 * (i + 1))
+        try:
+            told.append(call(x * bad(dist.get_rank()) if i == 2 else x))
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def _bad_on_1(rank: int) -> float:
+    return 1e9 if rank == 1 else 1.0
+
+
+def _bad_on_all(rank: int) -> float:
+    return 1e9 + rank
+
+
+KINDS = [
+    "traced",
+    "function",
+    pytest.param("eager", marks=pytest.mark.slow),
+    pytest.param("engine", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_raised_alone_and_calls_again_is_found_out(kind: str) -> None:
+    """What it would send next is no longer what the others wait for: gloo would abort them."""
+    for rank, told in enumerate(run_fresh(2, _call_on, kind, _bad_on_1)):
+        assert all(isinstance(x, float) for x in told[:2]), told
+        assert str(told[2]).startswith("ValueError" if rank == 1 else "RankMismatchError"), told
+        for text in map(str, told[3:]):
+            assert text.startswith("RankMismatchError"), told
+            assert "(raised)" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_raised_alike_go_on(kind: str) -> None:
+    for told in run_fresh(2, _call_on, kind, _bad_on_all):
+        assert str(told[2]).startswith("ValueError"), told
+        assert all(isinstance(x, float) for x in told[:2] + told[3:]), told
+
+
+def _meetings(kind: str) -> tuple[list[str], list[str]]:
+    """The meetings of four calls, one of which raises before it has sent anything; of one more."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=50))
+    call, x, met = _calls(kind), torch.full((4, 8), 0.1), []
+    meet = Circle.meet
+
+    def noted(self: Circle, key: str, text: str, hint: str = "") -> list[str]:
+        met.append(key)
+        return meet(self, key, text, hint)
+
+    call(x)
+    with mock.patch.object(Circle, "meet", noted):
+        call(x)
+        with pytest.raises(fzero.FzeroError):
+            call(x.new_zeros(4, 7))
+        call(x)
+        call(x)
+        before = list(met)
+        with pytest.raises(ValueError, match="a bad sample"):
+            call(x * 1e9)
+        call(x)
+        call(x)
+    return before, met[len(before) :]
+
+
+@pytest.mark.parametrize("kind", ["traced", "function"])
+def test_ranks_meet_once_and_only_after_something_was_sent(kind: str) -> None:
+    for before, after in run_fresh(2, _meetings, kind):
+        assert before == []
+        assert len(after) == 1
+        assert after[0].startswith("after an exception at")
+
+
+def _meet_again(counts: list[int]) -> tuple[list[str], str]:
+    """All ranks leave a station by an exception; rank 0 is interrupted as it waits for the rest."""
+    whereabouts.PATIENCE, whereabouts.PAUSE = 0.5, 0.2
+    dist.init_process_group("gloo", timeout=timedelta(seconds=50))
+    circle, rank = circle_of(resolve_mesh(None, "cpu")), dist.get_rank()
+    told, numbers = [], []
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyError), circle.at("a call"):
+        circle.sent += counts[rank]
+        raise KeyError
+    if rank == 0:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(1.0)
+    for _ in range(2):
+        try:
+            with circle.at("the next call"):
+                numbers.append(circle.here.number)
+            told.append("came")
+        except (KeyboardInterrupt, fzero.RankMismatchError) as error:
+            told.append(type(error).__name__)
+    return told, f"{numbers} {circle.verdict}"
+
+
+def test_an_interrupted_meeting_is_come_to_again() -> None:
+    (first, at_first), (second, at_second) = run_fresh(2, _meet_again, [2, 2])
+    assert first == ["KeyboardInterrupt", "came"]
+    assert second == ["came", "came"]
+    assert at_first.startswith("[3]")
+    assert at_second.startswith("[3, 4]")
+
+
+def test_ranks_that_raised_at_different_places_are_told_both() -> None:
+    for told, verdict in run_fresh(2, _meet_again, [2, 3]):
+        assert "RankMismatchError" in told
+        assert "rank 0" in verdict
+        assert "after an exception at" in verdict or "2 collectives sent" in verdict
