@@ -128,6 +128,19 @@ class Plan:
             found.append(leaf if alike else None)
         return found
 
+    def numbers(self, inner: PyTree) -> Iterator[tuple[str, Tensor]]:
+        """The real 0-d leaves of an optimizer's state that are none of a parameter's, with their
+        paths: what every rank has alike, such as counts.
+
+        A moment of a 0-d parameter is named like it, and so is each leaf's own count.
+        """
+        if "" in self.sharding.paths:  # one tensor without a name: all are named like it
+            return
+        rows = zip(tree.leaves(inner), self._named_like(inner), tree.paths(inner), strict=True)
+        for x, leaf, path in rows:
+            if leaf is None and isinstance(x, Tensor) and not x.dim() and not x.is_complex():
+                yield path, local_tensor(x)
+
     def _named_like(self, inner: PyTree) -> Iterator[LeafLayout | None]:
         paths = dict(zip(self.sharding.paths, self.sharding.layout, strict=True))
         for path in tree.paths(inner):

@@ -1,13 +1,13 @@
-"""Whether ranks update with the same numbers: those that a program writes into its state.
+"""Whether ranks update by the same numbers: those of the state that are no leaf's.
 
-A rate in the state (`engine.lr`, a scheduler, `hyperparams["lr"].fill_(x)`), or a loss scale of the
-caller's own, must be the same on all ranks: each updates its own rows with what it has. So each
-update sums a digest of them, and its square, with the loss and the norm. By the inequality of
-Cauchy and Schwarz both sums are what a rank makes of its own digest on all ranks at once, or on
-none.
+Which step it is (`opt_state.step`, the counts of schedules and of bias corrections), a rate in the
+state (`engine.lr`, a scheduler, `hyperparams["lr"].fill_(x)`) and a loss scale of the caller's own
+must be the same on all ranks: each updates its own rows with what it has. So each update sums a
+digest of them, and its square, with the loss and the norm. By the inequality of Cauchy and Schwarz
+both sums are what a rank makes of its own digest on all ranks at once, or on none.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -18,10 +18,13 @@ from fzero.distributed.mesh import Mesh
 from fzero.errors import RankMismatchError
 from fzero.operators import define
 from fzero.optim.inject import injected
+from fzero.state.plan import Plan
 from fzero.tree import PyTree
 
-WRITTEN = "the numbers that were written into the optimizer's state"
+NUMBERS = "the numbers that an update goes by"
 HINT = (
+    "Give every rank the state of the same step: after a call that raised on one of them, all go "
+    "on from the same state or checkpoint. "
     "A rate that is set by hand or by a scheduler, a momentum and a loss scale of your own must be "
     "the same on every rank. A scheduler that reads a loss must read the mean over ranks, "
     'metrics["loss"], not this rank\'s.'
@@ -32,14 +35,21 @@ class NotAlike(Exception):
     """Ranks have other numbers; no rank has updated anything."""
 
 
-def written(inner: PyTree, scale: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """The numbers that a program may write, with what messages call them.
+def numbers_of(
+    plan: Plan, inner: PyTree, scale: Tensor | None, step: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """The numbers that every rank must have, with what messages call them.
 
     Args:
+        plan: of the step.
         inner: the optimizer's state.
         scale: 0-d, the loss scale, if the caller's own.
+        step: 0-d, `opt_state.step`.
     """
-    yield from ((f"opt_state.inner{name}", x) for name, x in injected(inner))
+    yield "opt_state.step", step
+    # a hyperparameter may have the name of a parameter
+    found = {**dict(plan.numbers(inner)), **dict(injected(inner))}
+    yield from ((f"opt_state.inner{name}", x) for name, x in found.items())
     if scale is not None:
         yield "opt_state.loss_scale.scale", scale
 
@@ -56,7 +66,9 @@ def digest(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
         >>> digest([one], one.device) == digest([other], one.device)
         tensor(False)
     """
-    bits = torch.stack([x.detach().double().to(device) for x in numbers]).view(torch.int64)
+    bits = torch.stack([x.double().to(device) for x in numbers]).view(torch.int64)
+    # whole numbers differ in high bits alone, and of an even number of these nothing may be left
+    bits = bits ^ bits.bitwise_right_shift(32)
     odd = torch.arange(1, 2 * len(numbers), 2, device=device) * _GOLDEN
     return ((bits * odd).sum().bitwise_right_shift(44) & (2**20 - 1)).double()
 
@@ -65,12 +77,17 @@ def digest(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
 _GOLDEN = -7046029254386353131
 
 
+def with_square(own: Tensor) -> Tensor:
+    """What ranks sum of their digests: float64 [2]."""
+    return torch.stack([own, own * own])
+
+
 def differ(sums: Tensor, own: Tensor, ranks: int) -> Tensor:
     """Whether not all ranks have the same digest; on every rank alike.
 
     Args:
         sums: float64 [2], of all ranks' digests and of their squares.
-        own: 0-d float64, this rank's.
+        own: this rank's.
         ranks: how many.
 
     Returns:
@@ -79,21 +96,21 @@ def differ(sums: Tensor, own: Tensor, ranks: int) -> Tensor:
     Raises:
         NotAlike: on a CPU, where the host can tell without waiting: they differ.
     """
-    found = (sums != torch.stack([own, own * own]) * ranks).any()
+    found = (sums != own * ranks).any()
     torch.ops.fzero.refuse(found)
     return found
 
 
-def tell(inner: PyTree, scale: Tensor | None, mesh: Mesh, timeout: float | None) -> NoReturn:
+def tell(numbers: Iterable[tuple[str, Tensor]], mesh: Mesh, timeout: float | None) -> NoReturn:
     """Raise on every rank, with the number that differs; all ranks must call it.
 
     Raises:
         RankMismatchError: always.
     """
-    rows = [(name, _shown(x)) for name, x in written(inner, scale)]
+    rows = [(name, _shown(x)) for name, x in numbers]
     hint = f"{HINT} Nothing was updated; the gradients of this step are dropped."
-    agree(WRITTEN, rows, mesh, timeout, hint=hint)
-    raise RankMismatchError(f"Ranks differed in {WRITTEN}, and do no more. {hint}")
+    agree(NUMBERS, rows, mesh, timeout, hint=hint)
+    raise RankMismatchError(f"Ranks differed in {NUMBERS}, and do no more. {hint}")
 
 
 def _shown(x: Tensor) -> str:
@@ -107,7 +124,7 @@ def _shown(x: Tensor) -> str:
 def late(when: str) -> RankMismatchError:
     """What is said where only a flag is known."""
     return RankMismatchError(
-        f"{when}ranks differed in {WRITTEN}, and each updated its part with its own: go on from a "
+        f"{when}ranks differed in {NUMBERS}, and each updated its part with its own: go on from a "
         f"checkpoint. {HINT}"
     )
 

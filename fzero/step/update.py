@@ -15,6 +15,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.distributed.collectives import all_gather, all_reduce
 from fzero.distributed.dtensor import local_tensor
+from fzero.distributed.mesh import is_simulated
 from fzero.layout import LeafLayout
 from fzero.numerics import loss_scale as scales
 from fzero.numerics.casts import widened
@@ -27,7 +28,7 @@ from fzero.optim.base import Optimizer
 from fzero.optim.whole import whole_leaves
 from fzero.state import model_state as states
 from fzero.state.plan import Plan
-from fzero.step.alike import differ, digest, written
+from fzero.step.alike import differ, digest, numbers_of, with_square
 from fzero.tree import PyTree
 from fzero.zero import all_sum, scatter
 
@@ -44,8 +45,7 @@ class Updated(NamedTuple):
         loss_scale: for the next step, or None.
         inner: leaves of the optimizer's new state, if not all of them were overwritten: numbers
             can only be replaced.
-        differs: 0-d bool: ranks have other numbers in what a program writes into the state; None:
-            it writes none, or there is one rank.
+        differs: 0-d bool: ranks have other numbers to go by; None: there is one rank.
     """
 
     loss: Tensor
@@ -92,7 +92,7 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
             model_state: leaves, as the last micro-batch left them.
             loss_scale: the scale that is on the gradients, or None.
             model_state_before: before the step, for a config that may skip one.
-            step: 0-d int64, for a config that rounds stochastically.
+            step: 0-d int64, where there are other ranks, or a config that rounds stochastically.
         """
         grads = grad if reduced else shards.summed(grad)
         grads = [widened(x) for x in grads]  # float16 has no room below the scale
@@ -103,7 +103,10 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
             if cfg.scaling.external:
                 own_scale = loss_scale.scale
                 loss = loss / own_scale
-        numbers = [x for _, x in written(inner, own_scale)]
+        numbers = []
+        if shards.compares:
+            assert step is not None
+            numbers = [x for _, x in numbers_of(plan, inner, own_scale, step)]
         loss, exact, differs = shards.statistics(loss, grads, numbers)
         norm = exact.to(_widest(grads))
         # one bad element makes the norm bad: gradients need no pass of their own
@@ -155,11 +158,16 @@ class Shards:
         reduce = all_sum if self.cfg.stage == 0 else scatter
         return reduce(grads, self.layout, self.axes)
 
+    @property
+    def compares(self) -> bool:
+        """Whether there is another rank, which must have the same numbers to go by."""
+        return self.axes.world > 1
+
     def statistics(
         self, loss: Tensor, grads: Sequence[Tensor], numbers: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Loss over all ranks, the norm of the whole gradient in double, and whether ranks have
-        other `numbers`: one small all-reduce an axis.
+        other `numbers`, of those that `compares`: one small all-reduce an axis.
         """
         split = self.cfg.stage > 0
         whole, parts = [], []
@@ -167,10 +175,11 @@ class Shards:
             (parts if split and leaf.dim is not None else whole).append(grad)
         shares = self._shares(parts, loss.device)
         # in double: a square in float32 overflows from a norm of 2e19 on
-        told, compared = [loss.detach().double()], bool(numbers) and self.axes.world > 1
-        own = digest([local_tensor(x) for x in numbers], loss.device) if compared else None
-        if own is not None:
-            told += [own, own * own]
+        told = [loss.detach().double()]
+        own = None
+        if numbers:
+            own = with_square(digest([local_tensor(x) for x in numbers], loss.device))
+            told += own.unbind()
         stats = torch.stack([*told, *shares])
         stats = all_reduce(stats, self.axes.shard, "loss, grad_norm")
         # not the norm's shares: gradients are summed over both axes, so copies of a shard agree
@@ -179,7 +188,9 @@ class Shards:
         norm = self._joined(stats, len(told), whole)
         if own is None:
             return total.to(loss.dtype), norm, None
-        return total[0].to(loss.dtype), norm, differ(total[1:], own, self.axes.world)
+        # of ranks that are made up nothing comes, and a sum is what this one has
+        ranks = 1 if is_simulated(self.plan.mesh) else self.axes.world
+        return total[0].to(loss.dtype), norm, differ(total[1:], own, ranks)
 
     def _shares(self, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
         """This rank's share in the norm of split leaves, as numbers that can be summed over ranks.

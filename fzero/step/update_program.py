@@ -28,7 +28,7 @@ from fzero.program.graph import Held, memory_of, output_node, placeholders, tens
 from fzero.state.follow import Follower
 from fzero.state.opt_state import LocalState
 from fzero.state.plan import Plan
-from fzero.step.alike import NotAlike, tell
+from fzero.step.alike import NotAlike, numbers_of, tell
 from fzero.step.update import Updated, update_of
 from fzero.transforms.function import jit
 from fzero.transforms.parts import on_mesh
@@ -142,7 +142,8 @@ class UpdateProgram:
         """Which number differs between ranks."""
         plan, scaling = self.plan, self.plan.cfg.scaling
         scale = local.scale[0] if scaling is not None and scaling.external else None
-        tell(tree.unflatten(local.inner_spec, local.inner), scale, plan.mesh, plan.cfg.timeout)
+        inner = tree.unflatten(local.inner_spec, local.inner)
+        tell(numbers_of(plan, inner, scale, local.step), plan.mesh, plan.cfg.timeout)
 
     def _groups(
         self,
@@ -155,7 +156,10 @@ class UpdateProgram:
         """The tensors of each argument of an update."""
         cfg = self.plan.cfg
         before = local.state if cfg.nonfinite_policy == "skip" else []
-        step = [local.step] if cfg.dtypes.stochastic_rounding else []
+        step = []
+        if cfg.dtypes.stochastic_rounding or self.plan.axes.world > 1:
+            # here, as a graph of a device has nothing of the host's; and the host waits for none
+            step = [local.step.to(loss.device, non_blocking=True)]
         own = [trained, local.masters, local.inner]
         return [*own, grads, [loss], state, local.scale, before, step]
 

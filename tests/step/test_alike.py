@@ -1,8 +1,9 @@
 """Ranks never update with other numbers than each other: it is told before anything is updated."""
 
+import copy
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from fzero import Config, optim
 from fzero.distributed.mesh import resolve_mesh
 from fzero.errors import RankMismatchError
 from fzero.numerics.loss_scale import LossScale
-from fzero.step.alike import NotAlike, differ, digest, tell
+from fzero.step.alike import NotAlike, differ, digest, tell, with_square
 from tests.ranks import fake_ranks, run_ranks
 
 INJECT = optim.inject_hyperparams
@@ -28,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         lambda params: {name: "a" if x.dim() > 1 else "b" for name, x in params.items()},
     ),
     "fixed": lambda: optim.sgd(0.5),
+    "counts": lambda: optim.adamw(optim.linear(0.0, 0.5, 8)),
 }
 
 
@@ -35,9 +37,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 def test_each_rank_sees_whether_all_are_alike(kinds: list[int], x: float) -> None:
     values = [torch.tensor(x), torch.tensor(2 * x + 1), torch.tensor(3)]
     digests = [digest([values[kind], torch.ones(())], torch.device("cpu")) for kind in kinds]
-    sums = torch.stack([sum(digests), sum(d * d for d in digests)])  # pyright: ignore
-    same = len({d.item() for d in digests}) == 1
-    for own in digests:
+    pairs = [with_square(x) for x in digests]
+    sums = torch.stack(pairs).sum(0)
+    same = len({x.item() for x in digests}) == 1
+    for own in pairs:
         if same:
             assert not differ(sums, own, len(kinds))
         else:
@@ -54,6 +57,13 @@ def test_digests_tell_numbers_apart(numbers: list[float]) -> None:
     assert sum(apart) >= len(apart) - 1  # one pair of a million is not
 
 
+@pytest.mark.parametrize("counts", range(1, 65))
+def test_counts_that_all_differ_alike_are_told_apart(counts: int) -> None:
+    steps = torch.arange(64.0)
+    found = {digest([step] * counts, step.device).item() for step in steps}
+    assert len(found) == len(steps)
+
+
 def test_the_order_of_numbers_counts() -> None:
     a, b = torch.tensor(0.1), torch.tensor(0.9)
     assert digest([a, b], a.device) != digest([b, a], a.device)
@@ -68,13 +78,13 @@ def _full() -> dict[str, torch.Tensor]:
     return {"w": weight, "b": torch.ones(4, dtype=torch.float64)}
 
 
-def _stepped(name: str, cfg: Config, write: Any) -> tuple[str, Any]:
+def _stepped(name: str, cfg: Config, write: Any, steps: int = 3) -> tuple[str, Any]:
     """What is told if one rank writes another number, and what training ends at."""
     rank, said = dist.get_rank(), ""
     step_fn = fzero.make_train_step(_loss, OPTIMIZERS[name](), cfg)
     params, state = step_fn.init(_full())
     x = torch.full((2, 3), 1.0 + rank, dtype=torch.float64)
-    for i in range(3):
+    for i in range(steps):
         if i == 1 and write is not None:
             at = write(state)
             before = at.clone()
@@ -133,6 +143,95 @@ def test_numbers_of_the_state_are_those_of_all_ranks(world: int) -> None:
     assert run_ranks(world, _scenario, world, timeout=240) == [[]] * world
 
 
+def _behind(name: str, cfg: Config) -> tuple[str, Any]:
+    """What is told if one rank goes on from an earlier step, and what training ends at."""
+    rank, said = dist.get_rank(), ""
+    step_fn = fzero.make_train_step(_loss, OPTIMIZERS[name](), cfg.replace(donate=False))
+    before = now = step_fn.init(_full())
+    x = torch.full((2, 3), 1.0 + rank, dtype=torch.float64)
+    for i in range(4):
+        if i == 2:
+            try:
+                step_fn(*(before if rank == dist.get_world_size() - 1 else now), x)
+            except RankMismatchError as error:
+                said = str(error)
+        before, now = now, step_fn(*now, x)
+    return said, fzero.unshard(now[0])
+
+
+def _stale() -> list[str]:
+    """On a rank: what went wrong."""
+    bad = []
+    for name in ("sgd", "fixed", "counts"):
+        for executor, stage in itertools.product(("traced", "eager"), range(4)):
+            said, found = _behind(name, Config(stage=stage, executor=executor))
+            expected = _stepped(name, Config(stage=stage, executor=executor), None, steps=4)[1]
+            if "opt_state.step: rank 0: 2; rank 1: 1" not in said:
+                bad.append(f"{name} {executor} {stage}: {said!r}")
+            if any(not torch.equal(found[key], expected[key]) for key in found):
+                bad.append(f"{name} {executor} {stage}: trained otherwise")
+    return bad
+
+
+def test_a_rank_that_goes_on_from_an_earlier_step_is_told() -> None:
+    assert run_ranks(2, _stale, timeout=240) == [[]] * 2
+
+
+def _stale_engine(stage: int) -> tuple[str, int]:
+    torch.manual_seed(0)
+    engine = fzero.Engine(nn.Linear(3, 4), OPTIMIZERS["counts"](), Config(stage=stage))
+    x, earlier = torch.ones(2, 3), copy.deepcopy(engine.state)
+    for _ in range(2):
+        engine(x).square().mean().backward()
+        engine.step()
+    if dist.get_rank() == 1:
+        engine.state = earlier
+    engine(x).square().mean().backward()
+    with pytest.raises(RankMismatchError) as error:
+        engine.step()
+    return str(error.value), engine.global_steps
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_that_goes_on_from_an_earlier_state_is_told(stage: int) -> None:
+    found = run_ranks(2, _stale_engine, stage)
+    assert [steps for _, steps in found] == [2, 0]
+    assert all("opt_state.step: rank 0: 2; rank 1: 0" in said for said, _ in found)
+
+
+class Trust(NamedTuple):
+    """A state of somebody's own: a number for each leaf, which is a rank's own, and one for all."""
+
+    norms: Any
+    count: torch.Tensor
+
+
+def _own_numbers(count: int) -> str:
+    """What is told of an optimizer whose state has other norms on each rank, and other counts."""
+    rank = dist.get_rank()
+
+    def init(params: Any) -> Trust:
+        norms = fzero.tree_map(lambda _: torch.tensor(float(rank)), params)
+        return Trust(norms, torch.tensor(count * rank, dtype=torch.int32))
+
+    def update(grads: Any, state: Trust, params: Any = None) -> tuple[Any, Trust]:
+        return fzero.tree_map(lambda g: -g, grads), state
+
+    step_fn = fzero.make_train_step(_loss, optim.Optimizer(init, update), Config(stage=3))
+    try:
+        step_fn(*step_fn.init(_full() | {"s": torch.ones(())}), torch.ones(2, 3).double())
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_numbers_that_are_a_leafs_may_be_a_ranks_own() -> None:
+    assert run_ranks(2, _own_numbers, 0) == [""] * 2
+    assert all(
+        "opt_state.inner.count: rank 0: 0; rank 1: 1" in x for x in run_ranks(2, _own_numbers, 1)
+    )
+
+
 def _engines() -> list[str]:
     rank, bad = dist.get_rank(), []
 
@@ -168,7 +267,7 @@ def test_an_engines_rate_is_that_of_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "sent"), [("sgd", 4, 32), ("fixed", 4, 16), ("sgd", 1, 0)]
+    ("name", "ranks", "sent"), [("sgd", 4, 32), ("fixed", 4, 32), ("sgd", 1, 0)]
 )
 def test_what_it_sends(name: str, ranks: int, sent: int) -> None:
     with fake_ranks(ranks):
@@ -179,12 +278,9 @@ def test_what_it_sends(name: str, ranks: int, sent: int) -> None:
 
 
 def _of_other_bits() -> str:
-    step_fn = fzero.make_train_step(_loss, OPTIMIZERS["sgd"](), Config(stage=1))
-    state = step_fn.init(_full())
     bits = torch.tensor(0x7FF8000000000000 + dist.get_rank()).view(torch.float64)
-    state[1].inner.hyperparams["lr"].copy_(bits)
     with pytest.raises(RankMismatchError) as error:
-        tell(state[1].inner, None, resolve_mesh(None, "cpu"), None)
+        tell([("opt_state.inner.hyperparams['lr']", bits)], resolve_mesh(None, "cpu"), None)
     return str(error.value)
 
 

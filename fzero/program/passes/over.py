@@ -10,7 +10,7 @@ their own.)
 That changes a parameter from the moment at which the gather is launched, not when it is copied. So
 it is done where nobody else reads or writes that memory between the two. As such gathers take no
 memory, all are launched as soon as their leaves are written, and awaited at the end. So are small
-sums that nothing else of an update waits for: those of loss and norm, if they are only told.
+sums that nothing else of an update waits for, and that are only told.
 """
 
 from collections.abc import Iterable, Mapping
