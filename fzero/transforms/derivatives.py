@@ -53,7 +53,8 @@ def sharded(
         fn: `fn(params, *args) -> pytree of tensors`, written for full leaves. Other trees of shards
             may be among its arguments (a teacher, a second network).
         cfg: see `Config`.
-        reduce: "mean" or "sum" of the results over the ranks; None: each rank's own.
+        reduce: "mean" or "sum" of the results over the ranks, the latter in the dtype that
+            `torch.sum` has for them (counts and truth values: int64); None: each rank's own.
 
     Returns:
         A function of the same arguments. No rank ever holds all parameters: its peak, as
@@ -433,11 +434,13 @@ def _begin(call: Call, name: str) -> None:
 
 
 def _over_ranks(x: Tensor, axes: Axes, reduce: str) -> Tensor:
-    if reduce == "mean" and not (x.is_floating_point() or x.is_complex()):
-        raise FzeroError(
-            f"sharded(reduce='mean') got a result of {x.dtype}, which has no mean. Return it as a "
-            "float, or use reduce='sum'."
-        )
+    if not (x.is_floating_point() or x.is_complex()):
+        if reduce == "mean":
+            raise FzeroError(
+                f"sharded(reduce='mean') got a result of {x.dtype}, which has no mean. Return it "
+                "as a float, or use reduce='sum'."
+            )
+        x = x.to(torch.int64)  # as torch.sum: in a bool or a byte the sum has no room
     total = all_reduce(all_reduce(x, axes.shard, "result"), axes.replicate, "result")
     return total / axes.world if reduce == "mean" else total
 

@@ -1,5 +1,6 @@
 """Values and derivatives of sharded parameters equal those of plain PyTorch on full tensors."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -437,3 +438,26 @@ def test_a_callers_inference_mode_does_not_reach_what_is_recorded(make: Any) -> 
 
     for one, other in zip(*map(tree.leaves, map(_full, map(numbers, (True, False)))), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_counts_are_summed_as_torch_sums_them(world: int) -> None:
+    for wrong in run_ranks(world, _wrong_sums, timeout=240):
+        assert not wrong
+
+
+def _wrong_sums() -> list[str]:
+    """The dtypes, executors and stages whose sum over the ranks is not torch.sum's."""
+    rank, world, wrong = dist.get_rank(), dist.get_world_size(), list[str]()
+    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32)
+    for executor, stage, dtype in itertools.product(("traced", "eager"), (0, 3), dtypes):
+        cfg = fzero.Config(stage=stage, executor=executor)  # pyright: ignore[reportArgumentType]
+        data = [torch.tensor([100, i], dtype=torch.int32).to(dtype) for i in range(world)]
+        total = fzero.sharded(lambda params, x: x + 0, cfg, reduce="sum")
+        if dtype is torch.bool:
+            total = fzero.sharded(lambda params, x: x & True, cfg, reduce="sum")
+        found = total(fzero.shard({"w": torch.ones(2)}, cfg), data[rank])
+        want = torch.stack(data).sum(0)
+        if found.dtype != want.dtype or not torch.equal(found, want):
+            wrong.append(f"{dtype}, {executor}, stage {stage}: {found}")
+    return wrong
