@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from fzero.functional.turns import acting_for, actor
+
 R = TypeVar("R")
 
 
@@ -21,10 +23,12 @@ def apart(fn: Callable[[], R]) -> R:
     """
     results: list[R] = []
     errors: list[BaseException] = []
+    me = actor()
 
     def run() -> None:
         try:
-            results.append(fn())
+            with acting_for(me):
+                results.append(fn())
         except BaseException as error:
             errors.append(error)
 

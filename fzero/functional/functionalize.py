@@ -37,8 +37,9 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     writes (`self.last = h`, `self.log.append(h)`) and hooks that it installs are put back
     afterwards, also after an exception. In a step, and in any function that this library runs,
     attributes are put back when that function ends: it may read what its calls have left, such as
-    a loss term in `self.losses`. Calls may nest. Two threads must not call into one
-    module at once.
+    a loss term in `self.losses`. Calls may nest. A module is in one thread's call at a time: a
+    second thread waits until that is over. Where threads are to compute side by side, each has a
+    module of its own: `functionalize(copy.deepcopy(module))`.
 
     The returned tensors share memory with the module's and ask for no gradient (as in
     `torch.func`); pass copies to whatever writes to its inputs. Each of `params` knows the classes
@@ -91,10 +92,16 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
             f"({module!r:.60}). Pass the model itself: functionalize(model)."
         )
     plan = plan_slots(module)
-    _check_params(plan)
-    params = _detached(plan)
+    with plan.turn:
+        _check_params(plan)
+        params = _detached(plan)
+        given = {s.name: s.tensor(plan).detach() for s in plan.buffers} if buffers else {}
 
     def apply(params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        with plan.turn:
+            return in_turn(params, args, kwargs)
+
+    def in_turn(params: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         _check_params(plan)
         # the call runs on copies: a change that is refused has not been made
         own = {s.name: clone(s.tensor(plan)) for s in plan.buffers}
@@ -120,6 +127,12 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     def apply_with_buffers(
         params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Buffers]:
+        with plan.turn:
+            return with_buffers_in_turn(params, buffers, args, kwargs)
+
+    def with_buffers_in_turn(
+        params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], args: Any, kwargs: Any
+    ) -> tuple[Any, Buffers]:
         _check_params(plan)
         check_fit(plan, buffers, plan.buffers, "buffers")
         cloned = {s.name: clone(buffers[s.name]) for s in plan.buffers}
@@ -133,7 +146,7 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
 
     if not buffers:
         return apply, params
-    return apply_with_buffers, params, {s.name: s.tensor(plan).detach() for s in plan.buffers}
+    return apply_with_buffers, params, given
 
 
 def _state_of(buffer: Tensor) -> tuple[int, int]:
@@ -145,7 +158,9 @@ def _state_of(buffer: Tensor) -> tuple[int, int]:
 
 def parameters(module: nn.Module) -> Params:
     """What `functionalize` gives as `params`, whatever hooks the parameters have."""
-    return _detached(plan_slots(module))
+    plan = plan_slots(module)
+    with plan.turn:
+        return _detached(plan)
 
 
 def _detached(plan: SlotTable) -> Params:

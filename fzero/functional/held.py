@@ -25,6 +25,7 @@ from fzero.errors import users_line
 from fzero.functional.leftovers import CONTAINERS, TORCHS, note, same_items, set_attribute
 from fzero.functional.reads import MISSING
 from fzero.functional.slots import SlotTable, kind_of, site_of
+from fzero.functional.turns import Turn, Turns, actor
 
 Saved = list[tuple[Any, Any]]
 """Attributes and containers of modules, each with a shallow copy."""
@@ -135,6 +136,8 @@ class Held:
 
     def __init__(self) -> None:
         self.calls: list[_Kept] = []  # as they began: calls may nest
+        self.turns: list[Turn | Turns] = []  # of modules in which something is left
+        self.actor = actor()
 
     def enter(self, plan: SlotTable, params: Mapping[str, Tensor]) -> _Kept:
         """A call begins. It finds no attribute of calls with other parameters."""
@@ -167,6 +170,7 @@ class Held:
             return
         call.saved, call.buffers = saved, buffers
         left = _left_by(call, saved)
+        self._stay(call)
         try:
             note_left(call.plan, saved, buffers, but=call.names)
         finally:
@@ -188,7 +192,19 @@ class Held:
                 for call in calls:
                     note_left(call.plan, [*first.values()], dict(named), only=call.names)
         finally:
-            self._forget(0)
+            try:
+                self._forget(0)
+            finally:
+                while self.turns:
+                    self.turns.pop().__exit__()
+
+    def _stay(self, call: _Kept) -> None:
+        """Keep the turn with a module of which something is left to read: [Note: turns]."""
+        turn = call.plan.turn
+        # a thread that was given this one's context can't give back for it
+        if call.names and turn not in self.turns and self.actor is actor():
+            turn.__enter__()
+            self.turns.append(turn)
 
     def warn(self, part: str) -> None:
         """Say that nobody will find the tensors that calls have left, of a part that runs apart."""

@@ -124,7 +124,7 @@ class OpaqueForward:
             nonlocal changed
             copies = {name: clone(x) for name, x in buffers.items()}
             before = {name: x._version for name, x in copies.items()}
-            with swapped(plan, params, copies, buffers):
+            with plan.turn, swapped(plan, params, copies, buffers):
                 out = self.forward(*args, **kwargs)
                 new = read_buffers(plan, copies)
             if changed is None:  # found while recording: which buffers are results

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from fzero.errors import ShardError, TraceError
 from fzero.functional.memory import refuse_shared
 from fzero.functional.owners import STATISTICS
+from fzero.functional.turns import Turn, Turns, turn_of
 from fzero.numerics.precision import LOW, class_name
 
 Params = dict[str, Tensor]
@@ -58,10 +59,19 @@ class SlotTable(NamedTuple):
     # does: (module index, attribute, template). They must show the passed tensors too.
     caches: tuple[tuple[int, str, Any], ...]
     parametrized: bool
+    turn: Turn | Turns  # of whoever changes the slots: [Note: turns]
 
 
 def plan_slots(root: nn.Module) -> SlotTable:
     prefixes, modules = zip(*root.named_modules(), strict=True)
+    turn = turn_of((module.__dict__ for module in modules), f"a {kind_of(root)}")
+    with turn:
+        return _planned(root, prefixes, modules, turn)
+
+
+def _planned(
+    root: nn.Module, prefixes: tuple[str, ...], modules: tuple[nn.Module, ...], turn: Turn | Turns
+) -> SlotTable:
     found: dict[int, tuple[str, str, torch.Size, list[tuple[int, str, str]]]] = {}
     for table in ("_parameters", "_buffers"):
         for index, (prefix, module) in enumerate(zip(prefixes, modules, strict=True)):
@@ -101,6 +111,7 @@ def plan_slots(root: nn.Module) -> SlotTable:
         buffers=tuple(s for table, s in slots if table == "_buffers"),
         caches=tuple(caches),
         parametrized=any(parametrize.is_parametrized(module) for module in modules),
+        turn=turn,
     )
     params, buffers = ([(s.name, s.tensor(plan)) for s in t] for t in (plan.params, plan.buffers))
     refuse_shared(params, buffers, list(_attributes(plan, names)))

@@ -28,6 +28,8 @@ def swapped(
 ) -> Iterator[None]:
     """The module with these tensors in its slots; as it was before on the way out.
 
+    To be entered by who has `plan.turn`.
+
     `buffers` are copies of `given`, which the module may change. What a part leaves that is
     computed `again` has been left before: nobody reads it.
     """
@@ -60,6 +62,8 @@ def swapped(
             yield
         over = True
     finally:
+        if call is not None:
+            call.over = True
         if call is not None and call.goes_on:
             call.left.extend(_left(plan, saved))
         try:
@@ -85,6 +89,7 @@ class _Call:
 
     Args:
         goes_on: whether something of it will be called back.
+        over: whether it has ended.
         left: once it is over and goes on, the attributes that forward has set.
     """
 
@@ -94,6 +99,7 @@ class _Call:
     versions: Mapping[str, int]
     given: Mapping[str, Tensor]
     goes_on: bool = False
+    over: bool = False
     left: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def again(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +124,9 @@ class _Call:
                 for tensors in (self.params, buffers_then)
             )
             clones = {name: x if isinstance(x, Over) else clone(x) for name, x in buffers.items()}
-            with held_by_nobody(), swapped(self.plan, params, clones, buffers, again=True):
+            # while the call goes on this is a part of it, whichever thread autograd runs it in
+            turn = self.plan.turn if self.over else contextlib.nullcontext()
+            with turn, held_by_nobody(), swapped(self.plan, params, clones, buffers, again=True):
                 for attrs, values in self.left:
                     attrs.update({name: _there(name, x) for name, x in values.items()})
                 return fn(*args, **kwargs)

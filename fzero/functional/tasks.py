@@ -47,6 +47,22 @@ def runs_own_node() -> bool:
         return _RUN is not None
 
 
+def in_backward_of(ident: int) -> bool:
+    """Whether a thread is in autograd's engine, and nothing of Python's runs in it meanwhile."""
+    frame = sys._current_frames().get(ident)
+    return frame is not None and frame.f_code is _RUN
+
+
+def in_engines_thread() -> bool:
+    """Whether this is the engine's own thread for a device, which has called no backward itself."""
+    frame = sys._getframe() if current_task() != -1 else None
+    found = frame is not None
+    while frame is not None:
+        found &= frame.f_code is not _RUN
+        frame = frame.f_back
+    return found
+
+
 @functools.cache
 def check_tasks() -> None:
     """Raise unless a backward inside of backward is seen to be another task.

@@ -12,7 +12,6 @@ If it also reads that, the Program may depend on it; a second recording tells.
 import contextlib
 import copy
 import math
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,14 +37,17 @@ from fzero.functional.outside import (
 )
 from fzero.functional.reads import MISSING, Reads
 from fzero.functional.transforms import is_recorded, levels_of
+from fzero.functional.turns import Turn, turns_among
 from fzero.program import Program
 from fzero.program.graph import is_wanted, memory_of
 from fzero.program.trace import is_anomaly_mode
 from fzero.transforms.ledger import Ledger, contents, form_of, keys_of, unchanged
 
 # Recording patches classes and modules of the process, and runs the user's modules with other
-# tensors in their slots; torch's tracers are the process's as well. A second thread waits.
-ONE_AT_A_TIME = threading.RLock()
+# tensors in their slots; torch's tracers are the process's as well. A second thread waits. It is
+# one of the turns that [Note: turns] looks at: who records takes those of modules, and a module
+# that is called may record.
+ONE_AT_A_TIME = Turn("a recording", limited=False)
 
 
 class Seen(NamedTuple):
@@ -103,7 +105,8 @@ class Notes:
         Raises:
             TraceError: it draws from a host generator, or reads what it writes.
         """
-        with ONE_AT_A_TIME:
+        # what it finds in modules, and may put back, is theirs and not another thread's
+        with ONE_AT_A_TIME, turns_among(fact.holder for fact in Walk(self.roots).facts):
             return self._record(run)
 
     def _record(self, run: Callable[[], Program]) -> Program:
@@ -164,10 +167,11 @@ class Notes:
 
     def hold(self) -> bool:
         """Whether all is as noted. What was replaced by its equal counts as such, and is noted."""
-        try:
-            return self._hold() or not self.differences()
-        except ValueError:  # a cell that is empty now
-            return False
+        with self._turns:  # while another thread calls a module it is not as it is
+            try:
+                return self._hold() or not self.differences()
+            except ValueError:  # a cell that is empty now
+                return False
 
     def _hold(self) -> bool:
         return (
@@ -206,6 +210,7 @@ class Notes:
     def _take(self, walk: Walk) -> None:
         """Note what `walk` found, in the forms that are compared fastest."""
         self._facts: list[Fact] = [f for f in walk.facts if not _under(f.place, self._written)]
+        self._turns = turns_among(f.holder for f in self._facts)
         containers = [c for c, p in walk.containers if not _under(p, self._written)]
         self._arrays = [(a, copy.copy(a)) for a, _ in walk.arrays]
         # a tensor of a recording has a form that is nobody's

@@ -340,9 +340,9 @@ def test_an_exception_leaves_no_trace() -> None:
 def test_what_the_user_kept_before_is_kept() -> None:
     module = Keeps()
     module(torch.ones(1, 4))
+    apply, params = functionalize(module)
     before = picture(module)
     last = module.last
-    apply, params = functionalize(module)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         apply({name: mode.from_tensor(p) for name, p in params.items()}, torch.ones(1, 4))
     assert picture(module) == before
@@ -363,8 +363,8 @@ def test_deleted_attributes_come_back_in_order() -> None:
             return x
 
     module = Deletes()
-    before = picture(module)
     apply, params = functionalize(module)
+    before = picture(module)
     apply(params, torch.ones(2))
     assert picture(module) == before
     assert list(module.state_dict()) == ["a", "b"]
