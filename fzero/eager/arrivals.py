@@ -19,7 +19,8 @@ class Arrivals:
     """Full gradients, reduced in buckets as backward brings them.
 
     The buckets and their order are fixed, from the last leaf to the first, so that ranks whose
-    backwards take different ways reduce the same things; a gradient that never comes is zero.
+    backwards take different ways reduce the same things; a gradient that never comes is zero, and
+    so is one that a user's `autograd.Function` gives as None.
 
     Args:
         tensors: leaves of autograd's graph.
@@ -70,9 +71,8 @@ class Arrivals:
         """
         while self.waiting:
             for i in self.waiting[0]:
-                x = self.tensors[i]
-                if i not in self.arrived and x.grad is None:
-                    self.arrived[i] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+                if i not in self.arrived and self.tensors[i].grad is None:
+                    self.arrived[i] = self._zeros(i)
             self._flush()
         for x, leaf in zip(self.tensors, self.leaves, strict=True):
             if accumulated(x) is not None:
@@ -85,19 +85,26 @@ class Arrivals:
         if self.task == -1:
             self.task = current_task()
 
-    def _taker(self, i: int, done: Callable[[int], None]) -> Callable[[Tensor], Tensor | None]:
-        def take(grad: Tensor) -> Tensor | None:
+    def _taker(
+        self, i: int, done: Callable[[int], None]
+    ) -> Callable[[Tensor | None], Tensor | None]:
+        # autograd calls a leaf's hook with None, too: its uses have come, and none had a gradient
+        def take(grad: Tensor | None) -> Tensor | None:
             if current_task() != self.task:
                 return None  # of a backward inside of backward, whose caller hands it on
-            self.arrived[i] = dense(grad)
+            self.arrived[i] = self._zeros(i) if grad is None else dense(grad)
             done(i)
             while self.waiting and all(j in self.arrived for j in self.waiting[0]):
                 self._flush()
-            if grad.layout != torch.strided:  # sparse gradients may not be replaced
+            if grad is None or grad.layout != torch.strided:  # sparse ones may not be replaced
                 return None
             return grad.new_zeros(()).expand(grad.shape)  # nothing for autograd to keep
 
         return take
+
+    def _zeros(self, i: int) -> Tensor:
+        x = self.tensors[i]  # at stage 3 a leaf without memory: not zeros_like
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
     def _flush(self) -> None:
         indices = self.waiting.pop(0)

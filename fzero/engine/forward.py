@@ -63,7 +63,7 @@ class Forward:
                 if y is not None and y.grad_fn is not None:
                     y.register_hook(self.reached)
 
-    def reached(self, grad: Tensor) -> None:
+    def reached(self, grad: Tensor | None) -> None:
         """A gradient has come to an output."""
         listener = self.listener() if self.listener is not None else None
         if listener is not None:

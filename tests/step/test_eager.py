@@ -307,6 +307,38 @@ def test_sparse_gradients_become_dense(executor: Any, accum_steps: int) -> None:
         torch.testing.assert_close(fzero.unshard(params)["w"], start["w"] - 0.1 * grad)
 
 
+class _Frozen(torch.autograd.Function):
+    """x * w, of which w shall not learn: its gradient is None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # pyright: ignore
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        return grad * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("executor", ["eager", "traced"])
+@pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize("used_again", [False, True])
+def test_a_gradient_of_none_is_zero(executor: Any, accum_steps: int, used_again: bool) -> None:
+    start, x = {"w": _values(4), "b": _values(4) + 1}, _values(2, 4)
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        loss = _Frozen.apply(x * params["b"], params["w"]).square().mean()  # pyright: ignore
+        return loss + params["w"].square().sum() if used_again else loss
+
+    leaves = {k: v.clone().requires_grad_() for k, v in start.items()}
+    model_fn(leaves, x).backward()
+    want = {k: v - 0.1 * (0 if v.grad is None else v.grad) for k, v in leaves.items()}
+    for stage in range(4):
+        cfg = fzero.Config(stage=stage, accum_steps=accum_steps, executor=executor)
+        _, params, _ = _trained(model_fn, start, cfg, x, steps=1)
+        torch.testing.assert_close(fzero.unshard(params), {k: v.detach() for k, v in want.items()})
+
+
 def test_a_checkpoint_recomputes_with_the_parameters_of_the_call() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
