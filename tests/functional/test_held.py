@@ -113,8 +113,8 @@ def test_a_model_function_reads_what_its_calls_left(name: str, run: str) -> None
     wanted = dict(net.named_parameters())
 
     net = net_of()
-    before = {k: list(v) if isinstance(v, list) else v for k, v in seen(net).items()}
     apply, params = functionalize(net)
+    before = {k: list(v) if isinstance(v, list) else v for k, v in seen(net).items()}
     opt_fn = fzero.optim.sgd(0.1)
     step_fn = fzero.make_train_step(reading(net, apply, left), opt_fn, RUNS[run](net))
     params, state = step_fn.init(params)
