@@ -11,6 +11,7 @@ import itertools
 import linecache
 import operator
 import traceback
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -89,7 +90,6 @@ def compile_program(program: Program) -> Executable:
             raise
         if dynamic is not None and look is not None:
             dynamic.open = dynamic.open and not look.found
-            linecache.cache.pop(runs.__code__.co_filename, None)  # it never runs again
         if not looked:
             # the next call can come from inside of another thread's first: both find the same
             if found and program.dynamic is not None:
@@ -140,7 +140,10 @@ def _function(program: Program, then: Then) -> Executable:
     # Without a time of change (None) linecache keeps it, so tracebacks show the generated line.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), scope)
-    return scope["program"]
+    function = scope["program"]
+    # A frame in somebody's traceback holds the function, too: by its globals, where it is.
+    weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
+    return function
 
 
 class _Inputs:

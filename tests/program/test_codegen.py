@@ -1,5 +1,8 @@
 """A Program runs on values that lie in memory as they did when it was recorded."""
 
+import gc
+import linecache
+import traceback
 from typing import Any
 
 import pytest
@@ -130,6 +133,29 @@ def test_a_norm_of_a_transpose_is_what_it_is_in_plain_torch(name: str, accum: in
         assert torch.allclose(state[0][key].full_tensor(), value, rtol=0, atol=1e-12), key
     for key, value in net.named_buffers():
         assert torch.allclose(state[1].model_state[key], value, rtol=0, atol=1e-12), key
+
+
+def _generated() -> list[str]:
+    """The generated files whose lines are kept for tracebacks."""
+    gc.collect()
+    return [name for name in linecache.cache if name.startswith("<fzero program")]
+
+
+def test_lines_of_a_program_are_kept_as_long_as_it_lives() -> None:
+    def asked(x: Tensor, rows: Tensor) -> Tensor:
+        return x[rows].tanh()
+
+    before, inputs = _generated(), (torch.ones(4, 2), torch.tensor([0, 3]))
+    runs = compile_program(recorded(asked, *inputs))
+    runs(*inputs)  # the first call makes another one, in place of what checks its results
+    assert len(_generated()) == len(before) + 1
+    with pytest.raises(IndexError) as told:
+        runs(inputs[0], torch.tensor([0, 9]))
+    del runs
+    lines = "".join(traceback.format_exception(told.value))  # it holds the frames
+    assert "index" in lines.split("<fzero program")[1].splitlines()[1]
+    del told
+    assert _generated() == before
 
 
 def test_what_an_operator_raises_is_noted_with_the_line() -> None:
