@@ -162,11 +162,7 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
     step, keep, overwrite, asynchronous, timeout, client = options
     for state in tree.nodes(OptState, opt_state):
         refuse_spent(state)
-    if isinstance(params, tuple) and any(isinstance(x, OptState) for x in params):
-        raise CheckpointError(
-            "params is a tuple with an OptState in it: engine.state, or what a step returned. Pass "
-            "its two parts, fzero.checkpoint.save(path, *engine.state), as load takes them."
-        )
+    _refuse_state(params)
     flat = flatten(params, opt_state)
     ranks = ranks_of(flat.tensors.values(), timeout)
     step = _step_of(opt_state) if step is None else step
@@ -212,6 +208,23 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
         lock.close()
         raise
     return step_folder(where, step)
+
+
+def _refuse_state(params: PyTree) -> None:
+    """See that no state is where parameters belong: nothing would tell step and masters in it."""
+    if isinstance(params, OptState):
+        raise CheckpointError(
+            f"params is an OptState, of step {int(params.step)}, and must be the parameters: the "
+            "two are swapped, it seems. Pass fzero.checkpoint.save(path, params, opt_state), as a "
+            "step takes them."
+        )
+    if tree.nodes(OptState, params):
+        raise CheckpointError(
+            f"params is a {type(params).__name__} with an OptState in it (engine.state, or what a "
+            "step returned), and must be the parameters alone. Pass the two parts, "
+            "fzero.checkpoint.save(path, *engine.state), as load takes them; of several engines "
+            'two trees: {"g": g.state[0], ...} and {"g": g.state[1], ...}, with step.'
+        )
 
 
 @dataclass(frozen=True)

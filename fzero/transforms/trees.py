@@ -1,6 +1,7 @@
 """Arithmetic on trees of shards: each number as if the leaves were whole."""
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from fzero.distributed.collectives import all_reduce, replicate
 from fzero.distributed.dtensor import from_local_like, local_tensor, settled, whole_tensor
 from fzero.distributed.mesh import Mesh
 from fzero.distributed.ragged import rows_of
-from fzero.errors import ConfigError, ShardError
+from fzero.errors import ConfigError, ShardError, shown
 from fzero.functional.uncompiled import not_compiled_alone
 from fzero.layout import LeafLayout
 from fzero.numerics.rounding import random_bits
@@ -137,7 +138,7 @@ def tree_random_like(values: PyTree, seed: int | Tensor, distribution: str = "no
         distribution: "normal", "uniform" in (0, 1), or "rademacher": 1 or -1.
 
     Raises:
-        ConfigError: another distribution.
+        ConfigError: another distribution, or another seed.
         ShardError: a leaf is no floating tensor.
 
     Examples:
@@ -154,9 +155,9 @@ def tree_random_like(values: PyTree, seed: int | Tensor, distribution: str = "no
         raise ConfigError(
             f"tree_random_like: distribution={distribution!r}; one of {sorted(_DISTRIBUTIONS)}."
         )
+    counter = _counter(seed)
     values = tree.map(settled, values)
     found = opened(values, Config(), "values")
-    counter = seed if isinstance(seed, Tensor) else torch.tensor(seed)
     rank = found.mesh.shard_rank
     drawn = []
     for x, leaf, path in zip(found.values, found.layout, found.paths, strict=True):
@@ -169,6 +170,25 @@ def tree_random_like(values: PyTree, seed: int | Tensor, distribution: str = "no
         for x, old in zip(drawn, tree.leaves(values), strict=True)
     ]
     return tree.unflatten(found.spec, leaves)
+
+
+def _counter(seed: Any) -> Tensor:
+    """A seed as a tensor."""
+    kind = shown(seed)
+    if isinstance(seed, Tensor):
+        if seed.dim() == 0 and seed.dtype == torch.int64:
+            return seed
+        kind = f"a {seed.dtype} tensor of shape {tuple(seed.shape)}"
+    elif (
+        not isinstance(seed, bool)
+        and hasattr(seed, "__index__")
+        and -(2**63) <= (number := operator.index(seed)) < 2**63
+    ):
+        return torch.tensor(number)
+    raise ConfigError(
+        f"tree_random_like: seed is {kind}; it must be an int of 64 bits or a 0-d int64 tensor. "
+        "Pass the number of the step, opt_state.step, or a constant."
+    )
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:

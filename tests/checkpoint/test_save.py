@@ -55,6 +55,11 @@ def test_a_state_without_its_star_is_refused(tmp_path: Path) -> None:
     state = step_fn.init({"w": torch.ones(3)})
     with pytest.raises(fzero.CheckpointError, match=r"save\(path, \*engine.state\)"):
         save(tmp_path, state)
+    with pytest.raises(fzero.CheckpointError, match=r"OptState, of step 0.*params, opt_state\)"):
+        save(tmp_path, *reversed(state))
+    for within in ({"g": state}, [state[1]]):
+        with pytest.raises(fzero.CheckpointError, match=r"with an OptState in it.*g\.state\[1\]"):
+            save(tmp_path, within, step=1)
     assert _names(tmp_path) == []
     save(tmp_path, *state)
 

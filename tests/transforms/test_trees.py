@@ -185,5 +185,15 @@ def test_trees_that_do_not_fit_are_refused() -> None:
         fzero.apply_updates(a, {"w": torch.ones(2)})
     with pytest.raises(ConfigError, match="distribution='cauchy'"):
         fzero.tree_random_like(a, 0, "cauchy")
+    for seed, found in (
+        ("x", "'x'"),
+        (1.5, "1.5"),
+        (True, "True"),
+        (2**63, "9223372036854775808"),
+        (torch.zeros(2, dtype=torch.int64), r"a torch.int64 tensor of shape \(2,\)"),
+        (torch.zeros(()), r"a torch.float32 tensor of shape \(\)"),
+    ):
+        with pytest.raises(ConfigError, match=f"seed is {found}; it must be an int of 64 bits"):
+            fzero.tree_random_like(a, seed)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShardError, match="must be floating"):
         fzero.tree_random_like({"n": torch.zeros(2, dtype=torch.int64)}, 0)
