@@ -124,11 +124,15 @@ class _Shown(reprlib.Repr):
 _SHOWN = _Shown()
 
 
-def arguments_by_name(fn: Callable[P, T]) -> Callable[P, T]:
+def arguments_by_name(fn: Callable[P, T], name: str = "") -> Callable[P, T]:
     """A function that says what it takes when it is called with other arguments.
 
     Meant for what people call with the names of other libraries. A call that fits costs nothing:
     Python itself finds that one does not.
+
+    Args:
+        fn: a function.
+        name: what its callers call it; empty: as it is called itself.
 
     Examples:
         >>> @arguments_by_name
@@ -147,13 +151,13 @@ def arguments_by_name(fn: Callable[P, T]) -> Callable[P, T]:
             # what came as far as a line of the function is not about its arguments
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
-            raise ConfigError(_misfit(fn, str(error), kwargs)) from None
+            raise ConfigError(_misfit(fn, name, str(error), kwargs)) from None
 
     return call
 
 
-def _misfit(fn: Callable[..., Any], complaint: str, given: dict[str, Any]) -> str:
-    name = fn.__qualname__.removesuffix(".__init__")
+def _misfit(fn: Callable[..., Any], name: str, complaint: str, given: dict[str, Any]) -> str:
+    name = name or fn.__qualname__.removesuffix(".__init__")
     known = [x for x in inspect.signature(fn).parameters.values() if x.name != "self"]
     names = [x.name for x in known]
     found = f"{complaint.replace(fn.__qualname__, name)}."

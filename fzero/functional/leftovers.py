@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.functional.carried import Doubt
+from fzero.functional.outside import GLOBAL_HOOKS
 from fzero.functional.reads import MISSING
 from fzero.functional.transforms import Over, is_over
 
@@ -109,7 +110,9 @@ def note(
         changed = [
             change
             for change in _changes(module.__dict__, copies)
-            if change[0] not in _OWN and not ignored(index, change[0])
+            if change[0] not in _OWN
+            and not ignored(index, change[0])
+            and not (change[0] in _HOOKS and _by_hooks_of_all(change[2], copies))
         ]
         if changed and not constant:
             constant.update({_node_of(x, graph) for x in buffers.values()} | {None})
@@ -122,6 +125,24 @@ def note(
         except _Cache:
             for name, *_ in changed:
                 found.pop((id(module), name), None)
+
+
+def _by_hooks_of_all(after: Any, copies: Mapping[int, Any]) -> bool:
+    """Whether what is new in a module's table of hooks comes of who has hooks on all modules.
+
+    A mode such as torch's `CommDebugMode` is told of each call by these, and puts others onto the
+    module that is called. It would at the next call, too: that is not forward's doing.
+    """
+    every = (vars(nn.modules.module).get(name, {}) for name in GLOBAL_HOOKS)
+    owners = {id(_owner(hook)) for hooks in every for hook in hooks.values()} - {id(None)}
+    if not owners:
+        return False
+    known = {id(x) for copy in copies.values() if isinstance(copy, dict) for x in copy.values()}
+    return all(id(x) in known or id(_owner(x)) in owners for x in after.values())
+
+
+def _owner(hook: Any) -> Any:
+    return getattr(hook, "__self__", None)
 
 
 def _note_counters(

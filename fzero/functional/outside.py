@@ -287,7 +287,7 @@ class Walk:
             for name in _dunder_functions(cls):
                 self._class_attribute(cls, name, place)
             if isinstance(value, nn.Module):  # hooks of all modules; no names, no facts
-                for name in _GLOBAL_HOOKS:
+                for name in GLOBAL_HOOKS:
                     self._later(vars(nn.modules.module).get(name), Place(None, name))
         attributes = attributes_of(value)
         if self.reads is None:
@@ -478,7 +478,7 @@ def _dunder_functions(cls: type) -> list[str]:
     ]
 
 
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 _HOOK_TABLES = frozenset(
     name
     for space in (vars(nn.Module()), vars(nn.modules.module))

@@ -106,7 +106,7 @@ def _told(error: Exception, runs: Executable, program: Program) -> TraceError | 
     """Note on what an operator raised which one it was, and the user's line that it comes from.
 
     Returns:
-        What to raise instead, if it is for floats of several dtypes, which fake kernels let pass.
+        What to raise instead, if it is for operands of several dtypes, which fake kernels let pass.
     """
     code = getattr(runs, "__code__", None)
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
@@ -117,16 +117,27 @@ def _told(error: Exception, runs: Executable, program: Program) -> TraceError | 
         if node.name == name and (where := origin_of(node).where):
             given = [x for operand in node.all_input_nodes for x in tensors_of(operand)]
             of = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in given)
-            floats = {x.dtype for x in given if x.is_floating_point()}
-            if isinstance(error, RuntimeError) and len(floats) > 1:
+            if isinstance(error, RuntimeError) and _is_mixed(given, str(error)):
                 return TraceError(
                     f"{node.target}, which was recorded at {where}, was given {of}, and its kernel "
-                    "takes floats of one dtype. Parameters come in the dtype of Config(precision="
+                    "takes operands of one dtype. Parameters come in the dtype of Config(precision="
                     "...), a batch as it is: cast it there, as in x.to(w.dtype). Only with a "
-                    "precision does fzero.functionalize cast what modules are called with."
+                    "precision does fzero.functionalize cast what modules are called with, and "
+                    "never integers."
                 )
             error.add_note(f"raised by {node.target} of {of}, which was recorded at {where}")
     return None
+
+
+def _is_mixed(given: Sequence[Tensor], said: str) -> bool:
+    """Whether an operator failed for operands of several dtypes.
+
+    Of floats that is told by themselves. Integers beside floats may be indices, and it may have
+    failed for where they point to: then it says nothing of dtypes.
+    """
+    floats = {x.dtype for x in given if x.is_floating_point()}
+    several = len({x.dtype for x in given}) > 1
+    return len(floats) > 1 or (several and any(x in said for x in ("dtype", "scalar type")))
 
 
 _NUMBERS = itertools.count()

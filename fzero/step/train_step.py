@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,7 @@ class TrainStep:
         self._use(plan)
         return params, opt_state
 
+    @partial(arguments_by_name, name="step_fn")
     def __call__(
         self, params: PyTree, opt_state: OptState, batch: PyTree
     ) -> tuple[PyTree, OptState]:
@@ -178,7 +180,8 @@ class TrainStep:
             `(params, opt_state)`; `opt_state.metrics` tells loss and gradient norm.
 
         Raises:
-            ConfigError: the call is under the caller's own `torch.autocast`.
+            ConfigError: the call is under the caller's own `torch.autocast`, or has other
+                arguments.
             TraceError: the model function can't be staged out.
             ShardError: `params` or `batch` does not fit; an earlier call has written over
                 `opt_state`; or a leaf that is donated lies in the memory of another.

@@ -79,8 +79,14 @@ def refuse_sparse(x: Tensor, what: str) -> None:
     """Raise if a tensor that a function is to be staged out for has no storage.
 
     Raises:
-        ShardError: it is sparse.
+        ShardError: it is sparse, or nested.
     """
+    if x.layout is torch.jagged:
+        raise ShardError(
+            f"{what} is a jagged nested tensor, which can't be staged out or cut. Pass its "
+            "values() and offsets(). Under Config(executor='eager') the function can make it of "
+            "them, torch.nested.nested_tensor_from_jagged(values, offsets)."
+        )
     if x.layout is not torch.strided:
         raise ShardError(
             f"{what} is a sparse tensor ({x.layout}), which can't be staged out. Pass its "

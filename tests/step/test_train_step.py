@@ -580,3 +580,34 @@ def test_parameters_that_a_module_does_not_train_are_told_of() -> None:
     assert "2 of 4 parameters have requires_grad=False in their module, 0.bias, 0.weight," in said
     assert told(["0.*"]) == told(lambda name: False) == []
     assert told((), untrained=2) == told((), untrained=0) == []
+
+
+@pytest.mark.parametrize("params", [None, {}, [], dict])
+def test_a_start_with_nothing_to_train_is_refused(params: Any) -> None:
+    step_fn = fzero.make_train_step(lambda p, x: x.mean(), fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.ShardError, match="there is nothing to train"):
+        step_fn.init(params)
+
+
+def test_a_call_without_a_batch_says_what_it_takes() -> None:
+    step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).mean(), fzero.optim.sgd(0.1))
+    state = step_fn.init({"w": torch.ones(3)})
+    want = r"missing 1 .* 'batch'. Call it as step_fn\(params, opt_state, batch\)."
+    with pytest.raises(fzero.ConfigError, match=want):
+        step_fn(*state)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
+def test_operands_of_several_dtypes_are_named_with_their_line(dtype: torch.dtype) -> None:
+    apply, params = fzero.functionalize(nn.Linear(3, 2))
+    step_fn = fzero.make_train_step(lambda p, x: apply(p, x).mean(), fzero.optim.sgd(0.1))
+    want = rf"addmm.*test_train_step.py.*{dtype} \(4, 3\).*takes operands of one dtype.*x.to\("
+    with pytest.raises(fzero.TraceError, match=want):
+        step_fn(*step_fn.init(params), torch.ones(4, 3).to(dtype))
+
+
+def test_an_index_out_of_range_is_no_matter_of_dtypes() -> None:
+    step_fn = fzero.make_train_step(lambda p, i: p["w"].gather(0, i).mean(), fzero.optim.sgd(0.1))
+    with pytest.raises(RuntimeError, match="out of bounds") as caught:
+        step_fn(*step_fn.init({"w": torch.ones(3)}), torch.tensor([5]))
+    assert not isinstance(caught.value, fzero.TraceError)

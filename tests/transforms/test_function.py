@@ -570,6 +570,16 @@ def test_an_argument_that_is_sparse_is_refused_by_name() -> None:
         product(params, adjacency)
 
 
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_batch_that_is_jagged_is_refused_by_name(executor: Any) -> None:
+    rows = [torch.ones(2, 3), torch.ones(1, 3)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    cfg = fzero.Config(executor=executor)
+    step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).mean(), fzero.optim.sgd(0.1), cfg)
+    with pytest.raises(ShardError, match=r"batch is a jagged nested .* values\(\) and offsets\(\)"):
+        step_fn(*step_fn.init({"w": torch.ones(3)}), jagged)
+
+
 def _differentiates_on_one_rank(leaf: str, alone: int) -> tuple[str, float]:
     dist.init_process_group("gloo")
     cfg = fzero.Config(executor="eager", stage=3, timeout=60.0)

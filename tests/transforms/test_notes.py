@@ -3,6 +3,7 @@
 import argparse
 import array
 import collections
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -24,6 +25,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fzero
 from fzero.errors import FzeroError, TraceError
@@ -1197,3 +1199,27 @@ def test_the_order_of_a_dict_from_outside_counts(kind: type[dict[str, float]]) -
     else:
         factors["a"] = factors.pop("a")
     assert loss(step_fn, state) == 18
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_mode_with_hooks_on_all_modules_changes_no_step(executor: Any) -> None:
+    def losses(mode: Callable[[], Any]) -> list[float]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+        apply, params = fzero.functionalize(module)
+        cfg = fzero.Config(executor=executor)
+        step_fn = fzero.make_train_step(
+            lambda p, x: apply(p, x).square().mean(), fzero.optim.sgd(0.1), cfg
+        )
+        params, opt_state = step_fn.init(params)
+        found = []
+        for _ in range(2):
+            with mode():
+                params, opt_state = step_fn(params, opt_state, torch.ones(4, 3))
+            found.append(opt_state.metrics["loss"].item())
+        assert not any(x._forward_hooks for x in module.modules())
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode's own, of its hooks on backward
+        assert losses(CommDebugMode) == losses(contextlib.nullcontext)
