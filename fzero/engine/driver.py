@@ -6,6 +6,7 @@ collectives.
 
 import contextlib
 import itertools
+import sys
 import threading
 import warnings
 import weakref
@@ -119,21 +120,19 @@ class Driver:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[Forward]:
-        """The engine's own call runs in it; what it gives out goes to `returned`."""
+        """The engine's own call runs in it, and gives to `returned` what it gives out."""
         self._begin()
         forward = Forward(self, next(self._forwards))
         # a checkpoint computes again: backwards inside this forward are nested in that task
         if (task := current_task()) != -1:
             self.on(events.TaskMet(task))
-        self.on(events.ForwardStarted(forward.number, self._trains()))
-        calling, self._calling = self._calling, True  # the door is to keep quiet meanwhile
-        try:
+        calling = self._calling
+        try:  # around the event, too: an interrupt may come at any line
+            self.on(events.ForwardStarted(forward.number, self._trains()))
+            self._calling = True  # the door is to keep quiet meanwhile
             yield forward
         except BaseException as error:
-            self.on(events.ForwardRaised(forward.number))
-            if self.state.task is None:
-                self._broke_off(sent=False)
-            self._end()
+            self._forward_raised(forward.number)
             if self.units is not None and (told := explained(error)) is not None:
                 raise told from error
             raise
@@ -157,7 +156,9 @@ class Driver:
     def _begin(self) -> None:
         """A pass through the module begins, on all ranks unless they are in a local block."""
         evaluates = not torch.is_grad_enabled()
-        if not evaluates:
+        if evaluates:
+            self.stepper.refuse_interrupted()
+        else:
             self.stepper.refuse_donated("a forward began")
         if self.units is not None:
             assert self.compiled is not None
@@ -197,6 +198,12 @@ class Driver:
             self.units.train()
             if self.is_at_rest:
                 self.units.reshard()
+
+    def _forward_raised(self, number: int) -> None:
+        self.on(events.ForwardRaised(number))
+        if self.state.task is None:
+            self._broke_off(sent=False)
+        self._end()
 
     def _broke_off(self, *, sent: bool) -> None:
         """A pass has raised; in a local block no other rank waits for it."""
@@ -242,14 +249,32 @@ class Driver:
         return self.state.task is None and not self.state.running
 
     def recover(self) -> None:
-        """See to it that no task is open that is over: a call from outside of backward came.
+        """See to it that no task and no forward is open that is over: a call from outside of
+        backward came.
 
         Autograd destroys a task that raised, and its watcher with it, but not at once where the
-        exception's traceback still holds them.
+        exception's traceback still holds them. A forward tells by itself, unless an interrupt has
+        come to the very line that would.
         """
         task = self.state.task
         if task is not None and current_task() == -1:
             self._raised(task.number)
+        if (self.state.running or self._calling) and not self._is_called():
+            self._calling = False
+            if self.state.running:
+                self._forward_raised(self.state.running[0])
+
+    def _is_called(self) -> bool:
+        """Whether some thread is inside `forward`: who is there has both in its frame."""
+        for top in sys._current_frames().values():
+            frame = top
+            while frame is not None:
+                if "driver" in frame.f_code.co_varnames:
+                    there = frame.f_locals
+                    if there.get("driver") is self and isinstance(there.get("forward"), Forward):
+                        return True
+                frame = frame.f_back
+        return False
 
     def settle(self) -> None:
         """The same, and the engine trains what the module has: a call that reads or writes it."""
@@ -373,8 +398,10 @@ class Driver:
         self._tell_taken()
         busy, self._busy = self._busy, True
         before = self.state
-        actions = self._move(event)
-        self._busy = busy
+        try:
+            actions = self._move(event)
+        finally:
+            self._busy = busy
         try:
             for action in actions:
                 self._do(action)

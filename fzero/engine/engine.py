@@ -187,7 +187,7 @@ class Engine:
                 versions = driver.writes.versions()
                 out = outputs.cast(self.module(*args, **kwargs), dtypes.output)
                 driver.writes.unwritten_since(versions)
-        driver.returned(forward, out)
+            driver.returned(forward, out)
         return out
 
     def backward(

@@ -17,7 +17,14 @@ from fzero.optim.compose import MultiState
 from fzero.optim.counts import has_counts, own_counts
 from fzero.optim.inject import MOMENTA, InjectState
 from fzero.state.follow import follow_
-from fzero.state.opt_state import LocalState, OptState, is_spent, refuse_spent, spend
+from fzero.state.opt_state import (
+    LocalState,
+    OptState,
+    is_spent,
+    refuse_interrupted,
+    refuse_spent,
+    spend,
+)
 from fzero.state.plan import Plan
 from fzero.state.sharding import like, locals_of
 from fzero.step.alike import late
@@ -120,10 +127,11 @@ class Stepper:
         if updated.inner is not None:
             old = now.local(LocalState.of(state, dtensors=True)).inner
             inner = now.put(inner, list(map(like, updated.inner, old)))
-        spend(state)  # who holds it would take back what is no longer there
+        # in one assignment: up to it the state of before is one that an update has in hand
         self.opt_state = state._replace(
             step=state.step + advance, inner=inner, loss_scale=updated.loss_scale, metrics=metrics
         )
+        spend(state)  # who holds it would take back what is no longer there
         if scale is not None and cfg.scaling is not None:
             self.watch.add(exhausted(scale, ~updated.nonfinite, cfg.scaling), at_minimum)
         if updated.differs is not None:
@@ -284,11 +292,13 @@ class Stepper:
         return self.params, self.opt_state._replace(model_state=self.buffers.read() or None)
 
     def refuse_donated(self, what: str) -> None:
-        """Raise if a step function has trained this state, and what it returned is not assigned.
+        """Raise if a step function has trained this state, and what it returned is not assigned;
+        or if an update of it did not come to its end.
 
         Raises:
-            ShardError: it has.
+            ShardError: it has, or did not.
         """
+        refuse_interrupted(self.opt_state)
         if is_spent(self.opt_state):
             raise ShardError(
                 f"{what}, and engine.state was passed to a step function, which has written the "
@@ -296,6 +306,14 @@ class Stepper:
                 "step_fn(*engine.state, batch); or let it leave its inputs alone, "
                 "Config(donate=False)."
             )
+
+    def refuse_interrupted(self) -> None:
+        """Raise if an update did not come to its end: see [Note: what is written over].
+
+        Raises:
+            ShardError: it did not.
+        """
+        refuse_interrupted(self.opt_state)
 
     def write(self, params: PyTree, opt_state: OptState) -> None:
         """Copy these values into the tensors that are there.

@@ -1,5 +1,7 @@
 """What a step keeps beside the parameters."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -55,17 +57,51 @@ def _size(nbytes: int) -> str:
     return f"{nbytes:,} bytes" if nbytes < 2**20 else f"{nbytes / 2**20:,.1f} MiB"
 
 
-def spend(opt_state: OptState) -> None:
-    """Note that a step has written over what this state holds, so that nobody takes it again.
+class _Note(NamedTuple):
+    """[Note: what is written over] Nobody is to take a state twice that a step writes over.
 
-    The note is on its `step`, the one tensor of a state that each call makes anew, and holds for
+    So there is a note on its `step`, the one tensor of a state that each call makes anew: from
+    before the first write on that an update has it in hand, at the end that it is spent. An update
+    that is interrupted in between (Ctrl-C) can't be undone, and leaves the first note. It holds for
     these very containers: not for a copy, nor for what `fzero.checkpoint.load` gives back.
     """
-    setattr(opt_state.step, _SPENT, (opt_state.inner, opt_state.metrics))
+
+    owner: "Owner"
+    spent: bool
+
+
+Owner = tuple[Any, Any]
+"""The containers of a state, its `inner` and `metrics`."""
+
+
+def spend(opt_state: OptState) -> None:
+    """Note that a step has written over what this state holds."""
+    setattr(opt_state.step, _NOTE, _Note((opt_state.inner, opt_state.metrics), True))
+
+
+@contextlib.contextmanager
+def in_hand(local: "LocalState", untouched: Callable[[BaseException], bool]) -> Iterator[None]:
+    """An update writes over this state inside, and notes it; see [Note: what is written over].
+
+    Args:
+        local: of the state, or of a copy.
+        untouched: whether nothing was written yet when this was raised.
+    """
+    if local.owner is None:
+        yield
+        return
+    before = getattr(local.step, _NOTE, None)
+    setattr(local.step, _NOTE, _Note(local.owner, False))
+    try:
+        yield
+    except BaseException as error:
+        if untouched(error):
+            setattr(local.step, _NOTE, before)
+        raise
 
 
 def refuse_spent(opt_state: OptState) -> None:
-    """Raise a ShardError if a step has written over this state.
+    """Raise a ShardError if a step has written over this state, or has begun to.
 
     Examples:
         >>> import fzero, torch
@@ -77,6 +113,7 @@ def refuse_spent(opt_state: OptState) -> None:
         ...
         fzero.errors.ShardError: opt_state is that of an earlier step, ...
     """
+    refuse_interrupted(opt_state)
     if is_spent(opt_state):
         raise ShardError(
             f"opt_state is that of an earlier step, {opt_state.step}, and the step has written its "
@@ -87,13 +124,31 @@ def refuse_spent(opt_state: OptState) -> None:
         )
 
 
+def refuse_interrupted(opt_state: OptState) -> None:
+    """Raise a ShardError if an update of this state did not come to its end."""
+    if (note := _note_of(opt_state)) is not None and not note.spent:
+        raise ShardError(
+            f"opt_state is that of step {opt_state.step}, and an update of this state was "
+            "interrupted while it wrote: some of its tensors, or of params, may be of the next "
+            "step, and what they were is gone. Go on from a checkpoint: params, opt_state, or "
+            "engine.state, = fzero.checkpoint.load(path, params, opt_state)."
+        )
+
+
 def is_spent(opt_state: OptState) -> bool:
     """Whether a step has written over this state."""
-    inner, metrics = getattr(opt_state.step, _SPENT, (None, None))
-    return inner is opt_state.inner and metrics is opt_state.metrics
+    return (note := _note_of(opt_state)) is not None and note.spent
 
 
-_SPENT = "_fzero_spent"
+def _note_of(opt_state: OptState) -> _Note | None:
+    note = getattr(opt_state.step, _NOTE, None)
+    if note is None:
+        return None
+    inner, metrics = note.owner
+    return note if inner is opt_state.inner and metrics is opt_state.metrics else None
+
+
+_NOTE = "_fzero_note"
 
 
 class LocalState(NamedTuple):
@@ -107,6 +162,7 @@ class LocalState(NamedTuple):
     state_spec: tree.Spec | None
     step: Tensor
     state_orders: tuple[Any, ...] = ()
+    owner: Owner | None = None  # None: of a copy, which nobody else has
 
     @classmethod
     def of(
@@ -130,12 +186,13 @@ class LocalState(NamedTuple):
             None if opt_state.model_state is None else state_spec,
             opt_state.step,
             tree.orders(opt_state.model_state),
+            (opt_state.inner, opt_state.metrics),
         )
 
     def copied(self) -> "LocalState":
         """The same with copies of what an update overwrites."""
         masters, inner = map(copied, self.masters), map(copied, self.inner)
-        return self._replace(masters=list(masters), inner=list(inner))
+        return self._replace(masters=list(masters), inner=list(inner), owner=None)
 
     def nbytes(self) -> int:
         """Bytes on this rank of what an update overwrites."""

@@ -24,9 +24,16 @@ from fzero.program.categories import (
     STATE,
 )
 from fzero.program.choice import Choice
-from fzero.program.graph import Held, memory_of, output_node, placeholders, tensors_of
+from fzero.program.graph import (
+    Held,
+    memory_of,
+    output_node,
+    placeholders,
+    tensors_of,
+    written_operands,
+)
 from fzero.state.follow import Follower
-from fzero.state.opt_state import LocalState
+from fzero.state.opt_state import LocalState, in_hand
 from fzero.state.plan import Plan
 from fzero.step.alike import NotAlike, numbers_of, tell
 from fzero.step.update import Updated, update_of
@@ -62,6 +69,8 @@ class UpdateProgram:
         self.fn = jit(self._update, cfg, donate_argnums=_DONATED)
         self._follow: Follower | None = None
         self._last: TracedFunction | None = None
+        self._first: tuple[TracedFunction, int | None] | None = None
+        self._tells = False  # whether its version has changed in the update before
 
     def in_buckets(
         self,
@@ -123,20 +132,41 @@ class UpdateProgram:
             self._follow(local.masters, parts)
         groups = self._groups(trained, local, grads, loss, state)
         found = None
-        with contextlib.suppress(NotAlike):
+        flat = [x for group in groups for x in group]
+        first = self._first_written(staged, flat)
+        before = None if first is None else first._version
+
+        def untouched(error: BaseException) -> bool:
+            # a version tells only where a whole update was seen to change it
+            still = first is not None and self._tells and first._version == before
+            return still or isinstance(error, NotAlike)
+
+        with contextlib.suppress(NotAlike), in_hand(local, untouched):
             if staged is None:
                 found = self._update(*self._arguments(groups, local))
             else:
-                flat = [x for group in groups for x in group]
                 del groups
                 grads.clear()
                 # the same on all ranks: the noise is that of whole leaves
                 found = staged(flat, lambda: mix(self.plan.cfg.seed, int(local.step), _UPDATE))
         if found is None:
             self._tell(local)
+        self._tells = first is not None and first._version != before
         if (scale := found.pop("loss_scale")) is not None:
             scale = LossScaleState(*scale)
         return Updated(**found, loss_scale=scale)
+
+    def _first_written(self, staged: TracedFunction | None, flat: Sequence[Any]) -> Tensor | None:
+        """Of what lives on, what an update writes first; None where nobody can tell."""
+        cfg = self.plan.cfg
+        # kernels of others, and graphs of a device, write without a word to torch
+        if staged is None or cfg.executor == "inductor" or cfg.cuda_graph:
+            return None
+        if self._first is None or self._first[0] is not staged:
+            self._first, self._tells = (staged, _first_written(staged.recorded.program)), False
+        index = self._first[1]
+        first = None if index is None else flat[index]
+        return None if first is None or first.is_inference() else first
 
     def _tell(self, local: LocalState) -> NoReturn:
         """Which number differs between ranks."""
@@ -243,6 +273,19 @@ def held_rows(plan: Plan, local: LocalState) -> list[Held]:
     inner = zip(local.inner, names_of_state(local), strict=True)
     rows = [(x, MASTERS, name) for x, name in masters] + [(x, OPTIMIZER, n) for x, n in inner]
     return [Held(local_tensor(x).nbytes, kind, name) for x, kind, name in rows if _is_tensor(x)]
+
+
+def _first_written(program: Program) -> int | None:
+    """The input that the Program writes first, of parameters, masters and optimizer state."""
+    nodes = zip(placeholders(program.graph), program.input_categories, strict=False)
+    given = {
+        memory: i
+        for i, (node, category) in enumerate(nodes)
+        if category in (PARAMETERS, MASTERS, OPTIMIZER)
+        for memory in memory_of(node)
+    }
+    written = (x for node in program.graph.nodes for x in written_operands(node))
+    return next((given[at] for x in written for at in memory_of(x) if at in given), None)
 
 
 def _is_tensor(x: Any) -> bool:

@@ -1,0 +1,138 @@
+"""An engine that is interrupted, as by Ctrl-C: it goes on, or says that an update was cut off."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fzero
+from fzero.engine import events, stepper
+from fzero.errors import ShardError
+
+TOLD = "an update of this state was interrupted while it wrote"
+X = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]])
+STAGES = pytest.mark.parametrize("stage", range(4))
+
+
+def _engine(stage: int, steps: int = 1) -> fzero.Engine:
+    torch.manual_seed(0)
+    engine = fzero.Engine(nn.Linear(3, 4), fzero.optim.adamw(0.1), fzero.Config(stage=stage))
+    for _ in range(steps):
+        _iterate(engine)
+    return engine
+
+
+def _iterate(engine: fzero.Engine) -> None:
+    engine(X).square().mean().backward()
+    engine.step()
+
+
+def _ctrl_c(*args: Any, **kwargs: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def _same(engine: fzero.Engine, other: fzero.Engine) -> None:
+    assert engine.global_steps == other.global_steps
+    found, expected = engine.full_params(), other.full_params()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@STAGES
+def test_an_update_that_was_cut_off_is_told_until_a_state_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    engine = _engine(stage)
+    kept, before = copy.deepcopy(engine.state), engine.full_params()
+    engine(X).square().mean().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(stepper, "metrics_of", _ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.global_steps == 1
+    assert any(not torch.equal(x, before[name]) for name, x in engine.full_params().items())
+    for use in _uses(engine):
+        with pytest.raises(ShardError, match=TOLD):
+            use()
+    engine.state = kept
+    _iterate(engine)
+    _same(engine, _engine(stage, 2))
+
+
+def _uses(engine: fzero.Engine) -> list[Callable[[], Any]]:
+    def evaluate() -> None:
+        with torch.no_grad():
+            engine(X)
+
+    def assign() -> None:
+        engine.state = engine.state
+
+    save = lambda: fzero.checkpoint.save("nowhere", *engine.state)  # noqa: E731
+    return [lambda: engine(X), evaluate, assign, save, lambda: engine(X)]
+
+
+@STAGES
+def test_before_it_writes_a_step_leaves_the_state_alone(
+    monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    engine = _engine(stage)
+    engine(X).square().mean().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "dot", _ctrl_c)  # in the norm of the gradient
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.zero_grad()
+    _iterate(engine)
+    _same(engine, _engine(stage, 2))
+
+
+@STAGES
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (events.ForwardStarted,),
+        (events.ForwardEnded,),
+        (events.ForwardStarted, events.ForwardRaised),
+        (events.ForwardEnded, events.ForwardRaised),
+    ],
+)
+def test_no_line_of_a_forward_locks_an_engine(
+    monkeypatch: pytest.MonkeyPatch, stage: int, kinds: tuple[type, ...], *, before: bool
+) -> None:
+    engine = _engine(stage)
+    driver = engine._driver
+    real = driver.on
+
+    def on(event: events.Event) -> None:
+        if before and type(event) in kinds:
+            raise KeyboardInterrupt
+        real(event)
+        if type(event) in kinds:
+            raise KeyboardInterrupt
+
+    for grad in (True, False):
+        with monkeypatch.context() as patch, torch.set_grad_enabled(grad):
+            patch.setattr(driver, "on", on)
+            with pytest.raises(KeyboardInterrupt):
+                engine(X)
+    engine.zero_grad()
+    _iterate(engine)
+    _same(engine, _engine(stage, 2))
+
+
+def test_a_forward_that_runs_is_none_that_is_over() -> None:
+    told = []
+
+    class Calls(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with pytest.raises(fzero.BackwardError, match="inside a forward") as error:
+                engine.zero_grad()
+            told.append(error)
+            return super().forward(x)
+
+    engine = fzero.Engine(Calls(3, 4), fzero.optim.sgd(0.1))
+    _iterate(engine)
+    assert len(told) == 1

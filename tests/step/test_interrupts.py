@@ -1,0 +1,111 @@
+"""A step that is interrupted, as by Ctrl-C: up to its first write all is as before."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import Config, optim
+from fzero.errors import ShardError
+from fzero.step import train_step, update_program
+
+TOLD = "an update of this state was interrupted while it wrote"
+X = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]])
+
+
+def _loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ params["w"]).square().mean()
+
+
+def _begun(executor: str, **fields: Any) -> tuple[fzero.TrainStep, Any]:
+    """A step function after one step, which has found where its updates write first."""
+    step_fn = fzero.make_train_step(
+        _loss, optim.adamw(0.1), Config(executor=executor, stage=3, **fields)
+    )
+    state = step_fn.init({"w": torch.ones(3, 2)})
+    return step_fn, step_fn(*state, X)
+
+
+def _ctrl_c(*args: Any, **kwargs: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def _values(state: Any) -> list[torch.Tensor]:
+    return [x.clone() for x in fzero.tree.leaves(fzero.unshard((state[0], state[1].inner)))]
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize(
+    ("module", "name"), [(train_step, "metrics_of"), (update_program, "Updated")]
+)
+def test_an_update_is_not_made_twice(
+    monkeypatch: pytest.MonkeyPatch, executor: str, module: Any, name: str
+) -> None:
+    step_fn, state = _begun(executor)
+    before = _values(state)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, _ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            step_fn(*state, X)
+    assert any(not torch.equal(x, y) for x, y in zip(_values(state), before, strict=True))
+    for use in _uses(step_fn, state):
+        with pytest.raises(ShardError, match=TOLD):
+            use()
+
+
+def _uses(step_fn: fzero.TrainStep, state: Any) -> list[Callable[[], Any]]:
+    return [lambda: step_fn(*state, X), lambda: fzero.checkpoint.save("nowhere", *state)]
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("name", ["rate_of", "circle_of"])
+def test_before_an_update_all_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, executor: str, name: str
+) -> None:
+    step_fn, state = _begun(executor)
+    _, expected = _begun(executor)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_step, name, _ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            step_fn(*state, X)
+    _same(step_fn(*state, X), step_fn(*expected, X))
+
+
+def _same(found: Any, expected: Any) -> None:
+    for x, y in zip(_values(found), _values(expected), strict=True):
+        assert torch.equal(x, y)
+    assert found[1].step == expected[1].step
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_so_it_is_inside_of_it_up_to_its_first_write(
+    monkeypatch: pytest.MonkeyPatch, executor: str
+) -> None:
+    step_fn, state = _begun(executor)
+    _, expected = _begun(executor)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "dot", _ctrl_c)  # in the norm of the gradient
+        with pytest.raises(KeyboardInterrupt):
+            step_fn(*state, X)
+    _same(step_fn(*state, X), step_fn(*expected, X))
+
+
+def test_without_donation_any_interrupt_leaves_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_fn, state = _begun("traced", donate=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_step, "metrics_of", _ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            step_fn(*state, X)
+    _same(step_fn(*state, X), step_fn(*_begun("traced", donate=False)[1], X))
+
+
+def test_a_copy_that_was_made_before_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_fn, state = _begun("traced")
+    kept = fzero.tree_map(torch.clone, state)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_step, "metrics_of", _ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            step_fn(*state, X)
+    _same(step_fn(*kept, X), step_fn(*_begun("traced")[1], X))
