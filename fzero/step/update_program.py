@@ -1,6 +1,7 @@
 """The update of a step as a function of shards: gradients in, parameters and state overwritten."""
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -69,8 +70,8 @@ class UpdateProgram:
         self.fn = jit(self._update, cfg, donate_argnums=_DONATED)
         self._follow: Follower | None = None
         self._last: TracedFunction | None = None
-        self._first: tuple[TracedFunction, int | None] | None = None
-        self._tells = False  # whether its version has changed in the update before
+        self._firsts: weakref.WeakKeyDictionary[TracedFunction, _First]
+        self._firsts = weakref.WeakKeyDictionary()
 
     def in_buckets(
         self,
@@ -133,12 +134,11 @@ class UpdateProgram:
         groups = self._groups(trained, local, grads, loss, state)
         found = None
         flat = [x for group in groups for x in group]
-        first = self._first_written(staged, flat)
-        before = None if first is None else first._version
+        first = self._first_written(staged)
+        before = first.version(flat)
 
         def untouched(error: BaseException) -> bool:
-            # a version tells only where a whole update was seen to change it
-            still = first is not None and self._tells and first._version == before
+            still = first.tells and first.version(flat) == before
             return still or isinstance(error, NotAlike)
 
         with contextlib.suppress(NotAlike), in_hand(local, untouched):
@@ -151,22 +151,20 @@ class UpdateProgram:
                 found = staged(flat, lambda: mix(self.plan.cfg.seed, int(local.step), _UPDATE))
         if found is None:
             self._tell(local)
-        self._tells = first is not None and first._version != before
+        first.tells = first.version(flat) != before
         if (scale := found.pop("loss_scale")) is not None:
             scale = LossScaleState(*scale)
         return Updated(**found, loss_scale=scale)
 
-    def _first_written(self, staged: TracedFunction | None, flat: Sequence[Any]) -> Tensor | None:
-        """Of what lives on, what an update writes first; None where nobody can tell."""
+    def _first_written(self, staged: TracedFunction | None) -> "_First":
         cfg = self.plan.cfg
         # kernels of others, and graphs of a device, write without a word to torch
         if staged is None or cfg.executor == "inductor" or cfg.cuda_graph:
-            return None
-        if self._first is None or self._first[0] is not staged:
-            self._first, self._tells = (staged, _first_written(staged.recorded.program)), False
-        index = self._first[1]
-        first = None if index is None else flat[index]
-        return None if first is None or first.is_inference() else first
+            return _First(None)
+        found = self._firsts.get(staged)
+        if found is None:
+            found = self._firsts[staged] = _First(_first_written(staged.recorded.program))
+        return found
 
     def _tell(self, local: LocalState) -> NoReturn:
         """Which number differs between ranks."""
@@ -273,6 +271,26 @@ def held_rows(plan: Plan, local: LocalState) -> list[Held]:
     inner = zip(local.inner, names_of_state(local), strict=True)
     rows = [(x, MASTERS, name) for x, name in masters] + [(x, OPTIMIZER, n) for x, n in inner]
     return [Held(local_tensor(x).nbytes, kind, name) for x, kind, name in rows if _is_tensor(x)]
+
+
+class _First:
+    """What an update writes first, of what lives on.
+
+    Args:
+        index: of the input; None: nobody can tell.
+
+    Attributes:
+        tells: whether a whole update was seen to change its version.
+    """
+
+    def __init__(self, index: int | None) -> None:
+        self.index, self.tells = index, False
+
+    def version(self, flat: Sequence[Any]) -> int:
+        """Of the input, which each write in place changes."""
+        if self.index is None or flat[self.index].is_inference():
+            return -1
+        return flat[self.index]._version
 
 
 def _first_written(program: Program) -> int | None:

@@ -1,6 +1,7 @@
 """A step that is interrupted, as by Ctrl-C: up to its first write all is as before."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +110,13 @@ def test_a_copy_that_was_made_before_goes_on(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(KeyboardInterrupt):
             step_fn(*state, X)
     _same(step_fn(*kept, X), step_fn(*_begun("traced")[1], X))
+
+
+def test_a_checkpoint_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    step_fn, state = _begun("traced")
+    fzero.checkpoint.save(tmp_path, *state, step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_step, "metrics_of", _ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            step_fn(*state, X)
+    _same(step_fn(*fzero.checkpoint.load(tmp_path, *state), X), step_fn(*_begun("traced")[1], X))
