@@ -134,12 +134,14 @@ class UpdateProgram:
         groups = self._groups(trained, local, grads, loss, state)
         found = None
         flat = [x for group in groups for x in group]
-        first = self._first_written(staged)
+        written = sum(map(len, groups[:3]))  # parameters, masters, optimizer state
+        first = self._first_written(staged, written)
         before = first.version(flat)
 
         def untouched(error: BaseException) -> bool:
-            still = first.tells and first.version(flat) == before
-            return still or isinstance(error, NotAlike)
+            if isinstance(error, NotAlike):
+                return True
+            return first.tells and before is not None and first.version(flat) == before
 
         with contextlib.suppress(NotAlike), in_hand(local, untouched):
             if staged is None:
@@ -151,19 +153,22 @@ class UpdateProgram:
                 found = staged(flat, lambda: mix(self.plan.cfg.seed, int(local.step), _UPDATE))
         if found is None:
             self._tell(local)
-        first.tells = first.version(flat) != before
+        first.tells = staged is None or first.version(flat) != before
         if (scale := found.pop("loss_scale")) is not None:
             scale = LossScaleState(*scale)
         return Updated(**found, loss_scale=scale)
 
-    def _first_written(self, staged: TracedFunction | None) -> "_First":
+    def _first_written(self, staged: TracedFunction | None, written: int) -> "_First":
         cfg = self.plan.cfg
+        if staged is None:  # operator by operator, by `optim.inplace`
+            return _First(range(written), tells=True)
         # kernels of others, and graphs of a device, write without a word to torch
-        if staged is None or cfg.executor == "inductor" or cfg.cuda_graph:
-            return _First(None)
+        if cfg.executor == "inductor" or cfg.cuda_graph:
+            return _First((), tells=False)
         found = self._firsts.get(staged)
         if found is None:
-            found = self._firsts[staged] = _First(_first_written(staged.recorded.program))
+            indices = _first_written(staged.recorded.program)
+            found = self._firsts[staged] = _First(indices, tells=False)
         return found
 
     def _tell(self, local: LocalState) -> NoReturn:
@@ -277,23 +282,24 @@ class _First:
     """What an update writes first, of what lives on.
 
     Args:
-        index: of the input; None: nobody can tell.
-
-    Attributes:
-        tells: whether a whole update was seen to change its version.
+        indices: of the inputs, among which it is; none: nobody can tell.
+        tells: whether their versions change with it. Of a recorded update that is known once a
+            whole one was seen to change them.
     """
 
-    def __init__(self, index: int | None) -> None:
-        self.index, self.tells = index, False
+    def __init__(self, indices: Sequence[int], *, tells: bool) -> None:
+        self.indices, self.tells = indices, tells
 
-    def version(self, flat: Sequence[Any]) -> int:
-        """Of the input, which each write in place changes."""
-        if self.index is None or flat[self.index].is_inference():
-            return -1
-        return flat[self.index]._version
+    def version(self, flat: Sequence[Any]) -> int | None:
+        """A sum that each write in place changes; None: of tensors that count none."""
+        inputs = (flat[i] for i in self.indices)
+        tensors = [local_tensor(x) for x in inputs if _is_tensor(x)]
+        if any(x.is_inference() for x in tensors):
+            return None
+        return sum(x._version for x in tensors)
 
 
-def _first_written(program: Program) -> int | None:
+def _first_written(program: Program) -> list[int]:
     """The input that the Program writes first, of parameters, masters and optimizer state."""
     nodes = zip(placeholders(program.graph), program.input_categories, strict=False)
     given = {
@@ -303,7 +309,7 @@ def _first_written(program: Program) -> int | None:
         for memory in memory_of(node)
     }
     written = (x for node in program.graph.nodes for x in written_operands(node))
-    return next((given[at] for x in written for at in memory_of(x) if at in given), None)
+    return [given[at] for x in written for at in memory_of(x) if at in given][:1]
 
 
 def _is_tensor(x: Any) -> bool:
