@@ -5,6 +5,10 @@ state (`engine.lr`, a scheduler, `hyperparams["lr"].fill_(x)`) and a loss scale 
 must be the same on all ranks: each updates its own rows with what it has. So each update sums a
 digest of them, and its square, with the loss and the norm. By the inequality of Cauchy and Schwarz
 both sums are what a rank makes of its own digest on all ranks at once, or on none.
+
+Where there are numbers that a program writes, an update waits for these sums before it writes
+anything, and refuses. Counts differ where a program is wrong once, and not from step to step: for
+them no update waits, and it is told after it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,33 +86,46 @@ def with_square(own: Tensor) -> Tensor:
     return torch.stack([own, own * own])
 
 
-def differ(sums: Tensor, own: Tensor, ranks: int) -> Tensor:
+def differ(sums: Tensor, own: Tensor, ranks: int, *, refuse: bool) -> Tensor:
     """Whether not all ranks have the same digest; on every rank alike.
 
     Args:
         sums: float64 [2], of all ranks' digests and of their squares.
         own: this rank's.
         ranks: how many.
+        refuse: whether nothing may be written then.
 
     Returns:
-        0-d bool; on a CPU it is false.
+        0-d bool; on a CPU it is false if it would refuse.
 
     Raises:
-        NotAlike: on a CPU, where the host can tell without waiting: they differ.
+        NotAlike: on a CPU, where the host can tell without waiting: they differ, and it refuses.
     """
     found = (sums != own * ranks).any()
-    torch.ops.fzero.refuse(found)
+    if refuse:
+        torch.ops.fzero.refuse(found)
     return found
 
 
-def tell(numbers: Iterable[tuple[str, Tensor]], mesh: Mesh, timeout: float | None) -> NoReturn:
+def tell(
+    numbers: Iterable[tuple[str, Tensor]], mesh: Mesh, timeout: float | None, *, updated: bool
+) -> NoReturn:
     """Raise on every rank, with the number that differs; all ranks must call it.
+
+    Args:
+        numbers: from `numbers_of`.
+        mesh: the ranks.
+        timeout: seconds to wait for them.
+        updated: whether that was found after an update.
 
     Raises:
         RankMismatchError: always.
     """
     rows = [(name, _shown(x)) for name, x in numbers]
-    hint = f"{HINT} Nothing was updated; the gradients of this step are dropped."
+    done = "Nothing was updated; the gradients of this step are dropped."
+    if updated:
+        done = "Each rank has updated its part with its own: go on from a checkpoint."
+    hint = f"{HINT} {done}"
     agree(NUMBERS, rows, mesh, timeout, hint=hint)
     raise RankMismatchError(f"Ranks differed in {NUMBERS}, and do no more. {hint}")
 

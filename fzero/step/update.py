@@ -25,6 +25,7 @@ from fzero.numerics.norms import sum_of_squares
 from fzero.numerics.rounding import random_bits, stochastically
 from fzero.optim import tree_norm
 from fzero.optim.base import Optimizer
+from fzero.optim.inject import injected
 from fzero.optim.whole import whole_leaves
 from fzero.state import model_state as states
 from fzero.state.plan import Plan
@@ -107,7 +108,8 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
         if shards.compares:
             assert step is not None
             numbers = [x for _, x in numbers_of(plan, inner, own_scale, step)]
-        loss, exact, differs = shards.statistics(loss, grads, numbers)
+        by_hand = own_scale is not None or bool([*injected(inner)])
+        loss, exact, differs = shards.statistics(loss, grads, numbers, refuse=by_hand)
         norm = exact.to(_widest(grads))
         # one bad element makes the norm bad: gradients need no pass of their own
         nonfinite = ~(torch.isfinite(norm) & torch.isfinite(loss))
@@ -164,10 +166,20 @@ class Shards:
         return self.axes.world > 1
 
     def statistics(
-        self, loss: Tensor, grads: Sequence[Tensor], numbers: Sequence[Tensor] = ()
+        self,
+        loss: Tensor,
+        grads: Sequence[Tensor],
+        numbers: Sequence[Tensor] = (),
+        *,
+        refuse: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Loss over all ranks, the norm of the whole gradient in double, and whether ranks have
         other `numbers`, of those that `compares`: one small all-reduce an axis.
+
+        Args:
+            loss, grads: this rank's.
+            numbers: see `numbers_of`.
+            refuse: see `differ`.
         """
         split = self.cfg.stage > 0
         whole, parts = [], []
@@ -190,7 +202,7 @@ class Shards:
             return total.to(loss.dtype), norm, None
         # of ranks that are made up nothing comes, and a sum is what this one has
         ranks = 1 if is_simulated(self.plan.mesh) else self.axes.world
-        return total[0].to(loss.dtype), norm, differ(total[1:], own, ranks)
+        return total[0].to(loss.dtype), norm, differ(total[1:], own, ranks, refuse=refuse)
 
     def _shares(self, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
         """This rank's share in the norm of split leaves, as numbers that can be summed over ranks.

@@ -152,7 +152,10 @@ class UpdateProgram:
                 # the same on all ranks: the noise is that of whole leaves
                 found = staged(flat, lambda: mix(self.plan.cfg.seed, int(local.step), _UPDATE))
         if found is None:
-            self._tell(local)
+            self._tell(local, updated=False)
+        differs = found["differs"]
+        if differs is not None and differs.device.type == "cpu" and differs:
+            self._tell(local, updated=True)
         first.tells = staged is None or first.version(flat) != before
         if (scale := found.pop("loss_scale")) is not None:
             scale = LossScaleState(*scale)
@@ -171,12 +174,13 @@ class UpdateProgram:
             found = self._firsts[staged] = _First(indices, tells=False)
         return found
 
-    def _tell(self, local: LocalState) -> NoReturn:
-        """Which number differs between ranks."""
+    def _tell(self, local: LocalState, *, updated: bool) -> NoReturn:
+        """Which number differs between ranks; state in which an update ended, or did not begin."""
         plan, scaling = self.plan, self.plan.cfg.scaling
         scale = local.scale[0] if scaling is not None and scaling.external else None
         inner = tree.unflatten(local.inner_spec, local.inner)
-        tell(numbers_of(plan, inner, scale, local.step), plan.mesh, plan.cfg.timeout)
+        numbers = numbers_of(plan, inner, scale, local.step)
+        tell(numbers, plan.mesh, plan.cfg.timeout, updated=updated)
 
     def _groups(
         self,

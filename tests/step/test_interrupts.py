@@ -61,7 +61,7 @@ def _uses(step_fn: fzero.TrainStep, state: Any) -> list[Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])
-@pytest.mark.parametrize("name", ["rate_of", "circle_of"])
+@pytest.mark.parametrize("name", ["rate_of", "micro_batches"])
 def test_before_an_update_all_is_as_it_was(
     monkeypatch: pytest.MonkeyPatch, executor: str, name: str
 ) -> None:
