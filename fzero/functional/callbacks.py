@@ -115,6 +115,7 @@ def _called_back(cls: type[Function]) -> type[Function]:
 
 
 def _in_surroundings(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
     def called_back(ctx: Any, *grads: Any) -> Any:
         return ctx.fzero_surroundings(backward, ctx, *grads)
 

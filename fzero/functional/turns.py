@@ -29,6 +29,7 @@ from fzero.errors import ShardError, users_line
 from fzero.functional.tasks import in_backward_of, in_engines_thread
 
 WARN_AFTER, RAISE_AFTER = 60.0, 600.0  # seconds of one wait
+_PAUSE = 0.001  # seconds between two tries
 _TICK = 0.05  # seconds between two looks at who waits for whom
 
 
@@ -86,12 +87,13 @@ class Turn:
     """
 
     made_by_functionalize = True  # nothing that a function computes with: see functional.outside
-    __slots__ = ("_depth", "_lock", "_owner", "limited", "what")
+    __slots__ = ("_depth", "_holder", "limited", "what")
 
     def __init__(self, what: str, *, limited: bool = True) -> None:
         self.what, self.limited = what, limited
-        self._lock = threading.Lock()
-        self._owner: _Actor | None = None
+        # Of one entry, its owner: it is taken and left in one step each, so an interrupt (Ctrl-C)
+        # finds it its owner's or free, and who was interrupted may take it again.
+        self._holder: dict[None, _Actor] = {}
         self._depth = 0
 
     @property
@@ -99,20 +101,22 @@ class Turn:
         """Whether somebody is inside."""
         return self._owner is not None
 
+    @property
+    def _owner(self) -> _Actor | None:
+        return self._holder.get(None)
+
     def __enter__(self) -> None:
         me = _HERE.actor
-        if self._owner is me:
+        if self._holder.setdefault(None, me) is me or self._wait(me):
             self._depth += 1
-        elif self._lock.acquire(False) or self._wait(me):
-            self._owner, self._depth = me, 1
 
     def __exit__(self, *_: object) -> None:
         if self._owner is not _HERE.actor:  # another's, which was lent
             return
         self._depth -= 1
-        if not self._depth:
-            self._owner = None
-            self._lock.release()
+        if self._depth <= 0:
+            self._depth = 0
+            self._holder.pop(None, None)
 
     def _wait(self, me: _Actor) -> bool:
         """Wait for the turn; False: its owner lends it.
@@ -121,14 +125,19 @@ class Turn:
             ShardError: it would never come.
         """
         began, warned, circled = time.monotonic(), False, False
+        looked = began
         me.waits_for = self
         try:
             while True:
                 owner = self._owner
                 if owner is not None and in_engines_thread() and in_backward_of(owner.ident):
                     return False
-                if self._lock.acquire(timeout=_TICK):
+                if self._holder.setdefault(None, me) is me:
                     return True
+                time.sleep(_PAUSE)
+                if time.monotonic() - looked < _TICK:
+                    continue
+                looked = time.monotonic()
                 # looked at twice: an owner may have left between two looks at its links
                 found = self._is_last_of_a_circle(me)
                 if found and circled:
@@ -173,7 +182,8 @@ class Turn:
         return Turn(self.what, limited=self.limited)
 
     def __reduce__(self) -> Any:
-        return object, ()  # who loads the module needs nothing of ours, and another turn comes
+        # who loads the module, weights alone or not, needs nothing of ours; another turn comes
+        return set, ()
 
 
 class Turns:

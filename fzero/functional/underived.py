@@ -65,8 +65,7 @@ def refuse_underived(func: Any, given: Iterable[Any], result: Any, line: Callabl
 def _refuse_twice(given: Iterable[Any], result: Any, line: Callable[[], str]) -> None:
     """Refuse a second derivative of an autograd.Function whose backward says that it has none."""
     function, *operands = (x for x in tree_leaves(list(given)))
-    backward = getattr(function, "backward", None)
-    if getattr(backward, "__code__", None) is not _ONCE or not any(map(_is_followed, operands)):
+    if not _is_once(getattr(function, "backward", None)) or not any(map(_is_followed, operands)):
         return
     what = (
         f"the backward of {function.__name__}{line()} is marked as once_differentiable, and a "
@@ -75,6 +74,15 @@ def _refuse_twice(given: Iterable[Any], result: Any, line: Callable[[], str]) ->
     for x in tree_leaves(result):
         if isinstance(x, Tensor) and x.requires_grad:
             x.register_hook(_Refusal(what, "Write its backward with operators that have one."))
+
+
+def _is_once(backward: Any) -> bool:
+    """Whether it is marked so, whatever is around it."""
+    while backward is not None:
+        if getattr(backward, "__code__", None) is _ONCE:
+            return True
+        backward = getattr(backward, "__wrapped__", None)
+    return False
 
 
 _ONCE = once_differentiable(lambda ctx: None).__code__
@@ -122,6 +130,8 @@ class _Refusal:
 
     @not_compiled_alone
     def __call__(self, grad: Tensor | None) -> None:
+        if grad is None:  # none comes, after all
+            return
         raise TraceError(
             f"{self.what}: what it is called with is differentiated, and torch would go on with "
             f"zeros, or with the derivative of something else. {self.ways}"

@@ -148,13 +148,29 @@ Then = Callable[[fx.Node], Callable[[Any], Any] | None]
 def _function(program: Program, then: Then) -> Executable:
     source, scope = generate(program, then)
     filename = f"<fzero program {program.name} {next(_NUMBERS)}>"
-    # Without a time of change (None) linecache keeps it, so tracebacks show the generated line.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), scope)
     function = scope["program"]
+    _forget_gone()
+    lines = _Lines(source.splitlines(keepends=True))
     # A frame in somebody's traceback holds the function, too: by its globals, where it is.
-    weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
+    lines.function = weakref.ref(function)
+    # Without a time of change (None) linecache keeps it, so tracebacks show the generated line.
+    linecache.cache[filename] = (len(source), None, lines, filename)
     return function
+
+
+class _Lines(list[str]):
+    """What linecache has of a generated function, and the function."""
+
+    function: weakref.ref[Any]
+
+
+def _forget_gone() -> None:
+    """Drop lines of functions that are gone. Not as they go, which may be while linecache looks."""
+    for name, entry in [*linecache.cache.items()]:
+        lines = entry[2] if len(entry) > 2 else None
+        if isinstance(lines, _Lines) and lines.function() is None:
+            linecache.cache.pop(name, None)
 
 
 class _Inputs:

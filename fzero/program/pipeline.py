@@ -143,6 +143,7 @@ def in_place(
     Raises:
         TraceError: a user's pass is wrong.
     """
+    note_foreign(program.graph)
     if draws(program):
         program = number_sites(program)
     program = share_collectives(

@@ -12,7 +12,7 @@ from fzero.config import Config
 from fzero.distributed.agree import agree
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Mesh, resolve_mesh
-from fzero.errors import ConfigError, ShardError, shown, users_line
+from fzero.errors import ConfigError, users_line
 from fzero.functional.memory import overlapping
 from fzero.functional.owners import is_untrained, keeps_dtype, noted_like, owners_of
 from fzero.layout.modules import check_together
@@ -48,7 +48,7 @@ def start(
 
     Raises:
         ConfigError: the config can't be honoured for parameters of these dtypes, or on this device.
-        ShardError: a leaf is not a tensor, or there is none.
+        ShardError: a leaf is not a tensor.
         RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
         TraceError: the function that builds the parameters can't be recorded.
     """
@@ -69,12 +69,6 @@ def start(
     device = recording.device if recording else device
     mesh = resolve_mesh(cfg.mesh, device.type)
     agree_on_start(cfg, shapes, model_state, mesh, built=recording is None)
-    if not leaves and not inside:  # not before: ranks may differ in that, too
-        raise ShardError(
-            f"init was given parameters without a tensor ({shown(shapes)}): there is nothing to "
-            "train. Pass the tree that model_fn gets as params, such as what "
-            "fzero.functionalize(module) returns, or a function that builds it."
-        )
     residence = plan_residence(cfg, device)
     _check_offload(cfg.offload, residence, opt)
     dtypes = plan_leaf_dtypes(

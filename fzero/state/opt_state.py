@@ -100,6 +100,12 @@ def in_hand(local: "LocalState", untouched: Callable[[BaseException], bool]) -> 
         raise
 
 
+def not_written(local: "LocalState") -> None:
+    """Note that an update of this state has come to its end, and has changed nothing."""
+    if local.owner is not None:
+        setattr(local.step, _NOTE, None)
+
+
 def refuse_spent(opt_state: OptState) -> None:
     """Raise a ShardError if a step has written over this state, or has begun to.
 

@@ -59,7 +59,8 @@ def numbers_of(
 
 
 def digest(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A whole number below 2**20 of their bits, 0-d float64: sums of its square are exact.
+    """A whole number below 2**18 of their bits, 0-d float64: sums of its square are exact, of up
+    to 2**17 ranks.
 
     Args:
         numbers: 0-d, of any dtype and device.
@@ -74,7 +75,7 @@ def digest(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
     # whole numbers differ in high bits alone, and of an even number of these nothing may be left
     bits = bits ^ bits.bitwise_right_shift(32)
     odd = torch.arange(1, 2 * len(numbers), 2, device=device) * _GOLDEN
-    return ((bits * odd).sum().bitwise_right_shift(44) & (2**20 - 1)).double()
+    return ((bits * odd).sum().bitwise_right_shift(46) & (2**18 - 1)).double()
 
 
 # 2**64 over the golden ratio, as int64 has it: its multiples are spread over the high bits

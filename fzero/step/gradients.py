@@ -106,7 +106,8 @@ class Signature:
             return self._finished(result, state)
 
         room = plan.cfg.stage == 3  # below it gradients are cast where they are reduced
-        return Call(model_fn, plan.cfg, (0,), args, {}, room=room, finish=finish)
+        watched = True  # by a recording, and by the eager executor
+        return Call(model_fn, plan.cfg, (0,), args, {}, room=room, finish=finish, watched=watched)
 
     def results(self, flat: Sequence[Any]) -> tuple[list[Any], Any, list[Any], PyTree]:
         """The flat outputs as (gradients, loss, state leaves, aux)."""

@@ -26,7 +26,7 @@ from fzero.program.program import Pass
 from fzero.state.agreement import agree_on_optimizer, agree_on_start
 from fzero.state.init import start
 from fzero.state.masters import copied
-from fzero.state.opt_state import LocalState, OptState, refuse_spent, spend
+from fzero.state.opt_state import LocalState, OptState, not_written, refuse_spent, spend
 from fzero.state.plan import Plan
 from fzero.state.sharding import check_tensors, like, locals_of, plan_sharding
 from fzero.step.alike import late
@@ -222,7 +222,11 @@ class TrainStep:
             updated = executor.update(trained, local, grads, loss, state)
         if self.cfg.scaling is not None:
             before = LossScaleState(*local.scale)
-            self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling), at_minimum)
+            try:
+                self._watch.add(exhausted(before, ~updated.nonfinite, self.cfg.scaling), at_minimum)
+            except FzeroError:
+                not_written(local)  # an overflow is skipped
+                raise
         if updated.differs is not None:
             self._watch.add(updated.differs, late)
 

@@ -5,7 +5,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from fzero import tree
 from fzero.config import Config
@@ -170,8 +171,7 @@ class UpdateProgram:
             return _First((), tells=False)
         found = self._firsts.get(staged)
         if found is None:
-            indices = _first_written(staged.recorded.program)
-            found = self._firsts[staged] = _First(indices, tells=False)
+            found = self._firsts[staged] = _first_written(staged.recorded.program)
         return found
 
     def _tell(self, local: LocalState, *, updated: bool) -> NoReturn:
@@ -287,8 +287,8 @@ class _First:
 
     Args:
         indices: of the inputs, among which it is; none: nobody can tell.
-        tells: whether their versions change with it. Of a recorded update that is known once a
-            whole one was seen to change them.
+        tells: whether their versions change with it. Where a kernel may write without a word that
+            is known once a whole update was seen to change them.
     """
 
     def __init__(self, indices: Sequence[int], *, tells: bool) -> None:
@@ -303,8 +303,8 @@ class _First:
         return sum(x._version for x in tensors)
 
 
-def _first_written(program: Program) -> list[int]:
-    """The input that the Program writes first, of parameters, masters and optimizer state."""
+def _first_written(program: Program) -> _First:
+    """What the Program writes first, of parameters, masters and optimizer state."""
     nodes = zip(placeholders(program.graph), program.input_categories, strict=False)
     given = {
         memory: i
@@ -312,8 +312,19 @@ def _first_written(program: Program) -> list[int]:
         if category in (PARAMETERS, MASTERS, OPTIMIZER)
         for memory in memory_of(node)
     }
-    written = (x for node in program.graph.nodes for x in written_operands(node))
-    return [given[at] for x in written for at in memory_of(x) if at in given][:1]
+    for node in program.graph.nodes:
+        for at in (at for x in written_operands(node) for at in memory_of(x)):
+            if at in given:
+                return _First([given[at]], tells=_is_counted(node))
+    return _First((), tells=False)
+
+
+def _is_counted(node: fx.Node) -> bool:
+    """Whether what a node writes changes versions: not so optimizers' fused kernels."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return False
+    return not target._schema.name.startswith("aten::_fused")
 
 
 def _is_tensor(x: Any) -> bool:

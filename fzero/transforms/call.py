@@ -1,6 +1,7 @@
 """One call of a user's function on trees of shards, as a function of local tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ class Call:
         room: whether values are to be in dtypes that hold their gradients as these are reduced.
         differentiated: whether a derivative is taken, which trained leaves must be real for.
         finish: what is made of the function's result; None: the config's output dtype counts.
+        watched: whether something around the call looks at what has no derivative.
 
     Raises:
         ShardError: an argument is missing or is no tree of shards, or a trained leaf is complex.
@@ -56,9 +58,11 @@ class Call:
         room: bool = False,
         differentiated: bool = True,
         finish: Callable[[Any], PyTree] | None = None,
+        watched: bool = False,
     ) -> None:
         self.fn, self.cfg, self.argnums = fn, cfg, tuple(argnums)
         self.finish = finish or (lambda result: cast(result, cfg.dtypes.output))
+        self.watched = watched
         self.takes_shards = isinstance(fn, Function) and fn.takes_parts
         self.args, self.kwargs = tuple(args), dict(kwargs)
         for i in self.argnums:
@@ -104,7 +108,8 @@ class Call:
             args[i] = tree.unflatten(found.spec, column)
         kwargs = {k: _full(x, self.cfg) for k, x in self.kwargs.items()}
         dtypes = in_force(self.cfg.dtypes, self.trees[0].mesh.device_type)
-        with dtypes, held_over(), Derived(users_line):
+        derived = nullcontext() if self.watched else Derived(users_line)
+        with dtypes, held_over(), derived:
             return self.finish(self.fn(*args, **kwargs))
 
     def outward(self, result: PyTree) -> PyTree:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,3 +255,45 @@ def test_a_turn_keeps_no_module() -> None:
     del apply, params, module
     gc.collect()
     assert gone() is None
+
+
+def test_a_module_that_was_functionalised_loads_with_weights_alone(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    functionalize(module)
+    torch.save(module, tmp_path / "module")
+    with torch.serialization.safe_globals([nn.Linear, set]):
+        loaded = torch.load(tmp_path / "module", weights_only=True)
+    apply, params = functionalize(loaded)
+    assert torch.equal(apply(params, torch.ones(2)), module(torch.ones(2)))
+
+
+@pytest.mark.parametrize("event", ["call", "line", "return"])
+def test_an_interrupt_of_a_turn_leaves_it_to_its_thread(event: str) -> None:
+    """At each line of entering and leaving: the same thread always goes on at once."""
+    lines = 0
+    for stop in range(40):
+        turn, seen = Turn("the module"), 0
+
+        def interrupt(frame: Any, what: str, arg: Any, stop: int = stop) -> Any:
+            nonlocal seen
+            if frame.f_code.co_filename != turns.__file__:
+                return None
+            if what == event:
+                seen += 1
+                if seen == stop + 1:
+                    raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            with turn:
+                pass
+        except KeyboardInterrupt:
+            lines += 1
+        finally:
+            sys.settrace(None)
+        began = time.monotonic()
+        with turn:
+            assert turn.is_taken
+        assert time.monotonic() - began < 1
+    assert lines

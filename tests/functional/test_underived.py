@@ -125,6 +125,46 @@ def test_a_derivative_that_does_not_pass_its_backward_twice_is_taken(executor: s
     assert torch.equal(grads["w"], 4 * W["w"] ** 3)
 
 
+class Scaled(torch.autograd.Function):
+    """A product whose scale has no gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+@EXECUTORS
+def test_what_is_given_no_gradient_may_stay(ops: dict[str, Fn], executor: str) -> None:
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return Scaled.apply(params["w"] * x, ops["square"](params["w"] * 1.0)).sum()  # pyright: ignore
+
+    grads = fzero.grad(loss, fzero.Config(executor=executor))(W, X)
+    assert torch.equal(grads["w"], W["w"] ** 2 * X)
+
+
+@EXECUTORS
+def test_inside_a_module_it_is_refused_as_well(executor: str) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(W["w"].clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (Once.apply(self.w) * x).sum()  # pyright: ignore
+
+    apply, params = fzero.functionalize(Layer())
+    with pytest.raises(TraceError, match=r"backward of Once at .* once_differentiable"):
+        fzero.hvp(apply, fzero.Config(executor=executor))(params, params, X)
+
+
 def _collectives() -> list[str]:
     def broadcast(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return funcol.broadcast(params["w"] * x, 0, dist.group.WORLD).sum() + params["w"].sum()

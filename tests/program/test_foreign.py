@@ -143,6 +143,16 @@ def test_one_that_a_pass_adds_is_listed() -> None:
     assert "all_reduce" in [row.kind for row in _of_model(program)]
 
 
+def test_one_of_a_function_in_place_is_listed() -> None:
+    def summed(tree: Params) -> Params:
+        return {"w": tree["w"].add_(funcol.all_reduce(tree["w"] * 2, "sum", "0"))}
+
+    with fake_ranks(2):
+        fn = fzero.jit(summed, fzero.Config(stage=0), donate_argnums=(0,))
+        rows = fn.lower({"w": torch.ones(3)}).collectives()
+    assert [row.kind for row in rows] == ["all_reduce"]
+
+
 def test_those_of_a_group_apart_are_no_affair_of_other_ranks() -> None:
     with fake_ranks(4):
         group = dist.new_group([0, 1])

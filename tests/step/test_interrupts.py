@@ -120,3 +120,33 @@ def test_a_checkpoint_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         with pytest.raises(KeyboardInterrupt):
             step_fn(*state, X)
     _same(step_fn(*fzero.checkpoint.load(tmp_path, *state), X), step_fn(*_begun("traced")[1], X))
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_first_update_that_raises_before_it_writes_leaves_all(executor: str) -> None:
+    fails = [True]
+
+    def gradients_of(grads: Any, state: Any, params: Any) -> Any:
+        return fzero.tree_map(lambda x: torch.ops.fzero_test_interrupts.may_fail(x), grads), state
+
+    lib = torch.library.Library("fzero_test_interrupts", "DEF")
+    lib.define("may_fail(Tensor x) -> Tensor")
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        if fails[0]:
+            raise RuntimeError("out of memory")
+        return x.clone()
+
+    lib.impl("may_fail", kernel, "CPU")
+    lib.impl("may_fail", torch.empty_like, "Meta")
+    try:
+        opt = optim.chain(optim.Optimizer(lambda params: (), gradients_of), optim.adamw(0.1))
+        step_fn = fzero.make_train_step(_loss, opt, Config(executor=executor, stage=3))
+        state = step_fn.init({"w": torch.ones(3, 2)})
+        with pytest.raises(RuntimeError, match="out of memory"):
+            step_fn(*state, X)
+        fails[0] = False
+        _, state = step_fn(*state, X)
+        assert state.step == 1
+    finally:
+        lib._destroy()

@@ -582,13 +582,6 @@ def test_parameters_that_a_module_does_not_train_are_told_of() -> None:
     assert told((), untrained=2) == told((), untrained=0) == []
 
 
-@pytest.mark.parametrize("params", [None, {}, [], dict])
-def test_a_start_with_nothing_to_train_is_refused(params: Any) -> None:
-    step_fn = fzero.make_train_step(lambda p, x: x.mean(), fzero.optim.sgd(0.1))
-    with pytest.raises(fzero.ShardError, match="there is nothing to train"):
-        step_fn.init(params)
-
-
 def test_a_call_without_a_batch_says_what_it_takes() -> None:
     step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).mean(), fzero.optim.sgd(0.1))
     state = step_fn.init({"w": torch.ones(3)})
