@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import reprlib
 import sys
 import typing
@@ -156,9 +157,17 @@ def arguments_by_name(fn: Callable[P, T], name: str = "") -> Callable[P, T]:
     return call
 
 
+def _one_less(number: re.Match[str]) -> str:
+    return str(int(number[0]) - 1)
+
+
 def _misfit(fn: Callable[..., Any], name: str, complaint: str, given: dict[str, Any]) -> str:
     name = name or fn.__qualname__.removesuffix(".__init__")
-    known = [x for x in inspect.signature(fn).parameters.values() if x.name != "self"]
+    takes = inspect.signature(fn).parameters
+    known = [x for x in takes.values() if x.name != "self"]
+    if "self" in takes:  # which Python counts
+        counted = r"takes .*positional arguments? but \d+ .*given"
+        complaint = re.sub(counted, lambda m: re.sub(r"\d+", _one_less, m[0]), complaint)
     names = [x.name for x in known]
     found = f"{complaint.replace(fn.__qualname__, name)}."
     for unknown in [x for x in given if x not in names][:1]:

@@ -588,6 +588,8 @@ def test_a_call_without_a_batch_says_what_it_takes() -> None:
     want = r"missing 1 .* 'batch'. Call it as step_fn\(params, opt_state, batch\)."
     with pytest.raises(fzero.ConfigError, match=want):
         step_fn(*state)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(fzero.ConfigError, match="takes 3 positional arguments but 4 were given"):
+        step_fn(*state, 1, 2)  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
