@@ -10,7 +10,7 @@ process that reads the Program from a file may not have.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,27 +21,6 @@ from fzero.distributed.mesh import group_of, is_gloo
 from fzero.program.graph import tensors_of
 
 BROADCAST = "broadcast"
-
-
-class Sending(Protocol):
-    """What is asked of a collective, the library's or not: see `Bucket` and `Foreign`."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def group(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def gloo(self) -> bool: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def wire_bytes(self) -> int: ...
-    @property
-    def lane(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -72,6 +51,8 @@ class Foreign:
         return self.group
 
 
+Sending = Bucket | Foreign
+"""A collective, the library's or not."""
 FOREIGN = "foreign"
 """Where a node says what it sends."""
 

@@ -62,8 +62,9 @@ class _Note(NamedTuple):
 
     So there is a note on its `step`, the one tensor of a state that each call makes anew: from
     before the first write on that an update has it in hand, at the end that it is spent. An update
-    that is interrupted in between (Ctrl-C) can't be undone, and leaves the first note. It holds for
-    these very containers: not for a copy, nor for what `fzero.checkpoint.load` gives back.
+    that breaks off in between (Ctrl-C, ranks that differ) can't be undone, and leaves the first
+    note. It holds for these very containers: not for a copy, nor for what `fzero.checkpoint.load`
+    gives back.
     """
 
     owner: "Owner"
@@ -134,9 +135,9 @@ def refuse_interrupted(opt_state: OptState) -> None:
     """Raise a ShardError if an update of this state did not come to its end."""
     if (note := _note_of(opt_state)) is not None and not note.spent:
         raise ShardError(
-            f"opt_state is that of step {opt_state.step}, and an update of this state was "
-            "interrupted while it wrote: some of its tensors, or of params, may be of the next "
-            "step, and what they were is gone. Go on from a checkpoint: params, opt_state, or "
+            f"opt_state is that of step {opt_state.step}, and an update of this state "
+            "broke off after it began to write: some of its tensors, or of params, may be of the "
+            "next step, and what they were is gone. Go on from a checkpoint: params, opt_state, or "
             "engine.state, = fzero.checkpoint.load(path, params, opt_state)."
         )
 

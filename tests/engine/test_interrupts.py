@@ -12,7 +12,7 @@ import fzero
 from fzero.engine import events, stepper
 from fzero.errors import ShardError
 
-TOLD = "an update of this state was interrupted while it wrote"
+TOLD = "an update of this state broke off after it began to write"
 X = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]])
 STAGES = pytest.mark.parametrize("stage", range(4))
 

@@ -12,7 +12,7 @@ from fzero import Config, optim
 from fzero.errors import ShardError
 from fzero.step import train_step, update_program
 
-TOLD = "an update of this state was interrupted while it wrote"
+TOLD = "an update of this state broke off after it began to write"
 X = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.0, -1.0]])
 
 
