@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import fzero
@@ -263,3 +265,107 @@ def test_gradients_that_are_dropped_before_each_update_are_told_of_once() -> Non
         engine.zero_grad()
         assert run(2, zeroes=False) == []
     assert engine.global_steps == 5
+
+
+def _sequence(seed: int, *, plain: bool, words: list[str]) -> list[torch.Tensor]:
+    """Weights after backwards with and without a forward between, reads, and raises."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    params = [*model.parameters()]
+    engine = None if plain else fzero.Engine(model, fzero.optim.sgd(0.1))
+    optimizer = torch.optim.SGD(params, 0.1)
+    graph = (model if engine is None else engine)(torch.randn(4, 3).double()).square().sum()
+    graph.backward(retain_graph=True)  # of which the gradients are left where they are
+    for word in words:
+        before = [None if x.grad is None else x.grad.clone() for x in params] if plain else []
+        handle = None
+        if word == "forward":
+            graph = (model if engine is None else engine)(torch.randn(4, 3).double()).sum()
+        elif word == "read":
+            assert all(x.grad is not None for x in model.parameters())
+        elif word == "raises":  # once the output is reached, nothing is added to
+            handle = model[0].weight.register_hook(_broken)  # pyright: ignore
+            with pytest.raises(RuntimeError, match="broken"):
+                graph.backward(retain_graph=True)
+            for x, grad in zip(params, before, strict=False):
+                x.grad = grad
+        elif word == "part":
+            model[2](torch.ones(1, 2).double()).sum().backward()
+        elif word == "penalty":
+            torch.stack([x.square().sum() for x in model.parameters()]).sum().backward()
+        else:
+            graph.backward(retain_graph=True)
+        if handle is not None:
+            handle.remove()
+    if engine is None:
+        optimizer.step()
+        return [x.detach() for x in params]
+    engine.step()
+    return [*engine.full_params().values()]
+
+
+def _broken(grad: torch.Tensor) -> None:
+    raise RuntimeError("broken")
+
+
+@given(
+    st.integers(0, 3),
+    st.lists(st.sampled_from(["forward", "read", "raises", "part", "penalty", "again"])),
+)
+def test_gradients_that_are_left_in_parameters_are_added_up_as_plain_pytorch_s(
+    seed: int, words: list[str]
+) -> None:
+    """Without a loss scale and sums, on one rank, they stay there until anybody asks."""
+    mine, theirs = (_sequence(seed, plain=plain, words=words) for plain in (False, True))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def _left() -> tuple[nn.Linear, fzero.Engine]:
+    model = nn.Linear(3, 2)
+    engine = fzero.Engine(model, fzero.optim.sgd(0.1))
+    engine(torch.ones(1, 3)).sum().backward()
+    assert engine._driver.reducer.left is not None
+    return model, engine
+
+
+def test_what_is_left_has_no_factor_of_a_later_backward() -> None:
+    _, engine = _left()
+    engine._driver.weight = 0.5  # as `join` sets it
+    assert engine._driver.reducer.left is None
+    assert torch.equal(engine.full_grad("weight"), torch.ones(2, 3))
+
+
+def test_a_released_module_has_no_gradients_that_were_left() -> None:
+    model, engine = _left()
+    engine.release()
+    assert model.weight.grad is None is model.bias.grad
+
+
+def test_a_backward_that_raised_after_it_added_to_what_was_left_is_noticed() -> None:
+    """Nobody knows of it before it has added to its first leaf."""
+    refused: list[str] = []
+    for first, other in (("weight", "bias"), ("bias", "weight")):
+        model, engine = _left()
+        handle = model.get_parameter(other).register_hook(_broken)  # pyright: ignore
+        loss = model.get_parameter(other).sum() + model.get_parameter(first).sum()
+        with pytest.raises(RuntimeError, match="broken"):
+            loss.backward()  # the later nodes come first
+        handle.remove()
+        weights = engine.full_params()
+        try:
+            engine.step()
+        except BackwardError as error:
+            refused.append(str(error))
+            assert repr(first) in str(error)
+            with pytest.raises(BackwardError, match="incomplete"):
+                engine.full_grad(first)
+            assert all(map(torch.equal, engine.full_params().values(), weights.values()))
+            for param in model.parameters():  # one by one, as `module.zero_grad()` does
+                param.grad = None
+            engine(torch.ones(1, 3)).sum().backward()
+            engine.step()
+        now = engine.full_params()
+        for name, was in weights.items():
+            torch.testing.assert_close(now[name], was - 0.1)
+    assert len(refused) == 1  # the other leaf's gradient was taken when it came, not left
