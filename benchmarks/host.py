@@ -6,14 +6,19 @@
 Leaves are matrices of 4 x 4, on one rank, so that hardly anything else is there. A row for each
 number of leaves and stage: the calling thread's processor time, in milliseconds, medians over steps
 with quartiles behind, of the whole call, and of what is left of it without its Programs, which are
-what torch's kernels cost with their dispatch. `us a leaf` is the host's part, by leaf. Three steps
-come before those that count.
+what torch's kernels cost with their dispatch. `us a leaf` is the host's part, by leaf: loops of
+the interpreter's C code, and freeing gradients. `instructions` is what one step runs of Python's
+byte code outside of its Programs, counted. Three steps come before those that count.
 """
 
 import argparse
+import contextlib
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -35,9 +40,12 @@ class Clock:
         run = compiled(program)
 
         def timed(*inputs: Any) -> list[Any]:
+            tracer = sys.gettrace()
+            sys.settrace(None)  # what a Program runs is none of the host's
             start = time.thread_time()
             results = run(*inputs)
             self.seconds += time.thread_time() - start
+            sys.settrace(tracer)
             return results
 
         return timed
@@ -53,8 +61,27 @@ def model_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-def measured(leaves: int, cfg: fzero.Config, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step, and of its host's part."""
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[tuple[CodeType, int]]]:
+    """How many instructions of byte code this thread runs inside, by function and line."""
+    found: Counter[tuple[CodeType, int]] = Counter()
+
+    def tell(frame: FrameType, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            found[frame.f_code, frame.f_lineno] += 1
+        return tell
+
+    before = sys.gettrace()
+    sys.settrace(tell)
+    try:
+        yield found
+    finally:
+        sys.settrace(before)
+
+
+def measured(leaves: int, cfg: fzero.Config, steps: int) -> tuple[list[float], list[float], int]:
+    """Seconds of each step, and of its host's part; instructions of one more step."""
     clock = Clock()
     torch.manual_seed(0)
     with mock.patch.object(recorded, "compile_program", clock.compile_program):
@@ -69,7 +96,9 @@ def measured(leaves: int, cfg: fzero.Config, steps: int) -> tuple[list[float], l
             params, opt_state = step_fn(params, opt_state, batch)
             whole.append(time.thread_time() - start)
             host.append(whole[-1] - clock.seconds)
-    return whole[3:], host[3:]
+        with counted() as instructions:
+            step_fn(params, opt_state, batch)
+    return whole[3:], host[3:], instructions.total()
 
 
 def main() -> None:
@@ -84,13 +113,14 @@ def main() -> None:
     if args.steps < 2:
         parser.error("--steps must be at least 2: one has no quartiles")
     torch.set_num_threads(1)
-    print("| leaves | stage | step ms | host ms | us a leaf |")
-    print("|---|---|---|---|---|", flush=True)
+    print("| leaves | stage | step ms | host ms | us a leaf | instructions |")
+    print("|---|---|---|---|---|---|", flush=True)
     for leaves in args.leaves:
         for stage in args.stages:
-            whole, host = measured(leaves, fzero.Config(stage=stage), args.steps)
+            whole, host, run = measured(leaves, fzero.Config(stage=stage), args.steps)
             each = statistics.median(host) * 1e6 / leaves
-            print(f"| {leaves} | {stage} | {_ms(whole)} | {_ms(host)} | {each:.2f} |", flush=True)
+            cells = leaves, stage, _ms(whole), _ms(host), f"{each:.2f}", run
+            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def _ms(seconds: Sequence[float]) -> str:

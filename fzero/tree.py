@@ -19,7 +19,8 @@ Spec = optree.PyTreeSpec
 class Known:
     """A structure that trees of tensors probably have: seen in a quarter of the time.
 
-    What its dicts are is seen of those alone that have leaves.
+    What its dicts are is seen of those alone that have leaves. Leaves of an `OrderedDict` come in
+    the order of its keys as they stand, so another order is another structure.
 
     >>> known = Known(flatten({"b": Tensor(), "a": ()})[1])
     >>> known.leaves({"a": (), "b": Tensor([1.0])}), known.leaves({"b": [Tensor()]})
@@ -35,6 +36,12 @@ class Known:
             for depth in range(len(accessor))
             if issubclass(accessor[depth].type, dict)
         }
+        keys: dict[str, dict[Any, None]] = {}
+        for accessor in spec.accessors():
+            for depth, entry in enumerate(accessor):
+                if issubclass(entry.type, OrderedDict):
+                    keys.setdefault(accessor[:depth].codify(""), {})[entry.entry] = None
+        self._ordered = [(self._dicts[code][0], list(found)) for code, found in keys.items()]
 
     def leaves(self, tree: PyTree) -> list[Any] | None:
         """The leaves of a tree of this structure; None of another."""
@@ -44,9 +51,12 @@ class Known:
             return None
         # at the place of a leaf there may be a tree
         alike = all(issubclass(kind, Tensor) for kind in {*builtins.map(type, leaves)})
-        if alike and all(type(at(tree)) is kind for at, kind in self._dicts.values()):
-            return leaves
-        return None
+        if not alike or any(type(at(tree)) is not kind for at, kind in self._dicts.values()):
+            return None
+        for at, keys in self._ordered:
+            if list(filter({*keys}.__contains__, at(tree))) != keys:
+                return None
+        return leaves
 
 
 def flatten(tree: PyTree, known: Known | None = None) -> tuple[list[Any], Spec]:
@@ -80,8 +90,9 @@ def orders(tree: PyTree) -> tuple[tuple[Any, ...], ...]:
         if isinstance(x, dict):
             found.append(tuple(x))
         children = x.values() if type(x) in (dict, OrderedDict, defaultdict) else _children(x)
-        # nearly all are leaves
-        todo += [child for child in children if not isinstance(child, Tensor)]
+        # nearly all are leaves, which take no line of Python each
+        if not all(issubclass(kind, Tensor) for kind in {*builtins.map(type, children)}):
+            todo += [child for child in children if not isinstance(child, Tensor)]
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -749,3 +750,19 @@ def test_a_glob_that_freezes_nothing_is_refused(glob: str) -> None:
         _make(frozen=["b", glob]).init(_params())
     with pytest.raises(ConfigError, match=r"Config.frozen: .* matches no leaf; there are "):
         fzero.Engine(nn.Linear(3, 2), None, Config(frozen=["bias", glob]))
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_an_ordered_dict_of_parameters_in_another_order_is_refused(executor: Any) -> None:
+    """The state of `b` would be that of `c`: its leaves come in the order that it had."""
+    step_fn = fzero.make_train_step(
+        lambda p, x: sum((w * x).sum() for w in p.values()),
+        fzero.optim.sgd(0.1, momentum=0.9),
+        fzero.Config(executor=executor),
+    )
+    params, opt_state = step_fn.init(OrderedDict((k, torch.ones(2)) for k in "acb"))
+    params, opt_state = step_fn(params, opt_state, torch.ones(2))
+    turned = OrderedDict((k, params[k]) for k in "abc")
+    with pytest.raises(ShardError, match=r"params\['b'\] where params\['c'\] was .*OrderedDict"):
+        step_fn(turned, opt_state, torch.ones(2))
+    step_fn(OrderedDict((k, params[k]) for k in "acb"), opt_state, torch.ones(2))

@@ -68,6 +68,15 @@ def test_a_dict_of_another_class_has_another_order() -> None:
     assert recognised([turned, {"c": plain}], [OrderedDict(b=leaf(), a=leaf()), {"c": plain}])
 
 
+def test_an_ordered_dict_in_another_order_has_its_leaves_in_another_order() -> None:
+    """A dict's come by their keys, whichever was set first."""
+    assert recognised({"a": leaf(), "b": leaf()}, {"b": leaf(), "a": leaf()})
+    given = OrderedDict(b=leaf(), a=leaf())
+    assert not recognised(OrderedDict(a=leaf(), b=leaf()), given)
+    assert not recognised([OrderedDict(a={"x": leaf()}, b=leaf())], [OrderedDict(given, a={})])
+    assert not recognised(Pair(1, OrderedDict(a=leaf(), b=leaf())), Pair(leaf(), given))
+
+
 @pytest.mark.parametrize(
     "there", [None, 3, [leaf()], {"x": leaf()}, (leaf(), leaf())], ids=lambda x: type(x).__name__
 )

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import eq
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -443,8 +444,10 @@ def lie_at(tensors: Sequence[Tensor], address: int, starts: Sequence[int]) -> bo
     if not tensors:
         return True
     size = tensors[0].itemsize
-    there = [*map(Tensor.data_ptr, tensors)] == [address + start * size for start in starts]
-    return there and all(map(Tensor.is_contiguous, tensors))
+    there = map(address.__add__, map(size.__mul__, starts))
+    return all(map(eq, map(Tensor.data_ptr, tensors), there)) and all(
+        map(Tensor.is_contiguous, tensors)
+    )
 
 
 def unpack_full(buffer: Tensor, bucket: Bucket) -> list[Tensor]:

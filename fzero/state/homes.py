@@ -60,7 +60,7 @@ class Homes:
         """The leaves, those of each flat at home in it: they are copied if they are elsewhere."""
         found: list[Tensor] | None = None
         for flat in self.flats:
-            mine = [tensors[i] for i in flat.indices]
+            mine = list(map(tensors.__getitem__, flat.indices))
             if flat_of(mine, flat.places.starts, flat.numel) is None:
                 found = list(tensors) if found is None else found
                 for i, x in zip(flat.indices, flat.filled(mine), strict=True):

@@ -307,6 +307,12 @@ def _difference(name: str, found: Sequence[str], wanted: Sequence[str]) -> str:
     extra = [path for path in found if path not in set(wanted)]
     said = [f"lacks {_some(name, missing)}"] if missing else []
     said += [f"has {_some(name, extra)} besides"] if extra else []
+    if not said and found != wanted and sorted(found) == sorted(wanted):
+        at = next(i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
+        return (
+            f"has {name}{found[at]} where {name}{wanted[at]} was (keys of an OrderedDict count in "
+            "their order, those of a dict do not)"
+        )
     return " and ".join(said) or "nests the same leaves in other containers"
 
 

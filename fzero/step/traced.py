@@ -230,7 +230,7 @@ class Traced:
             grads, loss, state, aux = self.signature.results(results)
             if not total:
                 total = grads
-                if len(micro) > 1:  # summed in place from here on
+                if len(micro) > 1 and any(self.shared):  # summed in place from here on
                     total = [g.clone() if s else g for g, s in zip(grads, self.shared, strict=True)]
             elif total:
                 torch._foreach_add_(total, grads)

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -386,7 +387,7 @@ class TrainStep:
             trained = [leaf.trainable for leaf in plan.sharding.layout]
             return trained + [True] * (len(local.masters) + len(inner)) + [False] * len(local.state)
 
-        pair = self._apart.shared([x for group in groups for x in group], written)
+        pair = self._apart.shared(list(chain.from_iterable(groups)), written)
         if pair is not None:
             raise _one_memory(plan, local, *pair)
 

@@ -3,6 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 from torch import Tensor, fx
@@ -134,7 +135,7 @@ class UpdateProgram:
             self._follow(local.masters, parts)
         groups = self._groups(trained, local, grads, loss, state)
         found = None
-        flat = [x for group in groups for x in group]
+        flat = list(chain.from_iterable(groups))
         written = sum(map(len, groups[:3]))  # parameters, masters, optimizer state
         first = self._first_written(staged, written)
         before = first.version(flat)

@@ -353,18 +353,17 @@ def test_a_backward_that_raised_after_it_added_to_what_was_left_is_noticed() -> 
             loss.backward()  # the later nodes come first
         handle.remove()
         weights = engine.full_params()
-        try:
-            engine.step()
-        except BackwardError as error:
-            refused.append(str(error))
-            assert repr(first) in str(error)
+        if first in engine._driver.reducer._lost:
+            refused.append(first)
+            with pytest.raises(BackwardError, match=f"incomplete: .*'{first}'"):
+                engine.step()
             with pytest.raises(BackwardError, match="incomplete"):
                 engine.full_grad(first)
             assert all(map(torch.equal, engine.full_params().values(), weights.values()))
             for param in model.parameters():  # one by one, as `module.zero_grad()` does
                 param.grad = None
             engine(torch.ones(1, 3)).sum().backward()
-            engine.step()
+        engine.step()
         now = engine.full_params()
         for name, was in weights.items():
             torch.testing.assert_close(now[name], was - 0.1)
