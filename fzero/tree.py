@@ -168,6 +168,23 @@ def paths(tree: PyTree) -> list[str]:
     return [accessor.codify("") for accessor in optree.tree_accessors(tree)]
 
 
+def leaves_at(spec: Spec, tree: PyTree) -> list[Any] | None:
+    """The leaves of `tree` in the order of those of `spec`; None if they have other paths.
+
+    Trees may have leaves of the same paths in other orders: an `OrderedDict`'s come as its keys
+    stand, and a dict's sorted.
+
+    >>> leaves_at(flatten({"a": 0, "b": 0})[1], OrderedDict(b=2, a=1))
+    [1, 2]
+    """
+    found, own = flatten(tree)
+    if own == spec:
+        return found
+    at = dict(zip(paths(tree), found, strict=True))
+    wanted = paths(unflatten(spec, range(spec.num_leaves)))
+    return [at[path] for path in wanted] if at.keys() == {*wanted} else None
+
+
 def names(tree: PyTree) -> list[str]:
     """One dotted name per leaf, for globs and listings: `blocks.0.weight`.
 

@@ -1,5 +1,6 @@
 """Adafactor: of a matrix of mean squares, the means of its rows and columns are kept alone."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -137,8 +138,12 @@ def adafactor(
         found = summed(shares, ways, "adafactor: rows, columns")
         norms, sums = found[: len(lie)], iter(found[len(lie) :])
 
-        rows, cols = tree.leaves(state.row), tree.leaves(state.col)
-        nus, nu_spec = tree.flatten(state.nu)
+        vectors = [i for i in range(len(lie)) if i not in factored]
+        row_spec, nu_spec = (_some(spec, indices) for indices in (factored, vectors))
+        rows, cols, nus = (
+            leaves_like(some, part, "the optimizer's state")
+            for some, part in ((row_spec, state.row), (row_spec, state.col), (nu_spec, state.nu))
+        )
         factors = zip(factored, rows, cols, strict=True)
         new_rows, new_cols, new_nus, variances = [], [], [], {}
         for i, row, col in factors:
@@ -146,7 +151,6 @@ def adafactor(
             new_rows.append(_mixed(row, next(sums) / max(n, 1), share[i]))
             new_cols.append(_mixed(col, next(sums) / max(m, 1), share[i]))
             variances[i] = _product(new_rows[-1], new_cols[-1], lie[i], _least(least, own[i]))
-        vectors = [i for i in range(len(lie)) if i not in variances]
         for i, nu in zip(vectors, nus, strict=True):
             own_nu = local_tensor(shard_like(nu, leaves[i]))
             variances[i] = _mixed(own_nu, local[i].square(), share[i])
@@ -167,14 +171,21 @@ def adafactor(
             updates[i] = x.to(leaves[i].dtype)
         new = FactoredState(
             step,
-            tree.unflatten(tree.flatten(state.row)[1], new_rows),
-            tree.unflatten(tree.flatten(state.col)[1], new_cols),
+            tree.unflatten(row_spec, new_rows),
+            tree.unflatten(row_spec, new_cols),
             tree.unflatten(nu_spec, like_given(new_nus, [leaves[i] for i in vectors])),
             own_ages,
         )
         return tree.unflatten(spec, like_given(updates, leaves)), new
 
     return Optimizer(init, update, in_place(update), rates=rate_by_step(lr))
+
+
+def _some(spec: tree.Spec, indices: Sequence[int]) -> tree.Spec:
+    """The structure with these leaves alone, and None for the others."""
+    chosen = {*indices}
+    leaves = [i if i in chosen else None for i in range(spec.num_leaves)]
+    return tree.flatten(tree.unflatten(spec, leaves))[1]
 
 
 def _row_sums(g: Tensor, split: Split) -> Tensor:

@@ -10,7 +10,7 @@ from fzero.errors import ConfigError
 from fzero.optim import check
 from fzero.optim.adapt import as_optimizer
 from fzero.optim.base import Optimizer, Params, PyTree
-from fzero.optim.foreach import add_, leaves_like
+from fzero.optim.foreach import add_, leaves_like, ordered_like
 from fzero.optim.inplace import Overwrite, in_place
 from fzero.optim.whole import decided
 
@@ -122,7 +122,7 @@ def masked(inner: Any, mask: PyTree | Callable[[PyTree], PyTree]) -> Optimizer:
         flags = _flags(mask, grads)
         leaves, spec = tree.flatten(grads)
         chosen = _select(grads, flags)
-        shown = None if params is None else _select(params, flags)
+        shown = None if params is None else _select(ordered_like(grads, params), flags)
         updates, inner_state = part.update(chosen, state.inner, shown, **options)
         changed = iter(leaves_like(tree.flatten(chosen)[1], updates, "updates"))
         merged = [next(changed) if flag else leaf for flag, leaf in zip(flags, leaves, strict=True)]
@@ -130,7 +130,7 @@ def masked(inner: Any, mask: PyTree | Callable[[PyTree], PyTree]) -> Optimizer:
 
     @torch.no_grad()
     def apply_(grads: PyTree, state: MaskedState, params: Params, **options: Any) -> MaskedState:
-        flags = _flags(mask, grads)
+        flags, params = _flags(mask, grads), ordered_like(grads, params)
         assert part.apply_ is not None  # as_optimizer has filled it in
         inner_state = part.apply_(
             _select(grads, flags), state.inner, _select(params, flags), **options
@@ -204,6 +204,7 @@ def multi_transform(
         check.state("multi_transform", state, MultiState)
         leaves, spec = tree.flatten(grads)
         merged, new = list(leaves), {}
+        params = None if params is None else ordered_like(grads, params)
         for label, flags in groups(grads).items():
             chosen = _select(grads, flags)
             shown = None if params is None else _select(params, flags)
@@ -217,7 +218,7 @@ def multi_transform(
     @torch.no_grad()
     def apply_(grads: PyTree, state: MultiState, params: Params, **options: Any) -> MultiState:
         check.state("multi_transform", state, MultiState)
-        new = {}
+        new, params = {}, ordered_like(grads, params)
         for label, flags in groups(grads).items():
             apply = parts[label].apply_
             assert apply is not None  # as_optimizer has filled it in
@@ -250,13 +251,16 @@ def _by_leaf(
     found = decided(given, values, what) if callable(given) else given
     try:
         full = tree.map(lambda one, below: tree.map(lambda _: one, below), found, values)
-    except ValueError as error:
+        told = dict(zip(tree.paths(full), tree.leaves(full), strict=True))
+        # a dict says it of an OrderedDict, whose leaves come in another order
+        paths = tree.paths(values)
+        return paths, [told[path] for path in paths]
+    except (ValueError, KeyError) as error:
         name = what.split()[-1]
         raise ConfigError(
             f"{what} has the leaves {tree.paths(found)} and the params {tree.paths(values)}, "
             f"but the {name} must have the structure of the params or a prefix of it."
         ) from error
-    return tree.paths(full), tree.leaves(full)
 
 
 def _select(values: PyTree, flags: list[bool]) -> PyTree:

@@ -124,21 +124,30 @@ def leaves_like(spec: tree.Spec, other: PyTree, what: str) -> list[Tensor]:
         fzero.errors.ShardError: params and gradients differ in structure: params['v'] has no \
 gradient. Pass the params that the gradients and the optimizer's state were made from.
     """
-    found, found_spec = tree.flatten(other)
-    if found_spec != spec:
-        paths = tree.paths(tree.unflatten(spec, range(spec.num_leaves)))
-        others = tree.paths(other)
-        if extra := [path for path in others if path not in set(paths)]:
-            difference = f"{what}{extra[0]} has no gradient"
-        elif missing := [path for path in paths if path not in set(others)]:
-            difference = f"the gradient at {missing[0]} has no partner in {what}"
-        else:
-            return found  # another kind of container with the same keys
-        raise ShardError(
-            f"{what} and gradients differ in structure: {difference}. Pass the params that the "
-            "gradients and the optimizer's state were made from."
-        )
-    return found
+    found = tree.leaves_at(spec, other)
+    if found is not None:
+        return found
+    paths = tree.paths(tree.unflatten(spec, range(spec.num_leaves)))
+    others = tree.paths(other)
+    if extra := [path for path in others if path not in set(paths)]:
+        difference = f"{what}{extra[0]} has no gradient"
+    else:
+        (missing, *_) = (path for path in paths if path not in set(others))
+        difference = f"the gradient at {missing} has no partner in {what}"
+    raise ShardError(
+        f"{what} and gradients differ in structure: {difference}. Pass the params that the "
+        "gradients and the optimizer's state were made from."
+    )
+
+
+def ordered_like(grads: PyTree, params: PyTree) -> PyTree:
+    """The params in the structure of the gradients, so that leaves of both come in one order.
+
+    Raises:
+        ShardError: they have leaves at other paths.
+    """
+    spec = tree.flatten(grads)[1]
+    return tree.unflatten(spec, leaves_like(spec, params, "params"))
 
 
 def cast_like(leaves: Leaves, like: Leaves) -> list[Tensor]:

@@ -75,8 +75,8 @@ class Overwrite:
 
     def __init__(self, old: PyTree, new: PyTree, keep: list[Tensor] | None = None):
         self._old, self._spec = tree.flatten(old)
-        values, spec = tree.flatten(new)
-        if spec != self._spec:
+        values = tree.leaves_at(self._spec, new)
+        if values is None:
             raise ConfigError(
                 "the optimizer's update changed the structure of its state, from "
                 f"{tree.paths(old)} to {tree.paths(new)}. A state keeps its structure: make every "

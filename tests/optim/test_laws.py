@@ -1,5 +1,7 @@
 """What is true of every optimizer: pure, in place the same, shard by shard the same, staged out."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -174,3 +176,53 @@ def _halves(which: int):
 
 def _unflat(spec, leaves):
     return tree.unflatten(spec, clone(leaves))
+
+
+REORDERED = OPTIMIZERS | {
+    "adafactor": lambda: optim.adafactor(0.1),
+    "lamb": lambda: optim.lamb(0.1),
+    "muon": lambda: optim.muon(0.1),
+    "masked": lambda: optim.masked(optim.adamw(0.1), {"a": True, "b": False, "c": True}),
+    "multi_transform": lambda: optim.multi_transform(
+        {"x": optim.adamw(0.1), "y": optim.sgd(0.1, momentum=0.9)}, {"a": "x", "b": "y", "c": "x"}
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ["update", "apply_"])
+@pytest.mark.parametrize("name", REORDERED)
+def test_a_leaf_has_its_own_gradient_and_state_in_whichever_order_dicts_have_them(name, method):
+    """Leaves of an `OrderedDict` come as its keys stand, those of a dict sorted."""
+    shapes = {"c": (4, 4), "a": (4, 4), "b": (4,)} if name == "adafactor" else dict.fromkeys("cab")
+    torch.manual_seed(0)
+    values, *rows = (
+        {key: torch.randn(shape or (4, 4)) for key, shape in shapes.items()} for _ in range(4)
+    )
+
+    def trained(*kinds):
+        opt, params = REORDERED[name](), OrderedDict((k, values[k].clone()) for k in "cab")
+        state = opt.init(params)
+        for (kind, keys), row in zip(kinds, rows, strict=True):
+            grads = kind((key, row[key].clone()) for key in keys)
+            if method == "update":
+                updates, state = opt.update(grads, state, params)
+                params = OrderedDict((key, params[key] + updates[key]) for key in "cab")
+            else:
+                state = opt.apply_(grads, state, params)
+        return [params[key] for key in "abc"]
+
+    wanted = trained(*[(OrderedDict, "cab")] * 3)
+    found = trained((OrderedDict, "abc"), (dict, "bca"), (OrderedDict, "bac"))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_a_dict_of_labels_means_the_leaves_of_an_ordered_dict_by_their_keys():
+    params = OrderedDict((key, torch.ones(2)) for key in "cab")
+    flags = {"a": True, "b": False, "c": False}
+    opt = optim.masked(optim.sgd(0.5), flags)
+    (updates, _), labels = opt.update(params, opt.init(params), params), {}
+    assert {key: float(x[0]) for key, x in updates.items()} == {"a": -0.5, "b": 1.0, "c": 1.0}
+    labels = {key: "slow" if flag else "fast" for key, flag in flags.items()}
+    opt = optim.multi_transform({"slow": optim.sgd(0.5), "fast": optim.sgd(2.0)}, labels)
+    opt.apply_(clone(params), opt.init(params), params)
+    assert {key: float(x[0]) for key, x in params.items()} == {"a": 0.5, "b": -1.0, "c": -1.0}
