@@ -11,6 +11,7 @@ from typing import Any
 
 import optree
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 PyTree = Any
 Spec = optree.PyTreeSpec
@@ -183,6 +184,22 @@ def leaves_at(spec: Spec, tree: PyTree) -> list[Any] | None:
     at = dict(zip(paths(tree), found, strict=True))
     wanted = paths(unflatten(spec, range(spec.num_leaves)))
     return [at[path] for path in wanted] if at.keys() == {*wanted} else None
+
+
+def is_node_of_torch(x: Any) -> bool:
+    """Whether a value is a tree in `torch.utils._pytree`, which optree does not ask."""
+    return type(x) in pytree.SUPPORTED_NODES
+
+
+def absent(tree: PyTree) -> list[str]:
+    """The paths at which a tree has None: frozen leaves, or others' in a part of a tree.
+
+    >>> absent({"w": [1, None], "b": None})
+    ["['b']", "['w'][1]"]
+    """
+    found = optree.tree_leaves(tree, none_is_leaf=True)
+    places = optree.tree_accessors(tree, none_is_leaf=True)
+    return [at.codify("") for at, x in zip(places, found, strict=True) if x is None]
 
 
 def names(tree: PyTree) -> list[str]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fzero import tree
 from fzero.distributed.dtensor import shard_like, whole_tensor
 from fzero.errors import ConfigError, first_line, shown
+from fzero.inference import makes_normal
 from fzero.optim.base import GlobalNorm, Optimizer, Params, PyTree, UpdateFn
 from fzero.optim.clip import tree_global_norm
 from fzero.optim.foreach import leaves_like
@@ -58,7 +59,7 @@ def as_optimizer(obj: Any) -> Optimizer:
     missing = [name for name in ("init", "update") if not callable(getattr(obj, name, None))]
     if missing or isinstance(obj, type):
         raise ConfigError(_complaint(obj, missing))
-    init, update = obj.init, obj.update
+    init, update = _told_of_absent(obj.init), _told_of_absent(obj.update)
     if type(obj).__module__.partition(".")[0] == "optax":
         init, update = _on_tensors(init), _on_tensors(update)
     update = _adapted(update)
@@ -87,7 +88,29 @@ def _on_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def _told_of_absent(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of others that loops over leaves, and may meet None where one is absent."""
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except (AttributeError, TypeError) as error:
+            if args and (paths := tree.absent(args[0])):
+                more = f" and at {len(paths) - 2} more places" if len(paths) > 2 else ""
+                error.add_note(
+                    f"The optimizer was given None at {', '.join(paths[:2])}{more}: leaves that "
+                    "are not its own (Config(frozen=...), masked, multi_transform) are None in "
+                    "their place, in params, gradients and updates. Pass over them (if x is not "
+                    "None), or use a tree map, which does: fzero.tree_map."
+                )
+            raise
+
+    return called
+
+
 def _own_memory(init: Callable[[Params], PyTree]) -> Callable[[Params], PyTree]:
+    @makes_normal
     def apart(params: Params) -> PyTree:
         # A state that starts as the params themselves must not change with them.
         shared = {id(leaf) for leaf in tree.leaves(params)}

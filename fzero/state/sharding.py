@@ -31,6 +31,7 @@ from fzero.functional.owners import (
     noted_like,
     owners_of,
 )
+from fzero.inference import makes_normal
 from fzero.layout import Home, Layout, LeafLayout, plan_layout
 from fzero.layout.flats import are_many_and_small, plan_flats
 from fzero.numerics.precision import Precision
@@ -243,6 +244,7 @@ def _autocast(leaf: LeafLayout, owners: Owners, path: str, dtypes: Precision) ->
     return replace(leaf, compute=low, reduce=low or leaf.reduce)
 
 
+@makes_normal
 def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
     """Full leaves as DTensors that are split over `cfg.mesh`; every rank must call it.
 
@@ -399,8 +401,18 @@ def _remedy(leaf: Any) -> str:
         )
     if isinstance(leaf, Iterator):
         return "Pass a tree, which can be read again: dict(module.named_parameters()), or a list."
+    name = type(leaf).__name__
+    if tree.is_node_of_torch(leaf):
+        how = (
+            f"optree.dataclasses.register_node({name}, namespace='')"
+            if dataclasses.is_dataclass(leaf)
+            else f"optree.register_pytree_node({name}, flatten, unflatten, namespace='')"
+        )
+        return (
+            f"{name} is registered with torch.utils._pytree, and trees here are optree's, which "
+            f"asks no other registry: say, beside that, {how}."
+        )
     if dataclasses.is_dataclass(leaf):
-        name = type(leaf).__name__
         return (
             f"A dataclass is a tree once it is registered, after its class: "
             f"optree.dataclasses.register_node({name}, namespace=''). Then each field is a subtree."

@@ -272,3 +272,45 @@ def test_its_state_comes_back_from_a_checkpoint(tmp_path: Any) -> None:
     loaded = fzero.checkpoint.load(str(tmp_path), *fresh)
     assert loaded[1].inner["count"] == 1
     assert torch.equal(fzero.unshard(loaded[1].inner["m"]["w"]), torch.full((3,), 1.5))
+
+
+class Loop:
+    """Loops over leaves, and knows of none that are absent."""
+
+    def __init__(self, breaks: str) -> None:
+        self.breaks = breaks
+
+    def init(self, params: Any) -> Any:
+        return {k: v.shape for k, v in params.items()} and () if self.breaks == "init" else ()
+
+    def update(self, grads: Any, state: Any, params: Any = None) -> Any:
+        return {k: -0.1 * v for k, v in grads.items()}, state
+
+
+@pytest.mark.parametrize("breaks", ["init", "update"])
+@pytest.mark.parametrize("how", ["frozen", "multi_transform"])
+def test_one_that_meets_none_is_told_what_it_stands_for(breaks: str, how: str) -> None:
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        return (params["a"] * x).sum() + (params["b"] * x).sum()
+
+    opt: Any = Loop(breaks)
+    if how == "multi_transform":
+        opt = optim.multi_transform({"l": opt, "s": optim.sgd(0.1)}, {"a": "s", "b": "l"})
+    cfg = Config(frozen=("a",) if how == "frozen" else ())
+    step_fn = fzero.make_train_step(model_fn, opt, cfg)
+    with pytest.raises((AttributeError, TypeError)) as error:
+        step_fn(*step_fn.init({"a": torch.ones(2), "b": torch.ones(2)}), torch.ones(2))
+    (note,) = error.value.__notes__
+    assert "None at ['a']" in note
+    assert "fzero.tree_map" in note
+
+
+def test_an_error_of_its_own_has_no_note() -> None:
+    class Wrong(Loop):
+        def update(self, grads: Any, state: Any, params: Any = None) -> Any:
+            return state.missing
+
+    step_fn = fzero.make_train_step(lambda p, x: (p["a"] * x).sum(), Wrong("update"))
+    with pytest.raises(AttributeError, match="missing") as error:
+        step_fn(*step_fn.init({"a": torch.ones(2)}), torch.ones(2))
+    assert not getattr(error.value, "__notes__", [])

@@ -1,5 +1,6 @@
 """`unshard(shard(x)) == x` on real ranks, for any tree of any leaves."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils import _pytree as pytree
 
 import fzero
 from fzero import Config, tree
 from fzero.distributed.ragged import RaggedDTensor, is_supported
+from fzero.errors import ShardError
 from fzero.state.sharding import lies_flat
 from tests.layout.test_layout import leaves
 from tests.ranks import run_ranks
@@ -271,3 +274,24 @@ def _goes_on_replicated() -> list[float]:
 def test_the_state_of_a_foreign_optimizer_lies_as_that_likes() -> None:
     for one, other in run_ranks(2, _goes_on_replicated):
         assert one == other
+
+
+@dataclasses.dataclass
+class Fields:
+    w: torch.Tensor
+
+
+class Holder:
+    def __init__(self, w: torch.Tensor) -> None:
+        self.w = w
+
+
+pytree.register_dataclass(Fields)
+pytree.register_pytree_node(Holder, lambda x: ([x.w], None), lambda leaves, _: Holder(*leaves))
+
+
+@pytest.mark.parametrize("kind", [Fields, Holder])
+def test_what_only_torchs_registry_knows_is_refused_as_such(kind: Any) -> None:
+    with pytest.raises(ShardError, match=r"registered with torch\.utils\._pytree.*optree\.") as e:
+        fzero.shard({"a": kind(torch.ones(2))})
+    assert "register_node(Fields" in str(e.value) or "register_pytree_node(Holder" in str(e.value)
