@@ -27,6 +27,7 @@ from fzero.eager.owned import grad_of_owned, refuse_accumulate_hook
 from fzero.errors import FzeroError
 from fzero.functional.tasks import runs_own_node
 from fzero.functional.uncompiled import uncompiled
+from fzero.inference import outside_inference
 from fzero.layout import LeafLayout
 
 Geometry = tuple[torch.Size, tuple[int, ...], int]  # sizes, strides and offset
@@ -395,15 +396,3 @@ def _view(x: LazyParameter, func: Callable[..., Any], rest: tuple[Any, ...], kwa
         if type(known) is Viewed:
             return known.lazy(x)
         return pytree.tree_map_only(Viewed, lambda viewed: viewed.lazy(x), known)
-
-
-def outside_inference() -> contextlib.AbstractContextManager[Any]:
-    """Tensors made in it are ordinary ones, also under `torch.inference_mode()`."""
-    inside = torch.is_inference_mode_enabled()
-    return torch.inference_mode(False) if inside else contextlib.nullcontext()
-
-
-def with_versions(x: Tensor) -> Tensor:
-    """The same values, in a tensor that autograd takes, also if `x` is an inference tensor."""
-    with outside_inference():
-        return x.clone() if x.is_inference() else x

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.distributed.transport import Handle, Transport
-from fzero.eager.lazy import outside_inference
+from fzero.inference import outside_inference
 from fzero.layout import LeafLayout, Together
 from fzero.layout.modules import modules_around
 

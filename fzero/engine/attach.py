@@ -31,8 +31,10 @@ from fzero.engine.autograd import AccumulateHooks
 from fzero.engine.grouping import Grouping
 from fzero.engine.outputs import tensors_in
 from fzero.errors import ConfigError, ShardError
+from fzero.functional.memory import why_unwritable
 from fzero.functional.plain import check_plain, foreign_accumulate_hooks
 from fzero.functional.slots import ParameterSlots
+from fzero.inference import counts_versions
 from fzero.layout import LeafLayout
 from fzero.optim.base import Optimizer
 
@@ -99,8 +101,8 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
 
     Raises:
         ConfigError: it is no module.
-        ShardError: a parameter has no values, or has an engine; it is no plain tensor; it has a
-            hook that would find no gradient.
+        ShardError: a parameter has no values, or has an engine; it is no plain tensor, or one of
+            `torch.inference_mode()`; it has a hook that would find no gradient.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -120,6 +122,12 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
                 "forward)."
             )
         check_plain(name, param)
+        if not counts_versions(param):
+            raise ShardError(
+                f"the parameter {name!r} was made under torch.inference_mode(), outside of which "
+                "torch can't train it, or write over it. Build the module outside of it, or take "
+                "copy.deepcopy(module) there, which has normal parameters."
+            )
         if foreign_accumulate_hooks(param):
             raise ShardError(
                 f"the parameter {name!r} has a hook of register_post_accumulate_grad_hook. An "
@@ -150,8 +158,16 @@ def take_the_first_ranks(model: nn.Module, cfg: Config) -> None:
 
     Raises:
         RankMismatchError: ranks have tensors of other names, shapes or dtypes.
+        ShardError: one can't be written over.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, x in tensors:
+        if why := why_unwritable(x):
+            raise ShardError(
+                f"Engine(broadcast=True) writes the first rank's values over {name!r}, which "
+                f"{why}. Give it normal memory of its own, outside of torch.inference_mode(): "
+                ".clone()."
+            )
     mesh = resolve_mesh(cfg.mesh, tensors[0][1].device.type)
     if mesh.world_size == 1 or is_simulated(mesh):
         return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.errors import ShardError
+from fzero.functional.memory import overlaps_itself, why_unwritable
 from fzero.state import model_state
 from fzero.tree import PyTree
 
@@ -47,7 +48,7 @@ class Buffers:
         into it.
         """
         found = {name: x.detach() for name, x in self.module.named_buffers()}
-        return {name: x.clone() if _overlaps(x) else x for name, x in found.items()}
+        return {name: x.clone() if overlaps_itself(x) else x for name, x in found.items()}
 
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Make these the values of the buffers; see `check`."""
@@ -130,16 +131,10 @@ class Buffers:
         table = self.module.get_submodule(path)._buffers
         old = table[key]
         assert old is not None
-        if _overlaps(old) or old.is_inference():
-            # elements that share memory can't be written one by one, nor can what an evaluation
-            # under torch.inference_mode() has put there, outside of it
+        if why_unwritable(old):  # made by expand, or by an evaluation under inference_mode
             table[key] = value.detach().to(old.device, copy=True)
         else:
             old.detach().copy_(value)
-
-
-def _overlaps(x: Tensor) -> bool:
-    return any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -25,6 +25,7 @@ from fzero.engine.names import Names
 from fzero.engine.parts import build_parts
 from fzero.engine.release import Former, Released, release
 from fzero.errors import BackwardError, ConfigError, FzeroError, ShardError, arguments_by_name
+from fzero.inference import makes_normal
 from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
 from fzero.state.builder import Recording
@@ -68,7 +69,8 @@ class Engine:
 
     Raises:
         ConfigError: a combination that there isn't.
-        ShardError: the module has no values yet (`meta`, lazy modules), or has an engine already.
+        ShardError: the module has no values yet (`meta`, lazy modules), has an engine already, or
+            was built under `torch.inference_mode()`.
         RankMismatchError: ranks differ in config, names, shapes, dtypes or values.
 
     Examples:
@@ -84,6 +86,7 @@ class Engine:
         1
     """
 
+    @makes_normal
     @arguments_by_name
     def __init__(
         self,
@@ -491,6 +494,7 @@ class Engine:
         """
         return module_state.load(self._driver, self._parts, self._slots, state_dict, strict=strict)
 
+    @makes_normal
     def release(self) -> nn.Module:
         """Give the module back as plain PyTorch; the engine is over.
 

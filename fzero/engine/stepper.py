@@ -11,6 +11,7 @@ from fzero import tree
 from fzero.engine.buffers import Buffers
 from fzero.engine.frozen import Subset, subset
 from fzero.errors import ConfigError, FzeroError, ShardError
+from fzero.inference import makes_normal
 from fzero.layout import LeafLayout
 from fzero.numerics.loss_scale import LossScaleState, Watch, at_minimum, exhausted
 from fzero.optim.compose import MultiState
@@ -63,6 +64,7 @@ class Stepper:
         self.train(tuple(plan.sharding.layout))
         self.watch = Watch()
 
+    @makes_normal
     def train(self, leaves: tuple[LeafLayout, ...]) -> None:
         """From now on update what is trainable of these; see [Note: frozen between steps]."""
         if leaves != tuple(self.plan.sharding.layout):
@@ -82,6 +84,7 @@ class Stepper:
             self.opt_state = self.opt_state._replace(inner=inner)
             self._subsets.clear()  # made for a state without
 
+    @makes_normal
     def update(self, grads: list[Tensor], losses: Sequence[Tensor]) -> None:
         """One step.
 
@@ -315,6 +318,7 @@ class Stepper:
         """
         refuse_interrupted(self.opt_state)
 
+    @makes_normal
     def write(self, params: PyTree, opt_state: OptState) -> None:
         """Copy these values into the tensors that are there.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fzero.engine.stepper import Stepper
 from fzero.errors import FzeroError
+from fzero.inference import makes_normal
 from fzero.layout import LeafLayout
 
 
@@ -47,6 +48,8 @@ class Writes:
         Raises:
             FzeroError: one was replaced, renamed or taken away, or came after the engine was made.
         """
+        if not self.lazy and any(map(Tensor.is_inference, self.params.values())):
+            self._leave_inference()
         now = self._slots()
         same = len(now) == len(self.slots) and all(map(operator.is_, now, self.slots))
         if same and list(map(type, self.params.values())) == self.kinds:
@@ -159,6 +162,12 @@ class Writes:
                 )
         self.take()
 
+    def _leave_inference(self) -> None:
+        """An average that was made under inference_mode may have come by `p.data = x`."""
+        if not torch.is_inference_mode_enabled():  # where an evaluation may read it
+            self.take()
+
+    @makes_normal
     def take(self) -> None:
         """What `p.data = x` has put in a parameter's place is trained from now on.
 

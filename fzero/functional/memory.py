@@ -1,4 +1,6 @@
-"""Each parameter has memory of its own: what two names see in one place is one parameter.
+"""Each parameter has memory of its own, which can be written over.
+
+What two names see in one place is one parameter.
 
 Where two parameters have elements in common, or a parameter and a buffer or an attribute, an update
 in place of one also changes the other. That is lost on shards, which are cut apart, and in a pure
@@ -70,34 +72,85 @@ def overlapping(tensors: Sequence[Tensor], matters: Sequence[bool]) -> Iterator[
 
 
 class Apart:
-    """Finds leaves that are written over and lie in the memory of others, call by call.
+    """Finds what can't be written over leaf by leaf, call by call: see `why_unwritable`; and leaves
+    that lie in the memory of others.
 
     Examples:
         >>> x, apart = torch.zeros(5), Apart()
-        >>> apart.shared([x[:3], x[3:]], lambda: [True, True])
-        >>> apart.shared([x, x[3:]], lambda: [True, False])
-        (0, 1)
+        >>> apart.fault([x[:3], x[3:]], ["a", "b"].__getitem__, lambda: [True, True])
+        >>> apart.fault([x, x[3:]], ["a", "b"].__getitem__, lambda: [True, False])
+        'a and b lie in the same memory'
     """
 
     def __init__(self) -> None:
         self._seen: list[weakref.ref[Tensor]] = []
 
-    def shared(
-        self, tensors: Sequence[Tensor], written: Callable[[], Sequence[bool]]
-    ) -> tuple[int, int] | None:
-        """The numbers of two tensors that share an element, of which one is written; or None.
+    def fault(
+        self,
+        tensors: Sequence[Tensor],
+        name: Callable[[int], str],
+        written: Callable[[], Sequence[bool]],
+    ) -> str | None:
+        """The first leaf that can't be written over, and why; None if all can.
 
         Args:
-            tensors: plain ones.
-            written: tells which are; asked where they are not those of the last call.
+            tensors: plain ones, or what stands for them where these can be written over.
+            name: of one, by its number.
+            written: tells which are written over; asked where they are not those of the last call.
         """
         # a loop hands in again what it got; without a line of Python for each
         if len(self._seen) == len(tensors) and all(map(is_, map(call, self._seen), tensors)):
             return None
-        found = next(overlapping(tensors, written()), None)
-        if found is None:
+        flags = written()
+        for i, x in enumerate(tensors):
+            if flags[i] and (why := why_unwritable(x)):
+                return f"{name(i)} {why}"
+        if (pair := next(overlapping(tensors, flags), None)) is not None:
+            return f"{name(pair[0])} and {name(pair[1])} lie in the same memory"
+        if not torch.is_inference_mode_enabled():  # which allows more than holds after it
             self._seen = list(map(weakref.ref, tensors))
-        return found
+        return None
+
+
+def why_unwritable(x: Tensor) -> str | None:
+    """Why torch refuses to write over this tensor here, as words after its name; None if it can.
+
+    Examples:
+        >>> why_unwritable(torch.zeros(3))
+        >>> why_unwritable(torch.zeros(1).expand(3))
+        'has elements that are one number in memory, as expand() makes them'
+        >>> with torch.inference_mode():
+        ...     x = torch.zeros(3)
+        >>> why_unwritable(x)
+        "was made under torch.inference_mode(), outside of which torch can't write over it"
+    """
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made under torch.inference_mode(), outside of which torch can't write over it"
+    if overlaps_itself(x):
+        return "has elements that are one number in memory, as expand() makes them"
+    return None
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether two elements of a tensor are one in memory.
+
+    Examples:
+        >>> x = torch.zeros(6)
+        >>> overlaps_itself(x.view(2, 3).T), overlaps_itself(x.as_strided((2, 3), (1, 2)))
+        (False, False)
+        >>> overlaps_itself(x[:1].expand(3)), overlaps_itself(x.unfold(0, 3, 1))
+        (True, True)
+    """
+    if storage_of(x) is None or x.is_contiguous():
+        return False
+    end = 1  # elements that the dims so far reach over
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride < end:  # it may still step between them
+                # the tensor may be a fake one, and its mode in force
+                return not stride or apart(lambda: len(_places(x).unique()) < x.numel())
+            end += stride * (size - 1)
+    return False
 
 
 def storage_of(x: Tensor) -> int | None:
@@ -137,14 +190,15 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         return True
 
     def look() -> bool:
-        low = min(a.storage_offset(), b.storage_offset())
-        end = max(extent(a)[1], extent(b)[1]) // a.element_size()
-        marks = torch.zeros(end - low, dtype=torch.bool)
-        at = [marks.as_strided(x.shape, x.stride(), x.storage_offset() - low) for x in (a, b)]
-        at[0].fill_(True)
-        return bool(at[1].any())
+        return bool(torch.isin(_places(a), _places(b)).any())
 
     return apart(look)  # the tensors may be fake ones, and their mode in force
+
+
+def _places(x: Tensor) -> Tensor:
+    """Where in its storage each element of a tensor is; in one dim."""
+    start, end = (at // x.element_size() for at in extent(x))
+    return torch.arange(start, end).as_strided(x.shape, x.stride(), 0).flatten()
 
 
 def _shared(kind: str, name: str, other_kind: str, other: str) -> ShardError:

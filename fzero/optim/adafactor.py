@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from fzero import tree
 from fzero.distributed.dtensor import local_tensor, shard_like
 from fzero.errors import ConfigError, arguments_by_name
+from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.counts import increased
@@ -93,6 +94,7 @@ def adafactor(
     least, floor = eps
     check.non_negative("adafactor", **{"eps[0]": least or 0.0, "eps[1]": floor})
 
+    @makes_normal
     def init(params: Params) -> FactoredState:
         leaves, spec = tree.flatten(params)
         lie = splits(params, "adafactor")

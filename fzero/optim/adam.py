@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.errors import arguments_by_name
+from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.counts import counts_of, increased
@@ -86,6 +87,7 @@ def scale_by_adam(
     check.fraction("scale_by_adam", b2=b2)
     check.positive("scale_by_adam", eps=eps)
 
+    @makes_normal
     def init(params: Params) -> AdamState:
         largest = zeros_like(params) if amsgrad else None
         return AdamState(zero_step(params), zeros_like(params), zeros_like(params), largest)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
+from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree
 from fzero.optim.counts import NEVER, increased
@@ -61,6 +62,7 @@ def ema(decay: float, debias: bool = True) -> Optimizer:
     """
     check.fraction("ema", decay=decay)
 
+    @makes_normal
     def init(params: Params) -> EmaState:
         counts = None if debias else NEVER
         return EmaState(zero_step(params), zeros_like(params), counts)

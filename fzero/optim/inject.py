@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import ConfigError
+from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.adapt import as_optimizer
 from fzero.optim.base import Optimizer, Params, PyTree, Schedule
@@ -108,6 +109,7 @@ def inject_hyperparams(
             now = {name: _value(fn, state.step) for name, fn in schedules.items()}
             return {name: now.get(name, x) for name, x in state.hyperparams.items()}
 
+        @makes_normal
         def init(params: Params) -> InjectState:
             step = zero_step(params)
             values = {

@@ -9,6 +9,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import ConfigError, arguments_by_name
+from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.adam import AdamState, scale_by_adam
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
@@ -126,6 +127,7 @@ def lamb(
     check.decay("lamb", weight_decay)
     moments = scale_by_adam(b1, b2, eps)
 
+    @makes_normal
     def init(params: Params) -> AdamState:
         splits(params, "lamb")  # refuses what has no norm
         return moments.init(params)

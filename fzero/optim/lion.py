@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.errors import arguments_by_name
+from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.foreach import (
@@ -62,6 +63,7 @@ def scale_by_lion(b1: float | Tensor = 0.9, b2: float = 0.99) -> Optimizer:
     check.decay_rate("scale_by_lion", b1=b1)
     check.fraction("scale_by_lion", b2=b2)
 
+    @makes_normal
     def init(params: Params) -> LionState:
         return LionState(zero_step(params), zeros_like(params))
 

@@ -18,6 +18,7 @@ from fzero.distributed.collectives import all_gather, exchange
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Axis
 from fzero.errors import ConfigError, arguments_by_name
+from fzero.inference import makes_normal
 from fzero.layout import LeafLayout
 from fzero.optim import check
 from fzero.optim.adam import adamw
@@ -108,6 +109,7 @@ def scale_by_muon(
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"{where}: dtype={dtype}, but it must be a floating dtype, or None.")
 
+    @makes_normal
     def init(params: Params) -> MuonState:
         _check_matrices(splits(params, where), where)
         return MuonState(zero_step(params), zeros_like(params))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.errors import ConfigError, arguments_by_name
+from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.counts import NEVER, counts_of, increased
@@ -78,6 +79,7 @@ def trace(decay: float | Tensor, nesterov: bool = False, dampening: float = 0.0)
     check.non_negative("trace", dampening=dampening)
     _check_nesterov("trace", nesterov, "decay", decay, dampening)
 
+    @makes_normal
     def init(params: Params) -> TraceState:
         return TraceState(zero_step(params), zeros_like(params), None if dampening else NEVER)
 
@@ -149,6 +151,7 @@ def sgd(
     accumulate = trace(momentum, nesterov, dampening)
     moving = isinstance(momentum, Tensor) or momentum != 0
 
+    @makes_normal
     def init(params: Params) -> TraceState:
         if moving:
             return accumulate.init(params)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.errors import ConfigError
+from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree, Rate, rate_at, rate_by_step
 from fzero.optim.foreach import by_group, cast_like, leaves_like, scaled, zero_step
@@ -82,6 +83,7 @@ def scale_by_learning_rate(lr: Rate) -> Optimizer:
     ) -> tuple[PyTree, ScheduleState]:
         return scale_tree(grads, -rate_at(lr, state.step)), ScheduleState(state.step + 1)
 
+    @makes_normal
     def init(params: Params) -> ScheduleState:
         return ScheduleState(zero_step(params))
 

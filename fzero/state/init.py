@@ -13,8 +13,9 @@ from fzero.distributed.agree import agree
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.errors import ConfigError, users_line
-from fzero.functional.memory import overlapping
+from fzero.functional.memory import overlapping, why_unwritable
 from fzero.functional.owners import is_untrained, keeps_dtype, noted_like, owners_of
+from fzero.inference import makes_normal
 from fzero.layout.modules import check_together
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
@@ -29,6 +30,7 @@ from fzero.state.sharding import check_tensors, plan_sharding, refuse_shards
 from fzero.tree import PyTree
 
 
+@makes_normal
 def start(
     cfg: Config,
     opt: Optimizer,
@@ -137,8 +139,7 @@ def _apart(inner: PyTree, held: Sequence[Tensor]) -> PyTree:
     leaves, spec = tree.flatten(inner)
     every = [local_tensor(x) if isinstance(x, Tensor) else torch.empty(0) for x in (*held, *leaves)]
     twice = {j - len(held) for _, j in overlapping(every, [True] * len(every))}
-    # elements that share memory with each other can't be written over either
-    twice |= {i for i, x in enumerate(every[len(held) :]) if x.numel() and 0 in x.stride()}
+    twice |= {i for i, x in enumerate(every[len(held) :]) if why_unwritable(x)}
     return tree.unflatten(spec, [copied(x) if i in twice else x for i, x in enumerate(leaves)])
 
 

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -175,19 +176,22 @@ class Plan:
             return Leaves(self.sharding.spec, found)
         return Leaves(self.sharding.spec, found, self.axes.shard, self.mesh.device_type)
 
-    @functools.cached_property
+    @property
     def inner_spec(self) -> tree.Spec | None:
         """Structure of the optimizer's state; None for one that knows nothing of shards."""
-        if self.opt.foreign:
-            return None
-        rank = self.mesh.shard_rank
-        shapes = [
-            leaf.shard_shape(rank) if self.splits_state else leaf.shape for leaf in self.trained
-        ]
-        pairs = zip(shapes, self.trained, strict=True)
+        return None if self.opt.foreign else self._inner[1]
+
+    @functools.cached_property
+    def _inner(self) -> tuple[list[Any], tree.Spec]:
+        """Shapes of this rank's leaves of the optimizer's state, None of no tensor; and its spec.
+
+        Of one that knows of shards.
+        """
+        pairs = zip(self._parts, self.trained, strict=True)
         empty = [torch.empty(shape, dtype=leaf.dtype, device="meta") for shape, leaf in pairs]
         with whole_leaves(self.whole):
-            return tree.flatten(self.opt.init(self.trained_tree(empty)))[1]
+            leaves, spec = tree.flatten(self.opt.init(self.trained_tree(empty)))
+        return [getattr(x, "shape", None) for x in leaves], spec
 
     @functools.cached_property
     def known_params(self) -> tree.Known:
@@ -199,8 +203,24 @@ class Plan:
         """What the optimizer's state looks like, if that is known."""
         return None if self.inner_spec is None else tree.Known(self.inner_spec)
 
-    def check_inner(self, spec: tree.Spec) -> None:
-        """Raise a ShardError if the optimizer keeps a state of another structure than `spec`."""
+    def check_state(self, spec: tree.Spec, inner: Sequence[Any], masters: Sequence[Tensor]) -> None:
+        """Raise a ShardError unless the optimizer keeps such a state, and masters lie so.
+
+        Args:
+            spec: structure of its state.
+            inner: this rank's leaves of it.
+            masters: this rank's, or none.
+        """
+        self._check_structure(spec)
+        parts = self._parts
+        if masters and not _have_shapes(masters, parts):
+            paths = tree.paths(self.trained_tree(range(len(parts))))
+            _refuse_shapes("opt_state.master", masters, parts, paths)
+        if self.opt.foreign or _have_shapes(inner, wanted := self._inner[0]):
+            return
+        _refuse_shapes("opt_state.inner", inner, wanted, _paths(spec))
+
+    def _check_structure(self, spec: tree.Spec) -> None:
         if self.inner_spec not in (None, spec):
             if self.inner_spec == _without_counts(spec):
                 raise ShardError(
@@ -276,6 +296,14 @@ class Plan:
                     )
 
     @functools.cached_property
+    def _parts(self) -> list[tuple[int, ...]]:
+        """Shape of this rank's part of each trained leaf, as an update works on it."""
+        rank = self.mesh.shard_rank
+        return [
+            leaf.shard_shape(rank) if self.splits_state else leaf.shape for leaf in self.trained
+        ]
+
+    @functools.cached_property
     def _wanted(self) -> tuple[list[type], list[tuple[int, ...]], list[torch.dtype]]:
         """Of each leaf whether it is a DTensor or plain, this rank's shape, and its dtype.
 
@@ -288,6 +316,31 @@ class Plan:
             [leaf.shape if dtensor is None else leaf.shard_shape(rank) for leaf, dtensor in pairs],
             [leaf.dtype for leaf in layout],
         )
+
+
+def _have_shapes(leaves: Sequence[Any], shapes: Sequence[Any]) -> bool:
+    # what is no tensor is refused elsewhere; without a line of Python for each
+    found = map(getattr, leaves, repeat("shape"), repeat(None))
+    return len(leaves) == len(shapes) and all(map(eq, found, shapes))
+
+
+def _refuse_shapes(
+    what: str, leaves: Sequence[Any], shapes: Sequence[Any], paths: Sequence[str]
+) -> None:
+    remedy = (
+        "Each leaf lies on the ranks as step_fn.init laid it: what is made of full tensors goes "
+        "through there, or into the tensors that are there (leaf.copy_, of a DTensor too)."
+    )
+    if len(leaves) != len(shapes):
+        raise ShardError(
+            f"{what} has {len(leaves)} leaves, and {len(shapes)} parameters are trained. {remedy}"
+        )
+    for x, shape, path in zip(leaves, shapes, paths, strict=True):
+        if isinstance(x, Tensor) and x.shape != shape:
+            wanted = "no tensor" if shape is None else tuple(shape)
+            raise ShardError(
+                f"{what}{path} is {tuple(x.shape)} on this rank, and must be {wanted}. {remedy}"
+            )
 
 
 def _without_counts(spec: tree.Spec) -> tree.Spec:

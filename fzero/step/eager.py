@@ -23,7 +23,7 @@ from fzero.distributed.journal import EAGER, Journal
 from fzero.distributed.transport import Transport
 from fzero.eager.arrivals import Arrivals
 from fzero.eager.gathered import Gathered
-from fzero.eager.lazy import GivenLeaf, changed_in_place, outside_inference, with_versions
+from fzero.eager.lazy import GivenLeaf, changed_in_place
 from fzero.errors import FzeroError, users_line
 from fzero.functional.differentiate import accumulated, added, differentiated, differentiating
 from fzero.functional.draws import Watch
@@ -31,6 +31,7 @@ from fzero.functional.functionalize import calls_noted
 from fzero.functional.leftovers import Leftover, leftovers
 from fzero.functional.tasks import check_tasks
 from fzero.functional.torch_checkpoint import check_checkpoints, recomputing
+from fzero.inference import outside_inference, with_versions
 from fzero.layout import LeafLayout
 from fzero.numerics.casts import widened
 from fzero.numerics.rng import mix
@@ -152,6 +153,7 @@ class Eager:
         plan, cfg = self.plan, self.plan.cfg
         inputs, spec = take_apart(batch)
         inputs = [with_versions(x) for x in inputs]
+        leaves = [with_versions(x) for x in leaves]
         signature = Signature(plan, local.state_spec, spec, bool(local.scale))
         # copies of the state: the model function may write into it, as BatchNorm does
         copies = tuple(x.clone() for x in state)

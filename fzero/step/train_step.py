@@ -17,6 +17,7 @@ from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import resolve_mesh
 from fzero.errors import ConfigError, FzeroError, ShardError, arguments_by_name
 from fzero.functional.memory import Apart
+from fzero.inference import makes_normal
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.loss_scale import LossScaleState, Watch, at_minimum, exhausted
 from fzero.optim import as_optimizer
@@ -161,6 +162,7 @@ class TrainStep:
         self._use(plan)
         return params, opt_state
 
+    @makes_normal
     @partial(arguments_by_name, name="step_fn")
     def __call__(
         self, params: PyTree, opt_state: OptState, batch: PyTree
@@ -184,8 +186,9 @@ class TrainStep:
             ConfigError: the call is under the caller's own `torch.autocast`, or has other
                 arguments.
             TraceError: the model function can't be staged out.
-            ShardError: `params` or `batch` does not fit; an earlier call has written over
-                `opt_state`; or a leaf that is donated lies in the memory of another.
+            ShardError: `params`, `opt_state` or `batch` does not fit; an earlier call has written
+                over `opt_state`; or a leaf that is donated can't be written over (it was made under
+                `torch.inference_mode()`, or by `expand`), or lies in the memory of another.
             RankMismatchError: ranks would run different collectives, or a rank is gone: it is
                 named.
             FzeroError: the loss is no 0-d floating tensor; with `on_nonfinite="raise"`, a gradient
@@ -198,7 +201,7 @@ class TrainStep:
         plan, leaves, local = self._unpack(params, opt_state)
         refuse_spent(opt_state)
         if self.cfg.donate:
-            self._refuse_shared(plan, leaves, local)
+            self._refuse_unwritable(plan, leaves, local)
         micro = micro_batches(batch, self.cfg.accum_steps)
         executor = self._executors.agreed(plan, leaves, local, micro[0])
 
@@ -371,25 +374,32 @@ class TrainStep:
         _check_scale(opt_state, self.cfg)
         carried = opt_state if self._takes_state else opt_state._replace(model_state=None)
         local = LocalState.of(carried, dtensors=self.opt.foreign, known=plan.known_inner)
-        plan.check_inner(local.inner_spec)
+        plan.check_state(local.inner_spec, local.inner, local.masters)
         if self._plan is None:
             agree_on_optimizer(self.opt, opt_state.inner, plan.mesh, self.cfg.timeout)
         return self._use(plan), locals_of(leaves), local
 
-    def _refuse_shared(self, plan: Plan, leaves: Sequence[Tensor], local: LocalState) -> None:
-        """Raise if a leaf that the update writes over has elements in common with another."""
+    def _refuse_unwritable(self, plan: Plan, leaves: Sequence[Tensor], local: LocalState) -> None:
+        """Raise if a leaf that the update writes over can't be, or shares memory with another."""
         inner = local.inner
         if not {*map(type, inner)} <= {Tensor}:  # of an optimizer of others, or refused later
-            inner = [local_tensor(x) for x in inner if isinstance(x, Tensor)]
+            tensors = [x for x in inner if isinstance(x, Tensor)]
+            inner = [x if x.is_inference() else local_tensor(x) for x in tensors]
         groups = leaves, local.masters, inner, local.state
 
         def written() -> list[bool]:
             trained = [leaf.trainable for leaf in plan.sharding.layout]
             return trained + [True] * (len(local.masters) + len(inner)) + [False] * len(local.state)
 
-        pair = self._apart.shared(list(chain.from_iterable(groups)), written)
-        if pair is not None:
-            raise _one_memory(plan, local, *pair)
+        flat = list(chain.from_iterable(groups))
+        fault = self._apart.fault(flat, lambda i: _labels(plan, local)[i], written)
+        if fault is not None:
+            raise ShardError(
+                f"{fault}, and an update writes over the leaves of params, opt_state.master and "
+                "opt_state.inner one by one (Config.donate). Give each normal memory of its own, "
+                "outside of torch.inference_mode(): fzero.tree_map(torch.clone, tree). Nothing "
+                "has changed."
+            )
 
     def _pack(
         self,
@@ -423,18 +433,14 @@ class TrainStep:
         return new
 
 
-def _one_memory(plan: Plan, local: LocalState, i: int, j: int) -> ShardError:
+def _labels(plan: Plan, local: LocalState) -> list[str]:
+    """What messages call the leaves that `TrainStep._refuse_unwritable` looks at."""
     trained = plan.names[0]
     labels = [f"params{path}" for path in plan.sharding.paths]
     labels += [f"opt_state.master, {name}," for name in trained[: len(local.masters)]]
     rows = zip(names_of_state(local), local.inner, strict=True)
     labels += [f"opt_state.inner, {name}," for name, x in rows if isinstance(x, Tensor)]
-    labels += [f"leaf {n} of opt_state.model_state" for n in range(len(local.state))]
-    return ShardError(
-        f"{labels[i]} and {labels[j]} lie in the same memory, and an update writes over the leaves "
-        "of params, opt_state.master and opt_state.inner one by one (Config.donate). Give each "
-        "memory of its own: fzero.tree_map(torch.clone, tree)."
-    )
+    return labels + [f"leaf {n} of opt_state.model_state" for n in range(len(local.state))]
 
 
 def _check_scale(opt_state: OptState, cfg: Config) -> None:

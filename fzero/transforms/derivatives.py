@@ -24,11 +24,11 @@ from fzero import zero
 from fzero.config import Config, as_config
 from fzero.distributed.collectives import all_reduce, phase
 from fzero.distributed.mesh import Axes
-from fzero.eager.lazy import outside_inference
 from fzero.errors import ConfigError, FzeroError
 from fzero.functional.differentiate import no_gradient
 from fzero.functional.functionalize import refuse_past
 from fzero.functional.owners import noted, owners_of
+from fzero.inference import outside_inference
 from fzero.layout import Layout
 from fzero.numerics.casts import widened
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE

@@ -21,12 +21,12 @@ from fzero.distributed.collectives import told_to
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.journal import FUNCTION, Journal
 from fzero.distributed.mesh import Mesh
-from fzero.eager.lazy import outside_inference, with_versions
 from fzero.errors import ConfigError, ShardError, TraceError
 from fzero.functional.differentiate import is_differentiated
 from fzero.functional.functionalize import calls_noted
 from fzero.functional.held import held_over
 from fzero.functional.memory import storage_of
+from fzero.inference import outside_inference, with_versions
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.rng import mix
 from fzero.program import Program
@@ -290,7 +290,8 @@ def jit(
 
     Raises:
         ConfigError: `fn` can't be called, or `donate_argnums` are no positions. At a call:
-        ShardError: a donated argument is not there, or shares its memory with another.
+        ShardError: a donated argument is not there, can't be written over (it was made under
+            `torch.inference_mode()`, or by `expand`), or shares its memory with another.
 
     Examples:
         >>> import fzero, torch

@@ -347,17 +347,20 @@ class TracedFunction:
         return self.result.unflatten([leaf.wrapped(x) for leaf, x in pairs])
 
     def check_donated(self, flat: Sequence[Tensor]) -> None:
-        """See that what is written over is no other argument as well, nor a part of one.
+        """See that what is written over can be, and is no other argument, nor a part of one.
 
         Raises:
             ShardError: it is.
         """
-        if self.donated and (pair := self._apart.shared(flat, lambda: self.donated)) is not None:
-            first, second = (self.frame.names[i] for i in pair)
+        if not self.donated:
+            return
+        fault = self._apart.fault(flat, self.frame.names.__getitem__, lambda: self.donated)
+        if fault is not None:
             raise ShardError(
-                f"{first} and {second} lie in the same memory, and are donated: results are "
-                "written over one while the other is still read. Give each tree memory of its own "
-                "(fzero.tree_map(torch.clone, tree)), or donate neither."
+                f"{fault}, and what is donated is written over with results, while all else is "
+                "still read. Give each tree normal memory of its own, outside of "
+                "torch.inference_mode() (fzero.tree_map(torch.clone, tree)), or donate none. "
+                "Nothing has changed."
             )
 
 
