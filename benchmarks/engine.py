@@ -6,9 +6,9 @@
 hooks: `loss.backward()` through the engine at world 1 over the same on the bare module. Each round
 times both, one after the other, in changing order; the ratio is the median over rounds, with the
 quartiles behind it. Times are the process's processor time on one thread, which the machine's other
-work hardly enters. Forward, and dropping the gradients, are not timed. To read a gradient makes a
-Python object, after backward: plain PyTorch's optimizers read each `param.grad`, an engine all at
-once when anybody asks for one. The last column is the ratio with both.
+work hardly enters. Forward, and dropping the gradients, are not timed. An engine reads each
+gradient in backward, which makes a Python object; plain PyTorch's optimizers do so afterwards. The
+last column is the ratio with one read of each `param.grad` on the plain side.
 
 parameters: what a backward takes longer with the engine, per parameter tensor of 8x8. At world 2
 (one process plays one rank, a fake process group) gradients are packed, reduced and unpacked too.
@@ -99,24 +99,23 @@ class Pair(NamedTuple):
         torch.manual_seed(0)
         return cls(plain, fzero.Engine(build(), cfg=fzero.Config(stage=stage)), batch)
 
-    def rounds(self, count: int) -> list[tuple[float, float, float, float]]:
-        """Seconds of a plain backward and one with the engine, and of reads of the gradients."""
-        times: list[tuple[float, float, float, float]] = []
+    def rounds(self, count: int) -> list[tuple[float, float, float]]:
+        """Seconds of a plain backward, of one with the engine, of reads of the plain one's."""
+        times: list[tuple[float, float, float]] = []
         for i in range(count + 3):
-            engine = _backward(self.engine, self.batch, reads=1) if i % 2 else None
+            engine = _backward(self.engine, self.batch)[0] if i % 2 else 0.0
             plain, read = _backward(self.plain, self.batch)
-            took, takes = engine or _backward(self.engine, self.batch, reads=1)
-            times.append((plain, took, read, takes))
+            engine = engine or _backward(self.engine, self.batch)[0]
+            times.append((plain, engine, read))
         return times[3:]
 
 
-def _backward(model: Any, batch: Tensor, reads: int | None = None) -> tuple[float, float]:
-    """Seconds of a backward, and of reads of so many gradients, by default all."""
+def _backward(model: Any, batch: Tensor) -> tuple[float, float]:
     loss, params = model(batch), [*model.parameters()]
     start = time.process_time()
     loss.backward()
     end = time.process_time()
-    for param in params[:reads]:
+    for param in params:
         _ = param.grad
     read = time.process_time() - end
     model.zero_grad()
@@ -130,13 +129,12 @@ def hooks(rounds: int) -> None:
         ("transformer, 24 layers", Transformer, tokens),
         ("1,000 matrices of 64x64", lambda: Matrices(1000, 64), row),
     ]
-    columns = ["plain ms", "engine ms", "plain reads", "engine takes"]
-    _header("model", "tensors", *columns, "engine / plain", "both")
+    _header("model", "tensors", "plain ms", "engine ms", "read ms", "engine / plain", "plain reads")
     for name, build, batch in cases:
         pair = Pair.of(build, batch)
         times = pair.rounds(rounds)
-        ratios = [_quartiles([b / a for a, b, _, _ in times])]
-        ratios += [_quartiles([(b + d) / (a + c) for a, b, c, d in times])]
+        ratios = [_quartiles([b / a for a, b, _ in times])]
+        ratios += [_quartiles([b / (a + c) for a, b, c in times])]
         medians = [f"{statistics.median(column) * 1e3:.2f}" for column in zip(*times, strict=True)]
         tensors = len(list(pair.plain.parameters()))
         _row(name, tensors, *medians, *ratios)
@@ -155,7 +153,7 @@ def parameters(rounds: int, counts: Sequence[int]) -> None:
         for world, stage in ((1, 3), (2, 2)):
             with one_rank_of(world):
                 pair = Pair.of(lambda: Matrices(count, 8), torch.randn(16, 8), stage)  # noqa: B023
-                added = [b - a for a, b, *_ in pair.rounds(max(rounds * 250 // count, 20))]
+                added = [b - a for a, b, _ in pair.rounds(max(rounds * 250 // count, 20))]
             low, middle, high = (1e6 * x / count for x in statistics.quantiles(added, n=4))
             figures.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]")
         _row(count, *figures)

@@ -31,18 +31,16 @@ class Known:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         # dicts of another class would be taken for one, and have another order of leaves
-        self._dicts = {
-            accessor[:depth].codify(""): (accessor[:depth], accessor[depth].type)
-            for accessor in spec.accessors()
-            for depth in range(len(accessor))
-            if issubclass(accessor[depth].type, dict)
-        }
+        self._dicts: dict[str, tuple[Any, type]] = {}
         keys: dict[str, dict[Any, None]] = {}
         for accessor in spec.accessors():
             for depth, entry in enumerate(accessor):
+                at = accessor[:depth]
+                if issubclass(entry.type, dict):
+                    self._dicts[at.codify("")] = at, entry.type
                 if issubclass(entry.type, OrderedDict):
-                    keys.setdefault(accessor[:depth].codify(""), {})[entry.entry] = None
-        self._ordered = [(self._dicts[code][0], list(found)) for code, found in keys.items()]
+                    keys.setdefault(at.codify(""), {})[entry.entry] = None
+        self._ordered = [(self._dicts[code][0], found) for code, found in keys.items()]
 
     def leaves(self, tree: PyTree) -> list[Any] | None:
         """The leaves of a tree of this structure; None of another."""
@@ -55,7 +53,7 @@ class Known:
         if not alike or any(type(at(tree)) is not kind for at, kind in self._dicts.values()):
             return None
         for at, keys in self._ordered:
-            if list(filter({*keys}.__contains__, at(tree))) != keys:
+            if list(filter(keys.__contains__, at(tree))) != list(keys):
                 return None
         return leaves
 

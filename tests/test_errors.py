@@ -766,3 +766,26 @@ def test_an_ordered_dict_of_parameters_in_another_order_is_refused(executor: Any
     with pytest.raises(ShardError, match=r"params\['b'\] where params\['c'\] was .*OrderedDict"):
         step_fn(turned, opt_state, torch.ones(2))
     step_fn(OrderedDict((k, params[k]) for k in "acb"), opt_state, torch.ones(2))
+
+
+def test_trees_whose_leaves_are_in_their_order_are_told_that_containers_differ() -> None:
+    step_fn = _make()
+    params, opt_state = step_fn.init({"b": torch.zeros(3), "w": torch.zeros(4, 3)})
+    with pytest.raises(ShardError, match="nests the same leaves in other containers"):
+        step_fn(OrderedDict(sorted(params.items())), opt_state, X)
+
+
+def test_masters_in_another_order_than_their_parameters_are_refused() -> None:
+    """They were followed as what a user had written into the parameters, and lost their digits."""
+    step_fn = fzero.make_train_step(
+        lambda p, x: sum((w * x).sum() for w in p.values()),
+        fzero.optim.sgd(0.1),
+        fzero.Config(stage=0, precision="bf16"),
+    )
+    given = OrderedDict((k, torch.ones(2) * n) for n, k in enumerate("cab", 1))
+    params, opt_state = step_fn.init(given)
+    turned = OrderedDict((k, opt_state.master[k]) for k in "abc")
+    batch = torch.ones(2, dtype=torch.bfloat16)
+    with pytest.raises(ShardError, match=r"opt_state.master\['a'\] where opt_state.master\['c'\]"):
+        step_fn(params, opt_state._replace(master=turned), batch)
+    step_fn(params, opt_state, batch)

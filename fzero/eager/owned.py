@@ -86,13 +86,12 @@ def _owner(param: Tensor) -> tuple[Owner, Holder] | None:
 
 def _read(param: Tensor) -> Tensor | None:
     """The gradient that autograd has left here; else what stands for the engine's, or None."""
-    if (found := _owner(param)) is None:
-        return raw_grad(param)
-    owner, holder = found
-    held = holder.holds(owner.leaf_index)  # which takes what earlier backwards left here
     # there while hooks run, and until the end of a task that is not synced
     grad = raw_grad(param)
-    return HeldGradient(param, owner) if grad is None and held else grad
+    if grad is not None or (found := _owner(param)) is None:
+        return grad
+    owner, holder = found
+    return HeldGradient(param, owner) if holder.holds(owner.leaf_index) else None
 
 
 def _write(param: Tensor, grad: Tensor | None) -> None:
@@ -101,10 +100,10 @@ def _write(param: Tensor, grad: Tensor | None) -> None:
         return set_raw_grad(param, grad)
     owner, holder = found
     if grad is None:
-        holder.drop(owner.leaf_index)
         # what autograd left here as well: of a task that is not synced it has not been taken over
         # yet
-        return set_raw_grad(param, None)
+        set_raw_grad(param, None)
+        return holder.drop(owner.leaf_index)
     # p.grad = p.grad: what was read is put back
     if isinstance(grad, HeldGradient) and grad.owner == owner:
         return None

@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -221,7 +220,6 @@ class Driver:
         """
         # one inside another's task, or inside a forward, may come to nothing that is told yet
         self._came = current_task() != -1 or bool(self.state.running)
-        self.reducer.settle()  # what is left has no factor, as this one's gradients may
         self._correction.divides = divided
         try:
             loss.backward(retain_graph=retain_graph)
@@ -243,7 +241,6 @@ class Driver:
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        self.reducer.settle()  # what is left was of a task with the factor of before
         self._correction.weight = self.losses.weight = weight
 
     @property
@@ -399,8 +396,6 @@ class Driver:
             BackwardError: it was out of order; nothing has changed.
         """
         self._tell_taken()
-        if self.state.task is None:
-            self.reducer.settle()  # one may begin
         busy, self._busy = self._busy, True
         before = self.state
         try:
@@ -488,8 +483,6 @@ class Driver:
             return
         set_raw_grad(param, None)
         index = param.fzero_owner.leaf_index
-        if self.reducer.left is not None:
-            self.reducer.mix(index)
         bit = 1 << index
         grad, self._came = own(grad), True
         number = current_task()
@@ -529,14 +522,10 @@ class Driver:
             self._hooks.tell()
 
     def _take_all(self) -> None:
-        factor, reducer = self._correction.factor, self.reducer
-        alone = reducer.accumulates or factor is not None  # they will be written to
-        take = partial(take_left, self._hooked, alone=alone)
-        # of scaled ones another backward may be refused, for no scale, once it has added its own
-        if alone or self.rules.scaled or self.rules.reduces or not reducer.leave(take):
-            grads = take()
-            self._correction.apply([*grads.values()])
-            reducer.take_all(grads)
+        factor, writes = self._correction.factor, self.reducer.accumulates
+        grads = take_left(self._hooked, alone=writes or factor is not None)
+        self._correction.apply([*grads.values()])
+        self.reducer.take_all(grads)
 
     # --- a task is over ---
 

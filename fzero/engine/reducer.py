@@ -6,8 +6,6 @@
 | term      | Task       | Reducer           | what it is                                       |
 |-----------|------------|-------------------|--------------------------------------------------|
 | deferred  | synced     | (`param.grad`)    | of a task that is not synced, read at its end    |
-| left      |            | (`param.grad`)    | was deferred, of a task before: unreduced once   |
-|           |            |                   | anybody asks, or another task begins             |
 | early     | early*     | early             | of a backward inside a forward, for the task     |
 |           |            |                   | that will reach the forward's output             |
 | adopted   | adopted    | adopted, borrowed | was early, is the running task's; or again early |
@@ -18,9 +16,7 @@
 | used      | sent       | used              | was unreduced, sent by the running task          |
 | reduced   |            | reduced           | summed over ranks; shards from stage 1 on        |
 
-A raise makes what was adopted early, and what was used unreduced, again. The one leaf by which a
-task is noticed may have been added to what was left there, which a raise then can't give back: all
-that was unreduced is refused from then on, until it is dropped.
+A raise makes what was adopted early, and what was used unreduced, again.
 """
 
 import contextlib
@@ -32,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fzero.distributed.transport import Handle, Transport
-from fzero.errors import BackwardError, FzeroError, RankMismatchError
+from fzero.errors import FzeroError, RankMismatchError
 from fzero.layout import LeafLayout, Together
 
 # Reductions that are under way at once: each holds its bucket twice.
@@ -80,71 +76,18 @@ class Reducer:
         self.early: dict[int, dict[int, Tensor]] = {}
         self.adopted: set[int] = set()  # forwards, by the running task
         self.borrowed: dict[int, list[tuple[Tensor, Tensor | float]]] = {}  # with their factors
-        self._unreduced: dict[int, Tensor] = {}
-        self.left: Callable[[], dict[int, Tensor]] | None = None  # gives what is left
-        self._taken: frozenset[int] = frozenset()  # leaves of that task of which nothing is left
-        self._mixed: int | None = None  # leaf whose gradient of the running task is added to that
-        self._lost = ""  # why some of what was unreduced is
+        self.unreduced: dict[int, Tensor] = {}
         self.used: set[int] = set()  # of the unreduced ones, by the running task
         self.handles: list[tuple[Sequence[int], Handle]] = []
         self.landed: dict[int, Tensor] = {}
         self.reduced: dict[int, Tensor] = {}
         self.arrived: dict[int, None] = {}  # leaves of the running task, in order
-        self._present: set[int] = set()
+        self.present: set[int] = set()  # leaves that have a gradient of this rank
 
     def group(self, leaves: Sequence[LeafLayout], buckets: Sequence[Sequence[int]]) -> None:
         """From now on reduce these together, as a constructor's arguments."""
         self.leaves, self.buckets = leaves, buckets
         self._together = [Together(leaves[i] for i in indices) for indices in buckets]
-
-    @property
-    def unreduced(self) -> dict[int, Tensor]:
-        """See [Note: where a gradient is].
-
-        Raises:
-            BackwardError: a task that raised took some of it with it.
-        """
-        self.settle()
-        if self._lost:
-            raise BackwardError(
-                f"the gradients of this step are incomplete: {self._lost}. Drop them, "
-                "engine.zero_grad(), and run the step's backwards again. No parameter was changed."
-            )
-        return self._unreduced
-
-    @property
-    def present(self) -> set[int]:
-        """Leaves that have a gradient of this rank."""
-        self.settle()
-        return self._present
-
-    def leave(self, take: Callable[[], dict[int, Tensor]]) -> bool:
-        """Let `take`, which gives the running task's gradients, be called when anybody asks.
-
-        Reading a gradient makes an object of it, which an optimizer does after backward, too.
-
-        Returns:
-            Whether that can be; not if some are to be multiplied first.
-        """
-        if self.borrowed:
-            return False
-        self.left, self._taken = take, frozenset(self.pending)
-        return True
-
-    def settle(self) -> None:
-        """Take what is left."""
-        if self.left is None:
-            return
-        take, self.left = self.left, None
-        lost, self._lost = self._lost, "not all could be read"
-        self._hold(take())
-        self._lost = lost
-
-    def mix(self, index: int) -> None:
-        """A task begins with a gradient of this leaf, to which what was left there is added."""
-        if index not in self._taken:
-            self._mixed = index
-        self.settle()
 
     def take(self, index: int, grad: Tensor) -> None:
         """A gradient for the running task."""
@@ -184,11 +127,10 @@ class Reducer:
     def commit(self) -> None:
         """The running task has ended well."""
         self._land(0)
-        self._mixed = None
-        self._present |= self.arrived.keys()
+        self.present |= self.arrived.keys()
         self.arrived.clear()
         for index in self.used:
-            del self._unreduced[index]
+            del self.unreduced[index]
         self.used.clear()
         for index, grad in self.landed.items():
             if grad.dtype != self.sums[index]:
@@ -200,7 +142,11 @@ class Reducer:
         for forward in self.adopted:
             self.early.pop(forward, None)
         self.adopted.clear()
-        self._hold(self.pending)
+        for index in self.wider:
+            if index in self.pending:
+                self.pending[index] = self.pending[index].to(self.sums[index])
+        # where none were expected, these may be in memory that others hold, too
+        _add(self.unreduced, self.pending, in_place=self.accumulates)
 
     def discard(self) -> None:
         """The running task has raised: everything is as before it."""
@@ -214,13 +160,6 @@ class Reducer:
         self.adopted.clear()
         self.used.clear()
         self.arrived.clear()
-        self.left = None
-        if self._mixed is not None:
-            self._lost = (
-                f"a backward that raised had added its own to that of "
-                f"{self.leaves[self._mixed].name!r}, which an earlier backward had brought"
-            )
-            self._mixed = None
 
     def flush(self) -> None:
         """Reduce all that is unreduced."""
@@ -230,29 +169,26 @@ class Reducer:
 
     def clear(self) -> None:
         """No gradients."""
-        self._lost = ""
-        self._unreduced.clear()
+        self.unreduced.clear()
         self.reduced.clear()
-        self._present.clear()
+        self.present.clear()
 
     def has(self, index: int) -> bool:
         """Whether a leaf has a gradient anywhere; see [Note: where a gradient is]."""
-        self.settle()
         states = (
             self.pending,
             self.borrowed,
-            self._unreduced,
+            self.unreduced,
             self.landed,
             self.reduced,
-            self._present,
+            self.present,
         )
         return any(index in there for there in (*states, *self.early.values()))
 
     @property
     def is_empty(self) -> bool:
         """Whether no leaf has a gradient anywhere, between two tasks."""
-        self.settle()
-        return not (self._present or self._unreduced or self.reduced or self.early or self.pending)
+        return not (self.present or self.unreduced or self.reduced or self.early or self.pending)
 
     def anywhere(self, *here: bool) -> list[bool]:
         """Whether any rank says so; all of them must ask."""
@@ -261,10 +197,9 @@ class Reducer:
 
     def drop(self, index: int) -> None:
         """No gradient of this leaf."""
-        self.settle()
-        self._unreduced.pop(index, None)
+        self.unreduced.pop(index, None)
         self.reduced.pop(index, None)
-        self._present.discard(index)
+        self.present.discard(index)
 
     def unscale(self, factor: Tensor) -> bool:
         """Multiply all that is held between two tasks by a 0-d tensor; all ranks must do so.
@@ -359,15 +294,6 @@ class Reducer:
         """A copy of what is unreduced of a leaf: full, and this rank's own."""
         unreduced = self.unreduced.get(index)
         return self.zeros(index, full=True) if unreduced is None else unreduced.clone()
-
-    def _hold(self, grads: dict[int, Tensor]) -> None:
-        """Add these to what is unreduced; they are empty then."""
-        self._present |= grads.keys()
-        for index in self.wider:
-            if index in grads:
-                grads[index] = grads[index].to(self.sums[index])
-        # where none were expected, these may be in memory that others hold, too
-        _add(self._unreduced, grads, in_place=self.accumulates)
 
     def _local(self, index: int) -> Tensor:
         grad, unreduced = self._brought(index), self.unreduced.get(index)

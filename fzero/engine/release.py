@@ -55,7 +55,6 @@ def release(
     driver.settle()
     phases.refuse_inside(driver.state, "release()")
     phases.refuse_in_block(driver.state, "release()")
-    driver.reducer.settle()  # its gradients go with it
     full = parts.full_values()  # the last collective: what raises, raises before anything changed
     if driver.units is not None:
         driver.units.reshard()

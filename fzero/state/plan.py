@@ -220,6 +220,22 @@ class Plan:
             return
         _refuse_shapes("opt_state.inner", inner, wanted, _paths(spec))
 
+    def check_master(self, master: tree.PyTree) -> None:
+        """Raise a ShardError if masters come in another order than the parameters that train."""
+        if master is None or tree.flatten(master)[1] == self._master_spec:
+            return
+        found, wanted = tree.paths(master), _paths(self._master_spec)
+        if found != wanted:
+            raise ShardError(
+                "opt_state.master has another structure than the parameters that are trained: it "
+                f"{_difference('opt_state.master', found, wanted)}. Pass the state that "
+                "step_fn.init or the last call of step_fn returned."
+            )
+
+    @functools.cached_property
+    def _master_spec(self) -> tree.Spec:
+        return tree.flatten(self.trained_tree(range(len(self.trained))))[1]
+
     def _check_structure(self, spec: tree.Spec) -> None:
         if self.inner_spec not in (None, spec):
             if self.inner_spec == _without_counts(spec):
@@ -360,13 +376,15 @@ def _difference(name: str, found: Sequence[str], wanted: Sequence[str]) -> str:
     extra = [path for path in found if path not in set(wanted)]
     said = [f"lacks {_some(name, missing)}"] if missing else []
     said += [f"has {_some(name, extra)} besides"] if extra else []
-    if not said and found != wanted and sorted(found) == sorted(wanted):
-        at = next(i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
-        return (
-            f"has {name}{found[at]} where {name}{wanted[at]} was (keys of an OrderedDict count in "
-            "their order, those of a dict do not)"
-        )
-    return " and ".join(said) or "nests the same leaves in other containers"
+    if said:
+        return " and ".join(said)
+    for one, other in zip(found, wanted, strict=False):
+        if one != other:
+            return (
+                f"has {name}{one} where {name}{other} was (keys of an OrderedDict count in their "
+                "order, those of a dict do not)"
+            )
+    return "nests the same leaves in other containers"
 
 
 def _some(name: str, paths: Sequence[str]) -> str:

@@ -372,6 +372,7 @@ class TrainStep:
             spec = tree.flatten(params)[1]
             plan = replace(plan, sharding=replace(plan.sharding, spec=spec, orders=orders))
         _check_scale(opt_state, self.cfg)
+        plan.check_master(opt_state.master)
         carried = opt_state if self._takes_state else opt_state._replace(model_state=None)
         local = LocalState.of(carried, dtensors=self.opt.foreign, known=plan.known_inner)
         plan.check_state(local.inner_spec, local.inner, local.masters)

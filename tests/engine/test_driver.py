@@ -275,7 +275,7 @@ def _sequence(seed: int, *, plain: bool, words: list[str]) -> list[torch.Tensor]
     engine = None if plain else fzero.Engine(model, fzero.optim.sgd(0.1))
     optimizer = torch.optim.SGD(params, 0.1)
     graph = (model if engine is None else engine)(torch.randn(4, 3).double()).square().sum()
-    graph.backward(retain_graph=True)  # of which the gradients are left where they are
+    graph.backward(retain_graph=True)
     for word in words:
         before = [None if x.grad is None else x.grad.clone() for x in params] if plain else []
         handle = None
@@ -312,59 +312,8 @@ def _broken(grad: torch.Tensor) -> None:
     st.integers(0, 3),
     st.lists(st.sampled_from(["forward", "read", "raises", "part", "penalty", "again"])),
 )
-def test_gradients_that_are_left_in_parameters_are_added_up_as_plain_pytorch_s(
-    seed: int, words: list[str]
-) -> None:
-    """Without a loss scale and sums, on one rank, they stay there until anybody asks."""
+def test_gradients_of_a_step_are_added_up_as_plain_pytorch_s(seed: int, words: list[str]) -> None:
+    """Of backwards with a forward between and without, and of one that raised nothing."""
     mine, theirs = (_sequence(seed, plain=plain, words=words) for plain in (False, True))
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def _left() -> tuple[nn.Linear, fzero.Engine]:
-    model = nn.Linear(3, 2)
-    engine = fzero.Engine(model, fzero.optim.sgd(0.1))
-    engine(torch.ones(1, 3)).sum().backward()
-    assert engine._driver.reducer.left is not None
-    return model, engine
-
-
-def test_what_is_left_has_no_factor_of_a_later_backward() -> None:
-    _, engine = _left()
-    engine._driver.weight = 0.5  # as `join` sets it
-    assert engine._driver.reducer.left is None
-    assert torch.equal(engine.full_grad("weight"), torch.ones(2, 3))
-
-
-def test_a_released_module_has_no_gradients_that_were_left() -> None:
-    model, engine = _left()
-    engine.release()
-    assert model.weight.grad is None is model.bias.grad
-
-
-def test_a_backward_that_raised_after_it_added_to_what_was_left_is_noticed() -> None:
-    """Nobody knows of it before it has added to its first leaf."""
-    refused: list[str] = []
-    for first, other in (("weight", "bias"), ("bias", "weight")):
-        model, engine = _left()
-        handle = model.get_parameter(other).register_hook(_broken)  # pyright: ignore
-        loss = model.get_parameter(other).sum() + model.get_parameter(first).sum()
-        with pytest.raises(RuntimeError, match="broken"):
-            loss.backward()  # the later nodes come first
-        handle.remove()
-        weights = engine.full_params()
-        if first in engine._driver.reducer._lost:
-            refused.append(first)
-            with pytest.raises(BackwardError, match=f"incomplete: .*'{first}'"):
-                engine.step()
-            with pytest.raises(BackwardError, match="incomplete"):
-                engine.full_grad(first)
-            assert all(map(torch.equal, engine.full_params().values(), weights.values()))
-            for param in model.parameters():  # one by one, as `module.zero_grad()` does
-                param.grad = None
-            engine(torch.ones(1, 3)).sum().backward()
-        engine.step()
-        now = engine.full_params()
-        for name, was in weights.items():
-            torch.testing.assert_close(now[name], was - 0.1)
-    assert len(refused) == 1  # the other leaf's gradient was taken when it came, not left
