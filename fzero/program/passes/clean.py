@@ -1,11 +1,12 @@
 """Drop what costs a call and computes nothing."""
 
+import torch
 from torch import fx
 
 from fzero.program.graph import copy_graph, is_op, is_wanted, tensors_of
 from fzero.program.program import Program
 
-_IDENTITIES = ("aten::detach", "aten::alias", "aten::lift_fresh")
+_IDENTITIES = ("aten::detach", "aten::detach_", "aten::alias", "aten::lift_fresh")
 _RESHAPES = ("aten::view", "aten::_unsafe_view")
 _PURE_VIEWS = ("aten::t", "aten::view", "aten::permute", "aten::transpose", "aten::unsqueeze")
 
@@ -34,10 +35,10 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         return node.all_input_nodes[0]
     if is_op(node, "aten::t") and is_op(node.all_input_nodes[0], "aten::t"):
         return node.all_input_nodes[0].all_input_nodes[0]
-    if is_op(node, *_RESHAPES):
+    if _is_reshape(node):
         source = node.all_input_nodes[0]
         # Strides that allow two steps may not allow one; contiguous ones always do.
-        if is_op(source, *_RESHAPES) and _contiguous(source.all_input_nodes[0]):
+        if _is_reshape(source) and _contiguous(source.all_input_nodes[0]):
             node.replace_input_with(source, source.all_input_nodes[0])
             source = source.all_input_nodes[0]
         (old,), (new,) = tensors_of(source), tensors_of(node)
@@ -52,6 +53,11 @@ def _seen_before(node: fx.Node, seen: dict[object, fx.Node]) -> fx.Node | None:
     # As text: lists among the arguments can't be hashed, and a node's name is unique.
     key = (node.target, str(node.args))
     return None if seen.setdefault(key, node) is node else seen[key]
+
+
+def _is_reshape(node: fx.Node) -> bool:
+    # a view in another dtype has the name, too, and other values
+    return is_op(node, *_RESHAPES) and node.target is not torch.ops.aten.view.dtype
 
 
 def _contiguous(node: fx.Node) -> bool:

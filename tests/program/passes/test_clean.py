@@ -58,3 +58,30 @@ def test_views_that_differ_are_not_taken_for_one() -> None:
         return x.transpose(0, 1)[:2, :2] * 2 + x.transpose(1, 2)[:2, :2, :2].sum(0)[0, 0]
 
     assert torch.equal(compile_program(clean(traced(fn)))(X)[0], fn(X))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.view(torch.int32) + 1,
+        lambda x: (x > 3).view(torch.uint8) * 200,
+        lambda x: x.view(24).view(torch.int32).view(4, 6) + 1,
+        lambda x: x.view(torch.int32).view(torch.float32) * 2,
+        lambda x: x.view(12, 2).view(torch.float64) * 2,
+    ],
+)
+def test_a_view_in_another_dtype_stays(fn: Callable[[Tensor], Tensor]) -> None:
+    assert torch.equal(compile_program(clean(traced(fn)))(X)[0], fn(X))
+
+
+def test_what_detaches_in_place_goes() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.sin().unsqueeze(0).detach() + 1
+
+    # make_fx records it of a DTensor's backward alone; torch refuses to run it on a view
+    program = traced(fn)
+    for node in program.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.detach.default, sort=False
+    ):
+        node.target = torch.ops.aten.detach_.default
+    assert torch.equal(compile_program(clean(program))(X)[0], fn(X))
