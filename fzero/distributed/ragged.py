@@ -9,8 +9,11 @@ It knows three ways to run an operation, and none sees a rank's rows as the whol
 1. What works row by row (elementwise functions, copies, `torch.optim`'s lists and fused kernels)
    runs on this rank's rows. Other DTensors among its operands are cut to the same borders first.
 2. Sums and norms of the whole are those of the ranks' own.
-3. All else gets the full tensor and gives ordinary DTensors. Writes into a converted operand would
-   be lost, so operations that write, or give views to write through, are refused by name.
+3. All else gets the full tensor, by one all-gather, and gives ordinary DTensors. Writes into a
+   converted operand would be lost, so operations that write, or give views to write through, are
+   refused by name.
+
+What ranks send goes through operators, which a recording holds as it does an ordinary DTensor's.
 
 References: veScale-FSDP's RaggedShard, arXiv:2602.22437. Unlike there, borders lie between rows of
 dim 0, and the planner that chooses them is not part of the placement.
@@ -22,7 +25,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint.metadata import (
@@ -38,6 +40,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_flatten, tree_map
 
+from fzero.distributed.collectives import as_wire, pad_rows
 from fzero.distributed.mesh import Mesh, group_along
 from fzero.errors import ShardError
 from fzero.layout import Home, LeafLayout
@@ -144,7 +147,8 @@ class RaggedDTensor(DTensor):
     ) -> DTensor:
         """As `DTensor.redistribute`; `placements` may have other `Rows`. Every rank must call it.
 
-        The full tensor is there for a moment, whatever the placements.
+        The full tensor is there for a moment, whatever the placements; where ranks have unequal
+        parts, what they were sent in is, too: as many times the largest part as there are ranks.
         """
         if any(dtypes.values()):
             raise ShardError(f"a RaggedDTensor travels in its own dtype, and not as {dtypes}.")
@@ -306,28 +310,37 @@ def _wrap(local: Tensor, like: DTensorSpec) -> RaggedDTensor:
 
 
 def _full(x: DTensor) -> Tensor:
-    """The full tensor, outside of autograd."""
+    """The full tensor, outside of autograd.
+
+    A leaf of a flat whose ranks have unequal parts is padded to no more than the flat has.
+    """
     if not isinstance(x, RaggedDTensor):
         return x.full_tensor()
     axis, rows = _rows_of(x._spec)
-    if x.device_mesh.size(axis) == 1:
+    ranks = x.device_mesh.size(axis)
+    if ranks == 1:
         return x._local_tensor
-    group, me = group_along(x.device_mesh, axis), _coordinate(x.device_mesh)[axis]
-    full = x._local_tensor.new_empty(x.shape)
-    work = []
-    for rank in range(len(rows.borders) - 1):
-        start, stop = rows.of(rank)
-        part = full[start:stop]
-        if not part.numel():
-            continue
-        if rank == me:
-            part.copy_(x._local_tensor)
-        # as bytes: not every backend knows every dtype
-        part = part.flatten().view(torch.uint8)
-        work.append(dist.broadcast(part, group=group, group_src=rank, async_op=True))
-    for one in work:
-        one.wait()
-    return full
+    ends = [rows.of(rank) for rank in range(ranks)]
+    longest = max(stop - start for start, stop in ends)
+    if not x.numel():
+        return x._local_tensor.new_empty(x.shape)
+    every = _from_all(pad_rows(x._local_tensor, longest), x.device_mesh, axis)
+    if len(every) == len(x):
+        return every
+    parts = zip(every.view(ranks, longest, *x.shape[1:]), ends, strict=True)
+    return torch.cat([part[: stop - start] for part, (start, stop) in parts])
+
+
+def _from_all(part: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+    """The tensors of all ranks of an axis, of one shape, end to end along dim 0."""
+    ranks = mesh.size(axis)
+    if ranks == 1:
+        return part
+    group = group_along(mesh, axis).group_name
+    c10d = torch.ops._c10d_functional
+    sent = as_wire(part)
+    every = c10d.wait_tensor(c10d.all_gather_into_tensor(sent, ranks, group))
+    return every if sent.dtype is part.dtype else every.view(part.dtype)
 
 
 @torch.no_grad()
@@ -512,13 +525,6 @@ def _run_on_parts(func: Any, args: Any, kwargs: Any) -> Any:
     local = x._local_tensor if x._local_tensor.numel() else x._local_tensor.new_zeros(1)
     (part,) = _tensors(reduce(local))
     mesh, (axis, _) = x.device_mesh, _rows_of(x._spec)
-    parts = part.new_empty(mesh.size(axis))
-    if len(parts) == 1:
-        parts.copy_(part)
-    else:
-        group = group_along(mesh, axis)
-        # as bytes: not every backend knows every dtype
-        out, own = parts.view(torch.uint8), part.reshape(1).view(torch.uint8)
-        dist.all_gather_into_tensor(out, own, group=group)
+    parts = _from_all(part.reshape(1), mesh, axis)
     whole = _spec(x._spec, [Replicate()] * mesh.ndim, (), parts.dtype)
     return tree_map(lambda one: DTensor(one, whole, requires_grad=False), reduce(parts))

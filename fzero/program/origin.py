@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+import typing_extensions
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -160,5 +161,6 @@ OURS = (
         for module in (torch, optree, sys.modules[__name__.partition(".")[0]])
     ),
     contextlib.__file__,
+    typing_extensions.__file__,  # around what torch calls deprecated
     "<",
 )

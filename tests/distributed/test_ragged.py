@@ -1,9 +1,11 @@
 """DTensors with any borders between rows: against plain tensors, on real ranks, bit for bit."""
 
 import copy
+import functools
 import itertools
 import math
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute
 
+import fzero
 import fzero.checkpoint
 from fzero.distributed import ragged
 from fzero.distributed.dtensor import (
@@ -31,7 +34,7 @@ from fzero.distributed.dtensor import (
 from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.distributed.ragged import RaggedDTensor, Rows, is_supported
 from fzero.errors import ShardError
-from tests.ranks import run_ranks
+from tests.ranks import fake_ranks, run_ranks
 
 pytestmark = pytest.mark.skipif(
     not is_supported(), reason="this torch runs DTensor's own code for its subclasses"
@@ -464,6 +467,183 @@ def _gradients(case: Case) -> None:
 @pytest.mark.parametrize("case", [Case((0, 4)), Case((0, 1, 4)), Case((0, 0, 3), replicas=2)])
 def test_gradients(case: Case) -> None:
     _everywhere(_gradients, case)
+
+
+# ------------------------------------------------------------------- of a layout, also staged out
+SHAPES = {"w": (5, 6), "b": (5,), "v": (7, 5), "c": (7,), "one": (1, 3), "0d": (), "none": (0, 4)}
+OF_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "sum": torch.sum,
+    "mean": torch.mean,
+    "norm": torch.linalg.vector_norm,
+    "1-norm": lambda x: torch.linalg.vector_norm(x, 1),
+    "inf-norm": lambda x: x.norm(math.inf),
+    "max": lambda x: x.abs().max(),
+    "argmax": lambda x: x.argmax(),
+    "std": torch.std,
+    "prod": torch.prod,
+    "any": lambda x: (x > 1).any(),
+    "all": lambda x: torch.isfinite(x).all(),
+    "count": torch.count_nonzero,
+    "median": torch.median,
+    "rows": lambda x: x.sum(-1),
+    "columns": lambda x: x.sum(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "softmax": lambda x: x.softmax(0),
+    "where": lambda x: torch.where(x > x.mean(), x, 0.0),
+    "scaled": lambda x: x / x.norm(),
+    "full": lambda x: x.full_tensor() if isinstance(x, DTensor) else x,
+}
+UNEVEN = {"argmax"}  # torch's own DTensor reads values for it
+OF_NOTHING = {"inf-norm", "max", "argmax", "median"}  # which refuse an empty leaf
+
+
+def _leaves(dtype: torch.dtype) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {k: torch.randn(s, generator=random).to(dtype) for k, s in SHAPES.items()}
+
+
+def _of_layout(dtype: torch.dtype, mesh_shape: tuple[int, ...]) -> list[str]:
+    """Which functions of leaves are not those of whole tensors."""
+    names = tuple(f"{next(_calls)}" for _ in mesh_shape)
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    wrong = []
+    for layout in ("flat", "rows"):
+        cfg = fzero.Config(stage=3, layout=layout, mesh=mesh)
+        shards = fzero.shard(_leaves(dtype), cfg)
+        flat = any(isinstance(x, RaggedDTensor) for x in shards.values())
+        assert flat == (layout == "flat" and mesh_shape[-1] > 1)
+
+        def each(tree: Any, jit: bool = False, flat: bool = flat) -> Any:
+            return {
+                name: {k: fn(x) for k, x in tree.items() if x.numel() or name not in OF_NOTHING}
+                for name, fn in OF_LEAVES.items()
+                if flat or not jit or name not in UNEVEN
+            }
+
+        expected = each(_leaves(dtype))
+        jitted = fzero.jit(functools.partial(each, jit=True), cfg)
+        # sums of the ranks' sums, in bfloat16, are rounded once more
+        gap = 2e-2 if dtype is torch.bfloat16 else 1e-12
+        for way, run in {"outside": each, "jit": jitted}.items():
+            for name, found in run(shards).items():
+                try:
+                    torch.testing.assert_close(
+                        {k: _whole(x) for k, x in found.items()},
+                        expected[name],
+                        rtol=gap,
+                        atol=gap,
+                        equal_nan=True,
+                    )
+                except AssertionError as error:
+                    wrong.append(f"{layout}, {way}, {name}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "dtype"),
+    [
+        *((shape, torch.float64) for shape in ((1,), (2,), (2, 1), (1, 2), (2, 2))),
+        ((2,), torch.bfloat16),
+    ],
+)
+def test_functions_of_leaves_are_those_of_whole_ones(
+    mesh_shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    for wrong in run_ranks(math.prod(mesh_shape), _of_layout, dtype, mesh_shape):
+        assert wrong == []
+
+
+def _views_in_jit() -> None:
+    cfg = fzero.Config(stage=3, layout="flat")
+    shards = fzero.shard(_leaves(torch.float64), cfg)
+    views: tuple[Callable[[Any], Any], ...] = (
+        lambda tree: tree["w"].flatten().logsumexp(0),
+        lambda tree: tree["w"].t(),
+        lambda tree: tree["w"][:1],
+    )
+    for view, jit in itertools.product(views, (False, True)):
+        with pytest.raises(ShardError, match="gives a view of a RaggedDTensor"):
+            (fzero.jit(view, cfg) if jit else view)(shards)
+
+
+def test_views_are_refused_alike_in_jit() -> None:
+    run_ranks(2, _views_in_jit)
+
+
+def _derived(stage: int) -> list[str]:
+    """Which gradients of sums over leaves, and updates made with them, are not the plain ones."""
+    reductions = {
+        "sum": torch.sum,
+        "norm": torch.linalg.vector_norm,
+        "max": lambda x: x.abs().max(),
+        "var": torch.var,
+        "columns": lambda x: x.sum(0).square().sum(),
+        "logsumexp": lambda x: x.logsumexp(0).sum(),
+    }
+    full = {k: x for k, x in _leaves(torch.float64).items() if x.dim() and x.numel()}
+    wrong = []
+    for layout, (name, reduce) in itertools.product(("flat", "rows"), reductions.items()):
+        cfg = fzero.Config(stage=stage, layout=layout)
+
+        def loss(tree: Any, reduce: Any = reduce) -> Any:
+            return torch.stack([reduce(x).square() for x in tree.values()]).sum()
+
+        def plain(tree: Any, loss: Any = loss) -> Any:
+            leaves = {k: x.detach().requires_grad_() for k, x in tree.items()}
+            grads = torch.autograd.grad(loss(leaves), list(leaves.values()))
+            return dict(zip(leaves, grads, strict=True))
+
+        def updated(params: Any, grads: Any) -> Any:
+            return {
+                k: x - 0.1 * grads[k] / grads[k].norm() * x.norm() + 0.1 * grads[k].abs().max()
+                for k, x in params.items()
+            }
+
+        def step(params: Any, loss: Any = loss, cfg: Any = cfg) -> Any:
+            return updated(params, fzero.grad(loss, cfg)(params))
+
+        expected = {"autograd": plain(full), "step": updated(full, plain(full))}
+        for way, fn in {"autograd": plain, "step": step}.items():
+            try:
+                found = fzero.jit(fn, cfg)(fzero.shard(full, cfg))
+                torch.testing.assert_close({k: _whole(x) for k, x in found.items()}, expected[way])
+            except Exception as error:
+                wrong.append(f"{layout}, {way}, {name}: {type(error).__name__}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_and_updates_in_jit(stage: int) -> None:
+    for wrong in run_ranks(2, _derived, stage):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_leaf_sends_in_jit_is_listed(rank: int) -> None:
+    with fake_ranks(2, rank):
+        cfg = fzero.Config(stage=3, layout="flat")
+        shards: Any = fzero.shard(_leaves(torch.float32), cfg)
+        longest = max(b - a for a, b in itertools.pairwise(shards["w"].placements[-1].borders))
+        sums = fzero.jit(lambda tree: tree["w"].sum(), cfg).lower(shards)
+        largest = fzero.jit(lambda tree: tree["w"].max(), cfg).lower(shards)
+    rows = [row for program in (sums, largest) for row in program.collectives()]
+    assert [(row.kind, row.bytes, row.dtype) for row in rows] == [
+        ("all_gather", 2 * 4, torch.float32),
+        ("all_gather", 2 * longest * 6 * 4, torch.float32),
+    ]
+    assert [sum(p.cost().sent.values()) for p in (sums, largest)] == [x.wire_bytes for x in rows]
+
+
+def _warns(case: Case) -> None:
+    x = _ragged(case.full(), _mesh(case), case.borders)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for function in (torch.sum, torch.linalg.vector_norm, DTensor.full_tensor):
+            function(x)
+
+
+def test_nothing_deprecated_is_called() -> None:
+    _everywhere(_warns, Case((0, 1, 3)))
 
 
 # ------------------------------------------------------------------------------------- torch.optim

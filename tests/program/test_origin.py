@@ -122,3 +122,14 @@ def test_autograd_is_followed_through_either_front_end() -> None:
     (back,) = found(traced, BACKWARD, "aten::tanh_backward")
     assert back.module == "layer"
     assert found(traced, BACKWARD, "aten::sinh")[0].where == line_of(Double, "x * 2")
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_a_line_is_the_users_where_torch_calls_a_function_deprecated() -> None:
+    def summed(tree: dict[str, Tensor], x: Tensor) -> Tensor:
+        out = x.new_empty(2 * len(x))
+        torch.distributed.all_gather_into_tensor(out, x)
+        return out
+
+    with fake_ranks(2), pytest.raises(fzero.TraceError, match=rf"at {__file__}:\d+, which can't"):
+        fzero.jit(summed, fzero.Config(stage=0))({"w": torch.ones(2)}, torch.ones(2))
