@@ -43,6 +43,8 @@ def makes_normal(fn: Callable[P, T]) -> Callable[P, T]:
 def counts_versions(x: Tensor) -> bool:
     """Whether torch counts what is written to a tensor, as autograd asks.
 
+    A normal parameter whose `data` is set to an inference tensor does, and `is_inference()`.
+
     Examples:
         >>> with torch.inference_mode():
         ...     x = torch.ones(2)

@@ -40,16 +40,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("functional.memory", "functional.owners", "config"),
     ),
     "transforms": (
-        *(
-            "errors",
-            "tree",
-            "inference",
-            "layout",
-            "numerics",
-            "distributed",
-            "optim",
-            "functional",
-        ),
+        *("errors", "tree", "inference", "layout", "numerics"),
+        *("distributed", "optim", "functional"),
         *("config", "zero", "eager", "program", "state"),
     ),
     "step": (
@@ -75,16 +67,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("errors", "tree", "distributed", "optim.counts", "state.opt_state", "state.follow"),
     ),
     "engine": (
-        *(
-            "errors",
-            "tree",
-            "inference",
-            "layout",
-            "numerics",
-            "distributed",
-            "optim",
-            "functional",
-        ),
+        *("errors", "tree", "inference", "layout", "numerics"),
+        *("distributed", "optim", "functional"),
         *("config", "eager", "state", "step"),
     ),
     "env": ("errors", "functional"),

@@ -140,7 +140,7 @@ def adafactor(
         found = summed(shares, ways, "adafactor: rows, columns")
         norms, sums = found[: len(lie)], iter(found[len(lie) :])
 
-        vectors = [i for i in range(len(lie)) if i not in factored]
+        vectors = [i for i, split in enumerate(lie) if len(split.leaf.shape) <= 1]
         row_spec, nu_spec = (_some(spec, indices) for indices in (factored, vectors))
         rows, cols, nus = (
             leaves_like(some, part, "the optimizer's state")
