@@ -11,7 +11,7 @@ import re
 import reprlib
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
@@ -125,11 +125,42 @@ class _Shown(reprlib.Repr):
 _SHOWN = _Shown()
 
 
+def check_flag(
+    where: str, field: str, value: Any, *, optional: bool = False, hint: str = ""
+) -> None:
+    """Raise a ConfigError unless a flag is True or False itself: nearly every object is true.
+
+    Args:
+        where: what it was given to.
+        field: its name there.
+        value: what was given.
+        optional: whether it may be None.
+        hint: what to do; empty: of what may mean a flag, how to make one of it.
+
+    Raises:
+        ConfigError: it is another object.
+
+    Examples:
+        >>> check_flag("engine.step", "boundary", len)
+        Traceback (most recent call last):
+        ...
+        fzero.errors.ConfigError: engine.step: boundary=<built-in function len>, but boundary ...
+    """
+    if value is True or value is False or (optional and value is None):
+        return
+    rule = "True, False or None" if optional else "True or False"
+    if not hint and (isinstance(value, int) or getattr(value, "shape", None) == ()):
+        hint = "Pass bool(...) of it."
+    raise ConfigError(
+        f"{where}: {field}={shown(value)}, but {field} must be {rule}. {hint}".rstrip()
+    )
+
+
 def arguments_by_name(fn: Callable[P, T], name: str = "") -> Callable[P, T]:
     """A function that says what it takes when it is called with other arguments.
 
-    Meant for what people call with the names of other libraries. A call that fits costs nothing:
-    Python itself finds that one does not.
+    Meant for what people call with the names of other libraries. Python itself finds that a call
+    does not fit. What is annotated as `bool`, or as `bool | None`, is checked by `check_flag`.
 
     Args:
         fn: a function.
@@ -144,8 +175,14 @@ def arguments_by_name(fn: Callable[P, T], name: str = "") -> Callable[P, T]:
         fzero.errors.ConfigError: adamw has no argument 'betas'. Call it as adamw(lr, b1=0.9, ...
     """
 
+    flags = _flags_of(fn)
+
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for at, flag, optional in flags:
+            value = args[at] if at < len(args) else kwargs.get(flag, False)
+            if value is not True and value is not False:
+                check_flag(_called(fn, name), flag, value, optional=optional)
         try:
             return fn(*args, **kwargs)
         except TypeError as error:
@@ -157,12 +194,28 @@ def arguments_by_name(fn: Callable[P, T], name: str = "") -> Callable[P, T]:
     return call
 
 
+def _flags_of(fn: Callable[..., Any]) -> list[tuple[int, str, bool]]:
+    """Where a function takes flags: position, name, and whether it may be None."""
+    kinds: dict[Any, bool] = {bool: False, bool | None: True}
+    takes = inspect.signature(fn).parameters.values()
+    found = [(at, x) for at, x in enumerate(takes) if isinstance(x.annotation, Hashable)]
+    return [
+        (sys.maxsize if x.kind is x.KEYWORD_ONLY else at, x.name, kinds[x.annotation])
+        for at, x in found
+        if x.annotation in kinds
+    ]
+
+
+def _called(fn: Callable[..., Any], name: str) -> str:
+    return name or fn.__qualname__.removesuffix(".__init__")
+
+
 def _one_less(number: re.Match[str]) -> str:
     return str(int(number[0]) - 1)
 
 
 def _misfit(fn: Callable[..., Any], name: str, complaint: str, given: dict[str, Any]) -> str:
-    name = name or fn.__qualname__.removesuffix(".__init__")
+    name = _called(fn, name)
     takes = inspect.signature(fn).parameters
     known = [x for x in takes.values() if x.name != "self"]
     if "self" in takes:  # which Python counts

@@ -257,6 +257,29 @@ def test_an_argument_that_does_not_fit_is_told_with_those_that_do(
         call()
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: fzero.unshard({}, rank0_only=0), "unshard: rank0_only=0, but .*bool"),
+        (lambda: fzero.unshard({}, copy=None), "unshard: copy=None, but copy must be True or F"),
+        (lambda: fzero.functionalize(nn.Linear(1, 1), buffers="all"), "buffers='all'"),
+        (lambda: fzero.grad(_loss, has_aux=_loss), "grad: has_aux=<function"),
+        (lambda: fzero.value_and_grad(_loss, has_aux=np.bool_(True)), "has_aux=.*bool"),
+        (lambda: fzero.optim.adamw(0.1, amsgrad="no"), "adamw: amsgrad='no'"),
+        (lambda: fzero.optim.sgd(0.1, 0.9, 0.1), "sgd: nesterov=0.1"),
+        (lambda: fzero.optim.ema(0.5, 0.5), "ema: debias=0.5"),
+        (lambda: fzero.optim.inject_hyperparams(fzero.optim.sgd, momentum=0.9), "momentum=0.9"),
+        (lambda: fzero.checkpoint.save("run", {}, asynchronous="yes"), "save: asynchronous='yes'"),
+        (lambda: fzero.checkpoint.load("run", {}, strict=0), "load: strict=0"),
+        (lambda: fzero.checkpoint.load_partial("run", {}, state={}), r"load_partial: state=\{\}"),
+        (lambda: fzero.checkpoint.export_safetensors("o", {}, overwrite=1), "overwrite=1"),
+    ],
+)
+def test_a_flag_is_true_or_false(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call()
+
+
 def test_a_type_error_from_inside_is_left_alone() -> None:
     @arguments_by_name
     def outer(x: int) -> None:

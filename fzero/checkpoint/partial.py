@@ -24,7 +24,7 @@ from fzero.checkpoint.format.disk import as_path
 from fzero.checkpoint.format.reader import Reader
 from fzero.checkpoint.load import choose, open_source
 from fzero.checkpoint.sources import BUFFERS, Rename, names_of, split_key
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, arguments_by_name
 from fzero.tree import PyTree
 
 
@@ -68,6 +68,7 @@ class PartialLoad(NamedTuple):
     report: LoadReport
 
 
+@arguments_by_name
 def load_partial(
     path: str | os.PathLike[str],
     params_like: PyTree,

@@ -131,8 +131,6 @@ def save(
     """
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be None or an int >= 1: how many stay.")
-    if not isinstance(overwrite, bool):
-        raise CheckpointError(f"overwrite={overwrite!r} must be True or False.")
     with background.turn():
         options = _Options(step, keep, overwrite, asynchronous, timeout, encode(client_state))
         return _save(disk.as_path(path).absolute(), params, opt_state, options)

@@ -24,7 +24,14 @@ from fzero.engine.module_state import LoadedKeys
 from fzero.engine.names import Names
 from fzero.engine.parts import build_parts
 from fzero.engine.release import Former, Released, release
-from fzero.errors import BackwardError, ConfigError, FzeroError, ShardError, arguments_by_name
+from fzero.errors import (
+    BackwardError,
+    ConfigError,
+    FzeroError,
+    ShardError,
+    arguments_by_name,
+    check_flag,
+)
 from fzero.inference import makes_normal
 from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
@@ -193,6 +200,7 @@ class Engine:
             driver.returned(forward, out)
         return out
 
+    @arguments_by_name
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
@@ -368,10 +376,12 @@ class Engine:
                 rank. Gradients are still divided by `cfg.accum_steps`. None: go by their number.
 
         Raises:
+            ConfigError: `boundary` is another object, as a closure or a loss.
             BackwardError: without an optimizer, inside `no_sync()`, or with no backward since the
                 last call.
             FzeroError: with `on_nonfinite="raise"`, a gradient is not finite; nothing has changed.
         """
+        check_flag("engine.step", "boundary", boundary, optional=True, hint=_NO_BOUNDARY)
         self._driver.recover()
         if not self._has_opt:
             raise BackwardError(
@@ -382,6 +392,7 @@ class Engine:
         if self._face is not None:
             self._face.stepped()
 
+    @arguments_by_name
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last update; accumulation starts again.
 
@@ -470,6 +481,7 @@ class Engine:
         """
         return module_state.state_dict(self._driver, self._parts, self._slots)
 
+    @arguments_by_name
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadedKeys:
         """Copy values into parameters, masters and buffers. The optimizer's state stays.
 
@@ -696,6 +708,11 @@ class Engine:
         )
 
 
+_NO_BOUNDARY = (
+    "A closure goes to engine.optimizer.step(closure), which calls it first; a loss to "
+    "loss.backward(), before engine.step(). A condition is bool(...) of what it was. Nothing was "
+    "updated."
+)
 _NO_COPY = (
     "the engine was to be {}, and a copy would share its parameters, process groups and hooks. "
     "Make a second engine of a second module and assign engine.state, save it by "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fzero.errors import FzeroError, ShardError, TraceError
+from fzero.errors import FzeroError, ShardError, TraceError, arguments_by_name
 from fzero.functional.differentiate import nodes_behind
 from fzero.functional.fit import check_device, check_fit, check_structure
 from fzero.functional.opaque import wrap_forwards
@@ -30,6 +30,7 @@ def functionalize(
 def functionalize(
     module: nn.Module, *, buffers: Literal[True]
 ) -> tuple[Callable[..., Any], Params, Buffers]: ...
+@arguments_by_name
 def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
     """A module as a pure function, and the parameters it takes.
 

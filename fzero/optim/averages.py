@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero import tree
+from fzero.errors import arguments_by_name
 from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.base import Optimizer, Params, PyTree
@@ -37,6 +38,7 @@ class EmaState(NamedTuple):
         return self.ema
 
 
+@arguments_by_name
 def ema(decay: float, debias: bool = True) -> Optimizer:
     """Pass on the moving average of the updates: `ema = decay * ema + (1 - decay) * updates`.
 

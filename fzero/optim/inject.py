@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, arguments_by_name
 from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.adapt import as_optimizer
@@ -34,6 +34,7 @@ MOMENTA = ("momentum", "b1")
 """What a scheduler cycles against the rate: SGD's; Adam's and Lion's."""
 
 
+@arguments_by_name
 def inject_hyperparams(
     factory: Callable[..., Any], *, momentum: bool = False
 ) -> Callable[..., Optimizer]:

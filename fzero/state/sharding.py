@@ -22,7 +22,7 @@ from fzero.distributed.dtensor import dtensor_spec, from_spec, local_tensor
 from fzero.distributed.mesh import Axis, Mesh, group_along, resolve_mesh
 from fzero.distributed.ragged import is_supported, placements_of, rows_of
 from fzero.distributed.whereabouts import circle_of
-from fzero.errors import ConfigError, ShardError
+from fzero.errors import ConfigError, ShardError, arguments_by_name
 from fzero.functional.owners import (
     STATISTICS,
     Owners,
@@ -278,6 +278,7 @@ def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
     return tree.unflatten(plan.spec, plan.wrap(plan.split(leaves)))
 
 
+@arguments_by_name
 def unshard(sharded: PyTree, *, rank0_only: bool = False, copy: bool = True) -> PyTree:
     """Full tensors from a tree with DTensors; every rank must call it. The inverse of `shard`.
 

@@ -24,7 +24,7 @@ from fzero import zero
 from fzero.config import Config, as_config
 from fzero.distributed.collectives import all_reduce, phase
 from fzero.distributed.mesh import Axes
-from fzero.errors import ConfigError, FzeroError
+from fzero.errors import ConfigError, FzeroError, arguments_by_name
 from fzero.functional.differentiate import no_gradient
 from fzero.functional.functionalize import refuse_past
 from fzero.functional.owners import noted, owners_of
@@ -91,6 +91,7 @@ def sharded(
     return Function(name, body, fn, cfg)
 
 
+@arguments_by_name
 def value_and_grad(
     fn: Callable[..., Any],
     cfg: Config | None = None,
@@ -137,6 +138,7 @@ def value_and_grad(
     return Function(name, body, fn, cfg)
 
 
+@arguments_by_name
 def grad(
     fn: Callable[..., Any],
     cfg: Config | None = None,

@@ -70,7 +70,7 @@ def test_a_step_is_overwritten_by_choice_only(tmp_path: Path) -> None:
     save(tmp_path, _tree(1), step=1)
     with pytest.raises(fzero.CheckpointError, match=r"there already.*overwrite=True"):
         save(tmp_path, _tree(2), step=1)
-    with pytest.raises(fzero.CheckpointError, match="must be True or False"):
+    with pytest.raises(fzero.ConfigError, match="must be True or False"):
         save(tmp_path, _tree(2), step=1, overwrite="yes")  # pyright: ignore
     assert _value(tmp_path / "step-00000001") == 1
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-from fzero import BackwardError
+from fzero import BackwardError, ConfigError
 from tests.engine.models import Net
 from tests.engine.parity import SGD, STAGES, build, data, here
 from tests.ranks import run_ranks
@@ -56,6 +56,37 @@ def test_step_without_backward(stage: int) -> None:
     torch.autograd.grad(engine(x).sum(), x)
     with pytest.raises(BackwardError, match="no backward"):
         engine.step()
+
+
+@every_stage
+def test_a_boundary_is_a_flag(stage: int) -> None:
+    engine = engine_of(stage, accum_steps=4)
+    loss = loss_of(engine)
+    loss.backward()
+    for wrong in (lambda: loss, loss, loss.detach() * 0, 1, "now"):
+        with pytest.raises(
+            ConfigError, match=r"boundary=.*True, False or None.*loss\.backward\(\)"
+        ):
+            engine.step(wrong)  # pyright: ignore
+    engine.step()
+    assert engine.global_steps == 0
+    loss_of(engine).backward()
+    engine.step(True)
+    assert engine.global_steps == 1
+
+
+def test_flags_are_no_other_objects() -> None:
+    engine = engine_of(0)
+    loss = loss_of(engine)
+    for call, said in (
+        (lambda: engine.backward(loss, torch.ones(())), r"backward: retain_graph=.*bool\(\.\.\.\)"),  # pyright: ignore
+        (lambda: engine.zero_grad(engine.module), "zero_grad: set_to_none="),  # pyright: ignore
+        (lambda: engine.load_state_dict({}, "no"), "load_state_dict: strict='no'"),  # pyright: ignore
+        (lambda: fzero.Engine(build(Net), SGD(), broadcast=0), "Engine: broadcast=0"),  # pyright: ignore
+    ):
+        with pytest.raises(ConfigError, match=said):
+            call()
+    engine.backward(loss)
 
 
 @every_stage

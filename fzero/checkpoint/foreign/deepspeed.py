@@ -28,12 +28,13 @@ from fzero.checkpoint.flatten import Flat
 from fzero.checkpoint.foreign.dcp import one_step
 from fzero.checkpoint.format.disk import as_path
 from fzero.checkpoint.sources import Lazy, LazyReader, Region, Source, moment_of, names_of
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, arguments_by_name
 from fzero.tree import PyTree
 
 STATE = "optimizer_state.pt"
 
 
+@arguments_by_name
 def import_deepspeed_universal(
     path: str | os.PathLike[str],
     params_like: PyTree,

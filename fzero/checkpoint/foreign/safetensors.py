@@ -38,7 +38,7 @@ from fzero.checkpoint.sources import (
     our_names,
     renamed_params,
 )
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, arguments_by_name
 from fzero.tree import PyTree
 
 INDEX = "model.safetensors.index.json"
@@ -48,6 +48,7 @@ MAX_FILE_BYTES = 5 * 10**9
 _UNWRITTEN = ("the parameters were not exported", "See that the disk has room, then export again.")
 
 
+@arguments_by_name
 def export_safetensors(
     path: str | os.PathLike[str],
     params: PyTree,

@@ -242,14 +242,14 @@ class DeepSpeedEngine(Answers):
             return False
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """From now on it is, or is not, whatever the number of micro-batches; None: by it again."""
         if not self.settings.managed:
             raise ConfigError(
                 "set_gradient_accumulation_boundary: with managed_gradient_accumulation = false "
                 "each step() is the boundary. Call step() when there is to be an update."
             )
-        self._boundary = is_boundary
+        self._boundary = None if is_boundary is None else bool(is_boundary)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a boundary, update, and step the scheduler unless gradients overflowed."""
