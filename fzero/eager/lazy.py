@@ -311,13 +311,15 @@ class LazyParameter(Memoryless):
     def __deepcopy__(self, memo: Any) -> Any:
         raise FzeroError(
             f"the parameter {self.leaf.name!r} is sharded, and a copy of the module would share "
-            "its engine. Build a second module and load engine.full_params() into it."
+            "its engine. Build a second module, and on every rank call "
+            "second.load_state_dict(engine.state_dict())."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FzeroError(
             f"the parameter {self.leaf.name!r} is sharded and holds no values to save. Save "
-            "engine.full_params(), or engine.state with fzero.checkpoint.save."
+            "engine.state_dict(), which every rank must call and a plain module loads; or "
+            "engine.state, with fzero.checkpoint.save."
         )
 
 

@@ -86,9 +86,9 @@ class Memoryless(Tensor):
     def _none(self, what: str) -> NoReturn:
         raise FzeroError(
             f"the parameter {self.leaf.name!r} is sharded and has no memory of its own here: "
-            f"{what}. Use a copy of its values, p.detach().clone(), or engine.full_params(); "
-            f"change it inside `with engine.gathered([{self.leaf.name!r}], modifier_rank=0):`, or "
-            "through engine.load_state_dict."
+            f"{what}. Use a copy of its values, p.detach().clone(), of the whole module "
+            f"engine.state_dict(); change it inside `with engine.gathered([{self.leaf.name!r}], "
+            "modifier_rank=0):`, or through engine.load_state_dict."
         )
 
 

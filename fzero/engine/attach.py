@@ -115,12 +115,8 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
         raise ShardError(f"{type(model).__name__} has no parameters, so there is nothing to train.")
     for name, param in params.items():
         if isinstance(param, LazyParameter) or has_owner(param):
-            raise ShardError(
-                f"the parameter {name!r} belongs to another engine already, trained or frozen. A "
-                "parameter has one engine; make it of the module that holds all of them. What is "
-                "frozen in several modules can be kept out of them (a copy, or an argument of "
-                "forward)."
-            )
+            way = _OF_ANOTHER if has_owner(param) else _OF_ONE_GONE
+            raise ShardError(f"the parameter {name!r} {way}")
         check_plain(name, param)
         if not counts_versions(param):
             raise ShardError(
@@ -142,6 +138,20 @@ def parameters_of(model: Any) -> tuple[ParameterSlots, dict[str, nn.Parameter]]:
                 "torch.device('meta') around it: then no rank ever holds the whole model."
             )
     return slots, params
+
+
+_OF_ANOTHER = (
+    "belongs to another engine already, trained or frozen. A parameter has one engine; make it of "
+    "the module that holds all of them. engine.release() of the other, on every rank, gives the "
+    "module back for a new one. What is frozen in several modules can be kept out of them (a copy, "
+    "or an argument of forward)."
+)
+_OF_ONE_GONE = (
+    "is still split over ranks by an engine that is gone: its masters and optimizer state went "
+    "with it. Call engine.release() on every rank before an engine is dropped: it gives the module "
+    "back. Now build the module anew, and load a checkpoint, or what can be read here: on every "
+    "rank new.load_state_dict(old.state_dict())."
+)
 
 
 def frozen_too(cfg: Config, params: dict[str, nn.Parameter]) -> Config:

@@ -717,7 +717,7 @@ _NO_COPY = (
     "the engine was to be {}, and a copy would share its parameters, process groups and hooks. "
     "Make a second engine of a second module and assign engine.state, save it by "
     "fzero.checkpoint.save(path, *engine.state), or take copies of the values: "
-    "engine.full_params()."
+    "engine.state_dict(), which a plain module loads."
 )
 
 # What people look for on an engine, by what they should write instead.

@@ -1,5 +1,7 @@
 """`state_dict` and `load_state_dict`: full tensors, the module's names, and values that count."""
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -114,6 +116,41 @@ def checks(stage: int) -> None:
     now = engine.state_dict()
     assert torch.equal(now["net.up.weight"], good["net.up.weight"])
     assert torch.equal(now["net.gain"], before["net.gain"])
+
+
+class Tied(nn.Module):
+    """What parameters alone do not tell: statistics, and two names of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(5, 4), nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, i: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(i)))
+
+
+def as_advised() -> None:
+    i = torch.arange(4)
+    engine = fzero.Engine(build(Tied), SGD(), fzero.Config(stage=3))
+    for _ in range(3):
+        nn.functional.cross_entropy(engine(i), i).backward()
+        engine.step()
+    for copied in (
+        lambda: copy.deepcopy(engine.module),
+        lambda: torch.save(engine.module.state_dict(), io.BytesIO()),
+    ):
+        with pytest.raises(fzero.FzeroError, match=r"engine\.state_dict\(\)"):
+            copied()
+    second = build(Tied)
+    second.load_state_dict(engine.state_dict())
+    with torch.no_grad():
+        assert torch.equal(second.eval()(i), engine.eval()(i))
+
+
+def test_a_module_that_can_not_be_copied_has_a_copy_that_can() -> None:
+    run_ranks(2, as_advised)
 
 
 @pytest.mark.parametrize("stage", STAGES)

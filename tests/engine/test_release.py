@@ -1,6 +1,7 @@
 """`engine.release()`: the module is plain PyTorch again, with what it has learned."""
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.errors import BackwardError
+from tests.engine import models
+from tests.engine.parity import SGD, build, data
 from tests.ranks import run_ranks
 
 
@@ -94,6 +97,35 @@ def test_the_module_is_plain_again(stage: int, precision: Any) -> None:
     if stage == 0 or precision:
         released(stage, precision)
     run_ranks(2, released, stage, precision)
+
+
+def dropped(stage: int) -> None:
+    def again(module: nn.Module) -> fzero.Engine:
+        return fzero.Engine(module, SGD(), fzero.Config(stage=stage))
+
+    module = build(models.Net)
+    engine: Any = again(module)
+    with pytest.raises(fzero.ShardError, match=r"another engine.*engine\.release\(\)"):
+        again(module)
+    engine(data(0)).square().mean().backward()
+    engine.step()
+    want = engine.state_dict()
+    del engine
+    gc.collect()
+    if stage == 3:
+        with pytest.raises(fzero.ShardError, match=r"engine that is gone.*engine\.release\(\)"):
+            again(module)
+        new = build(models.Net)
+        new.load_state_dict(module.state_dict())
+        module = new
+    engine = again(module)
+    assert all(torch.equal(x, want[name]) for name, x in engine.state_dict().items())
+    assert again(engine.release()).global_steps == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_dropped_engine_is_told_with_the_way_on(stage: int) -> None:
+    run_ranks(2, dropped, stage)
 
 
 def test_not_inside_of_a_pass_or_a_block() -> None:
