@@ -582,12 +582,12 @@ class Driver:
         self.writes.see()
         refuses = self.cfg.nonfinite_policy == "raise"  # and leaves everything as it is
         grads = self.reducer.for_update(reduces=self.rules.reduces, in_place=not refuses)
-        losses = self.losses.of_step()
+        losses, sums = self.losses.of_step(), self.reducer.sums_held
         if not refuses:
             self._clear()  # before the update, which then is alone with their memory
         self.journal.enter("update")
         with self.transport.circle.within():
-            self.stepper.update(grads, losses)
+            self.stepper.update(grads, losses, sums)
         self._clear()
         self.writes.ours()
         if self.units is not None:

@@ -81,6 +81,7 @@ class Reducer:
         self.handles: list[tuple[Sequence[int], Handle]] = []
         self.landed: dict[int, Tensor] = {}
         self.reduced: dict[int, Tensor] = {}
+        self.sums_held = 0  # how many reductions are in `reduced`, or a digest of what was dropped
         self.arrived: dict[int, None] = {}  # leaves of the running task, in order
         self.present: set[int] = set()  # leaves that have a gradient of this rank
 
@@ -135,6 +136,8 @@ class Reducer:
         for index, grad in self.landed.items():
             if grad.dtype != self.sums[index]:
                 self.landed[index] = grad.to(self.sums[index])
+        if self.landed:
+            self.sums_held += 1
         _add(self.reduced, self.landed, in_place=True)  # reductions make their results: ours alone
         # what is pending at the end is extra, or of a task that is not synced
         for index in [*self.borrowed]:
@@ -172,6 +175,7 @@ class Reducer:
         self.unreduced.clear()
         self.reduced.clear()
         self.present.clear()
+        self.sums_held = 0
 
     def has(self, index: int) -> bool:
         """Whether a leaf has a gradient anywhere; see [Note: where a gradient is]."""
@@ -198,7 +202,8 @@ class Reducer:
     def drop(self, index: int) -> None:
         """No gradient of this leaf."""
         self.unreduced.pop(index, None)
-        self.reduced.pop(index, None)
+        if self.reduced.pop(index, None) is not None:
+            self.sums_held = (self.sums_held * 1009 + index + 2) % 2**31
         self.present.discard(index)
 
     def unscale(self, factor: Tensor) -> bool:

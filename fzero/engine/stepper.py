@@ -85,12 +85,13 @@ class Stepper:
             self._subsets.clear()  # made for a state without
 
     @makes_normal
-    def update(self, grads: list[Tensor], losses: Sequence[Tensor]) -> None:
+    def update(self, grads: list[Tensor], losses: Sequence[Tensor], sums: int = 0) -> None:
         """One step.
 
         Args:
             grads: of what is trained now, scaled to sum to the mean, or summed already.
             losses: of this rank's micro-batches, as far as they are known.
+            sums: which reductions are in `grads`, the same on every rank.
 
         Raises:
             FzeroError: with `on_nonfinite="raise"`, a gradient is not finite and nothing was
@@ -118,8 +119,9 @@ class Stepper:
         if now.half is None:
             now.half = UpdateProgram(plan, reduced=self.reduced)
         size = int(cfg.bucket_mb * 2**20)
+        told = torch.tensor(sums) if plan.axes.world > 1 else None
         lr = rate_of(plan.opt, state.inner)  # before the update writes over the state
-        updated = now.half.in_buckets(size, trained, local, grads, loss, [])
+        updated = now.half.in_buckets(size, trained, local, grads, loss, [], told)
         self.buffers.agree()
         # the update wants some loss; of one that nobody named nothing can be told
         loss = updated.loss if losses else torch.full_like(updated.loss, torch.nan)

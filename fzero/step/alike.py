@@ -31,7 +31,7 @@ HINT = (
     "on from the same state or checkpoint. "
     "A rate that is set by hand or by a scheduler, a momentum and a loss scale of your own must be "
     "the same on every rank. A scheduler that reads a loss must read the mean over ranks, "
-    'metrics["loss"], not this rank\'s.'
+    'metrics["loss"], not this rank\'s. engine.zero_grad() is for every rank to call, or none.'
 )
 
 
@@ -40,7 +40,7 @@ class NotAlike(Exception):
 
 
 def numbers_of(
-    plan: Plan, inner: PyTree, scale: Tensor | None, step: Tensor
+    plan: Plan, inner: PyTree, scale: Tensor | None, step: Tensor, sums: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The numbers that every rank must have, with what messages call them.
 
@@ -49,8 +49,11 @@ def numbers_of(
         inner: the optimizer's state.
         scale: 0-d, the loss scale, if the caller's own.
         step: 0-d, `opt_state.step`.
+        sums: 0-d, of an Engine: which of its reductions are in the gradients.
     """
     yield "opt_state.step", step
+    if sums is not None:
+        yield "backwards since engine.zero_grad() or p.grad = None", sums
     # a hyperparameter may have the name of a parameter
     found = {**dict(plan.numbers(inner)), **dict(injected(inner))}
     yield from ((f"opt_state.inner{name}", x) for name, x in found.items())

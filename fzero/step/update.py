@@ -80,6 +80,7 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
         loss_scale: LossScaleState | None,
         model_state_before: Sequence[Tensor],
         step: Tensor | None,
+        sums: Tensor | None = None,
     ) -> dict[str, Any]:
         """Overwrite `params`, `master` and `inner`; the rest of `Updated` is returned.
 
@@ -94,6 +95,7 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
             loss_scale: the scale that is on the gradients, or None.
             model_state_before: before the step, for a config that may skip one.
             step: 0-d int64, where there are other ranks, or a config that rounds stochastically.
+            sums: see `numbers_of`.
         """
         grads = grad if reduced else shards.summed(grad)
         grads = [widened(x) for x in grads]  # float16 has no room below the scale
@@ -107,7 +109,7 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
         numbers = []
         if shards.compares:
             assert step is not None
-            numbers = [x for _, x in numbers_of(plan, inner, own_scale, step)]
+            numbers = [x for _, x in numbers_of(plan, inner, own_scale, step, sums)]
         by_hand = own_scale is not None or bool([*injected(inner)])
         loss, exact, differs = shards.statistics(loss, grads, numbers, refuse=by_hand)
         norm = exact.to(_widest(grads))

@@ -122,6 +122,7 @@ class UpdateProgram:
         grads: list[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
+        sums: Tensor | None = None,
     ) -> Updated:
         """Overwrite `trained` and what `local` has of masters and optimizer state.
 
@@ -133,7 +134,7 @@ class UpdateProgram:
             parts = self.plan.parts(trained)
             self._follow = self._follow or Follower(local.masters, parts)
             self._follow(local.masters, parts)
-        groups = self._groups(trained, local, grads, loss, state)
+        groups = self._groups(trained, local, grads, loss, state, sums)
         found = None
         flat = list(chain.from_iterable(groups))
         written = sum(map(len, groups[:3]))  # parameters, masters, optimizer state
@@ -154,10 +155,10 @@ class UpdateProgram:
                 # the same on all ranks: the noise is that of whole leaves
                 found = staged(flat, lambda: mix(self.plan.cfg.seed, int(local.step), _UPDATE))
         if found is None:
-            self._tell(local, updated=False)
+            self._tell(local, sums, updated=False)
         differs = found["differs"]
         if differs is not None and differs.device.type == "cpu" and differs:
-            self._tell(local, updated=True)
+            self._tell(local, sums, updated=True)
         first.tells = staged is None or first.version(flat) != before
         if (scale := found.pop("loss_scale")) is not None:
             scale = LossScaleState(*scale)
@@ -175,12 +176,12 @@ class UpdateProgram:
             found = self._firsts[staged] = _first_written(staged.recorded.program)
         return found
 
-    def _tell(self, local: LocalState, *, updated: bool) -> NoReturn:
+    def _tell(self, local: LocalState, sums: Tensor | None, *, updated: bool) -> NoReturn:
         """Which number differs between ranks; state in which an update ended, or did not begin."""
         plan, scaling = self.plan, self.plan.cfg.scaling
         scale = local.scale[0] if scaling is not None and scaling.external else None
         inner = tree.unflatten(local.inner_spec, local.inner)
-        numbers = numbers_of(plan, inner, scale, local.step)
+        numbers = numbers_of(plan, inner, scale, local.step, sums)
         tell(numbers, plan.mesh, plan.cfg.timeout, updated=updated)
 
     def _groups(
@@ -190,6 +191,7 @@ class UpdateProgram:
         grads: Sequence[Tensor],
         loss: Tensor,
         state: Sequence[Tensor],
+        sums: Tensor | None = None,
     ) -> list[Sequence[Tensor]]:
         """The tensors of each argument of an update."""
         cfg = self.plan.cfg
@@ -198,15 +200,18 @@ class UpdateProgram:
         if cfg.dtypes.stochastic_rounding or self.plan.axes.world > 1:
             # here, as a graph of a device has nothing of the host's; and the host waits for none
             step = [local.step.to(loss.device, non_blocking=True)]
+        compared = [] if sums is None else [sums.to(loss.device, non_blocking=True)]
         own = [trained, local.masters, local.inner]
-        return [*own, grads, [loss], state, local.scale, before, step]
+        return [*own, grads, [loss], state, local.scale, before, step, compared]
 
     def _arguments(self, groups: Sequence[Sequence[Any]], local: LocalState) -> tuple[Any, ...]:
         """As `update_of` takes them."""
-        trained, masters, inner, grads, (loss,), state, scale, before, step = map(list, groups)
+        (*own, state, scale, before, step, sums) = map(list, groups)
+        trained, masters, inner, grads, (loss,) = own
         own = (trained, masters, tree.unflatten(local.inner_spec, inner), grads)
         scaling = LossScaleState(*scale) if scale else None
-        return (*own, loss, state, scaling, before, step[0] if step else None)
+        rest = (step[0] if step else None, sums[0] if sums else None)
+        return (*own, loss, state, scaling, before, *rest)
 
     def _known(self, groups: Sequence[Sequence[Any]], local: LocalState) -> dict[str, Any]:
         """Names and categories of what it reads, and over which ranks it sums gradients."""
@@ -222,6 +227,7 @@ class UpdateProgram:
             ("loss_scale.", numbers[6], SCALE),
             ("model_state_before.", numbers[7], STATE),
             ("step", [""] * len(groups[8]), OPTIMIZER),
+            ("sums", [""] * len(groups[9]), OPTIMIZER),
         )
         return {
             "inputs": tuple(f"{prefix}{name}" for prefix, names, _ in rows for name in names),

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fzero
-from tests.engine.models import Experts, Lost, Raises
-from tests.engine.parity import SGD, build, data, here
-from tests.ranks import RanksFailed, run_fresh
+from tests.engine.models import Experts, Lost, Net, Raises
+from tests.engine.parity import SGD, STAGES, build, data, here
+from tests.ranks import RanksFailed, run_fresh, run_ranks
 
 
 def differ(when: str) -> tuple[float, str]:
@@ -162,3 +162,33 @@ def raises_in_a_block_alone() -> str:
 def test_a_rank_that_loses_what_it_was_to_write_is_found_out() -> None:
     for message in run_fresh(2, raises_in_a_block_alone, timeout=60):
         assert "after an exception" in message or "(raised)" in message
+
+
+def _drops(stage: int, where: int, one: bool) -> str:
+    """What `step()` says where some ranks drop a gradient that others keep; -1: all drop it."""
+    rank, _ = here()
+    engine = fzero.Engine(build(Net), SGD(), fzero.Config(stage=stage))
+    for i in range(3):
+        engine(data(rank, i)).square().mean().backward()
+        if i == 0 and (rank == where or where < 0):
+            if one:
+                next(engine.module.parameters()).grad = None
+            else:
+                engine.zero_grad()
+    try:
+        engine.step()
+    except fzero.RankMismatchError as error:
+        return str(error)
+    engine.zero_grad()
+    engine(data(rank, 0)).square().mean().backward()
+    engine.step()
+    return ""
+
+
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_some_ranks_drop_is_told(stage: int, one: bool) -> None:
+    for said in run_ranks(2, _drops, stage, 0, one):
+        assert "backwards since engine.zero_grad() or p.grad = None: rank 0: " in said
+        assert one or "rank 0: 2; rank 1: 3" in said
+    assert run_ranks(2, _drops, stage, -1, one) == ["", ""]
