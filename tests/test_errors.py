@@ -775,6 +775,21 @@ def test_a_glob_that_freezes_nothing_is_refused(glob: str) -> None:
         fzero.Engine(nn.Linear(3, 2), None, Config(frozen=["bias", glob]))
 
 
+def test_an_empty_batch_is_named() -> None:
+    step_fn = _make(lambda params, x: nn.functional.mse_loss(x @ params["w"], x[:, :3]))
+    with pytest.raises(TraceError, match=r"batch.* has shape \(0, 4\).*Pass over such a batch"):
+        step_fn(*step_fn.init(_params()), torch.ones(0, 4))
+
+
+@pytest.mark.parametrize("frozen", [["*"], lambda name: True])
+def test_what_freezes_everything_is_warned_of(frozen: Any) -> None:
+    with pytest.warns(UserWarning, match=r"freezes every leaf, 2 in all") as seen:
+        _make(frozen=frozen).init(_params())
+    assert seen[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"freezes every leaf, 2 in all"):
+        fzero.Engine(nn.Linear(3, 2), None, Config(frozen=frozen))
+
+
 @pytest.mark.parametrize("executor", ["traced", "eager"])
 def test_an_ordered_dict_of_parameters_in_another_order_is_refused(executor: Any) -> None:
     """The state of `b` would be that of `c`: its leaves come in the order that it had."""

@@ -82,7 +82,7 @@ def open_on_every_rank(
     _same_path(ranks, path)
     # One rank chooses: a save may come between the looks of two.
     found = on_every_rank(
-        ranks, "which checkpoint", lambda: choose() if ranks.leads else None, UNREAD
+        ranks, "which checkpoint", lambda: choose() if ranks.leads else None, _UNOPENED
     )[0]
     shown = progress(f"loading {found}", _nbytes(flat), shown=ranks.leads)
     opened: list[Source] = []
@@ -91,7 +91,7 @@ def open_on_every_rank(
         opened.append(open_source(found, flat, shown))
         return hashlib.blake2b(opened[0].identity.encode(), digest_size=16).hexdigest()
 
-    if len(set(on_every_rank(ranks, "what they read", open_, UNREAD))) > 1:
+    if len(set(on_every_rank(ranks, "what they read", open_, _UNOPENED))) > 1:
         raise CheckpointError(
             f"ranks see different checkpoints at {found}. All ranks must reach the same folder."
         )
@@ -196,9 +196,14 @@ def _nbytes(flat: Flat) -> int:
     return sum(local_tensor(x).nbytes for x in (*flat.tensors.values(), *flat.rounded.values()))
 
 
+_UNOPENED = (
+    "the checkpoint was not loaded, and params and opt_state are as they were",
+    "See that all ranks reach the same folder.",
+)
 UNREAD = (
-    "the checkpoint was not loaded, and params and opt_state may hold parts of it by now",
-    "Load another checkpoint, or build params and opt_state anew.",
+    "the checkpoint was not loaded, and params and opt_state may hold parts of it by now: load "
+    "another into them, or build them anew",
+    "See that all ranks reach the same folder.",
 )
 
 

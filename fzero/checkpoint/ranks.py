@@ -191,6 +191,7 @@ def on_every_rank(
     except (OSError, CheckpointError) as error:
         cause = error
         outcome["failed"] = str(error)
+        outcome["told"] = isinstance(error, CheckpointError)  # with what to do next
     by_rank = ranks.gather(what, outcome)
     failed = {r: t["failed"] for r, t in zip(ranks.members, by_rank, strict=True) if "failed" in t}
     if not failed:
@@ -198,8 +199,10 @@ def on_every_rank(
     # All that failed say the same: a list by rank would only repeat it.
     if isinstance(cause, CheckpointError) and len(set(failed.values())) == 1:
         raise cause
-    listing = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-    raise CheckpointError(f"{failing[0]}. {listing}. {failing[1]}") from cause
+    listing = "; ".join(f"rank {rank}: {text.rstrip('.')}" for rank, text in failed.items())
+    told = all(outcome.get("told", True) for outcome in by_rank)
+    rest = "" if told else f" {failing[1]}"
+    raise CheckpointError(f"{failing[0]}. {listing}.{rest}") from cause
 
 
 def _device(group: ProcessGroup | None) -> torch.device:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.config import deepspeed
 from fzero.config.names import name_of
-from fzero.errors import ConfigError, fields_by_name, refuse_unknown, shown
+from fzero.errors import ConfigError, fields_by_name, refuse_unknown, shown, users_line
 from fzero.functional.remat import Policy, SaveOnly, saves_of
 from fzero.numerics import loss_scale as loss_scales
 from fzero.numerics import precision as precisions
@@ -281,6 +282,8 @@ class Config:
     def check_frozen(self, names: Sequence[str]) -> None:
         """See that every glob of `frozen` matches a leaf: one that does not would train all.
 
+        Where all are frozen it warns.
+
         Args:
             names: dotted names of all leaves.
 
@@ -302,6 +305,12 @@ class Config:
                     "names of leaves, whole ones: 'encoder.*'. Nothing would be frozen by it; "
                     "where that is right, pass a predicate: frozen=lambda name: ..."
                 )
+        if names and self.frozen != () and all(map(self.is_frozen, names)):
+            warnings.warn(
+                f"Config.frozen freezes every leaf, {len(names)} in all, so nothing is trained. "
+                "Leave out of it what is to be.",
+                stacklevel=users_line(),
+            )
 
     def replace(self, **changes: Any) -> "Config":
         """A copy with some fields changed, checked like a new one.

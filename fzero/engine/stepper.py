@@ -202,10 +202,15 @@ class Stepper:
             return
         raise FzeroError(
             "engine.lr was assigned, and the optimizer's rate is "
-            + ("given by a schedule" if rates else "a number of its own")
-            + ". Make it with fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4): then it "
-            "is a tensor of the state, and is read in each update."
+            + ("given by a schedule" if rates or self._is_scheduled() else "a number of its own")
+            + ". Make it with a number, fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4)"
+            ": then it is a tensor of the state, and is read in each update."
         )
+
+    def _is_scheduled(self) -> bool:
+        """Whether rates are computed anew each time; a number, or a tensor, is there once."""
+        twice = [self.plan.opt.rates(self.opt_state.inner) for _ in range(2)]
+        return any(isinstance(x, Tensor) and x is not y for x, y in zip(*twice, strict=True))
 
     def _set_rates(self, rates: Mapping[str, float | Tensor]) -> None:
         found = {label: list(_injected(part, ("lr",))) for label, part in self._parts().items()}

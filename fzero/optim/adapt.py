@@ -204,10 +204,11 @@ def _positional(accepted: Mapping[str, inspect.Parameter]) -> list[inspect.Param
 def _complaint(obj: Any, missing: list[str]) -> str:
     rule = "an optimizer has init(params) -> state and update(grads, state, params)"
     name = getattr(obj, "__qualname__", None) or shown(obj)
-    if isinstance(obj, torch.optim.Optimizer):
+    kind = obj if isinstance(obj, type) else type(obj)
+    if issubclass(kind, torch.optim.Optimizer):
         return (
-            f"opt is a torch.optim.{type(obj).__name__}, which keeps its state to itself, but "
-            f"{rule}. Pass fzero.optim.{type(obj).__name__.lower()}(...) or another of fzero.optim."
+            f"opt is a torch.optim.{kind.__name__}, which keeps its state to itself, but "
+            f"{rule}. Pass fzero.optim.{kind.__name__.lower()}(...) or another of fzero.optim."
         )
     if isinstance(obj, type) or callable(obj):
         return f"opt is {name} itself, but {rule}. Call it first: {name}(...)."

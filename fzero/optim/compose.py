@@ -173,6 +173,11 @@ def multi_transform(
     References:
         optax.multi_transform.
     """
+    if not isinstance(transforms, Mapping):
+        raise ConfigError(
+            f"multi_transform: transforms is a {type(transforms).__name__}, and must be a dict, an "
+            "optimizer by label: multi_transform({'decay': adamw(3e-4), ...}, labels)."
+        )
     if not transforms:
         raise ConfigError("multi_transform: no transforms, but there must be at least one.")
     for label in transforms:
@@ -257,8 +262,9 @@ def _by_leaf(
         return paths, [told[path] for path in paths]
     except (ValueError, KeyError) as error:
         name = what.split()[-1]
+        theirs, ours = (", ".join(tree.paths(x)) or "none" for x in (found, values))
         raise ConfigError(
-            f"{what} has the leaves {tree.paths(found)} and the params {tree.paths(values)}, "
+            f"{what} has the leaves {theirs} and the params {ours}, "
             f"but the {name} must have the structure of the params or a prefix of it."
         ) from error
 

@@ -138,7 +138,7 @@ def _by_front_ends(
             made, line = _compared(label, graph_module.graph, symbolic)
             log.append(line)
         return replace(_program(name, graph_module, names, tuple(log)), dynamic=made)
-    raise _trace_error(refusals)
+    raise _trace_error(refusals, inputs, names)
 
 
 def _is_users(error: BaseException | None) -> bool:
@@ -319,7 +319,9 @@ def _is_new(constant: fx.Node) -> bool:
 
 
 # ------------------------------------------------------------------------------------ messages
-def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
+def _trace_error(
+    refusals: Sequence[tuple[str, Exception]], inputs: Sequence[Tensor], names: Sequence[str]
+) -> TraceError:
     _, last = refusals[-1]
     # A value that is read tells the user most, whichever front end met it.
     cause = next((e for _, e in refusals if isinstance(e, _DATA_DEPENDENT)), last)
@@ -333,6 +335,10 @@ def _trace_error(refusals: Sequence[tuple[str, Exception]]) -> TraceError:
     for label, error in refusals:
         told.setdefault(first_line(error), f"  through {label}: {first_line(error)}\n")
     bug = "" if isinstance(cause, _DATA_DEPENDENT) else _PERHAPS_A_BUG
+    empty = [(n, x) for n, x in zip(names, inputs, strict=False) if x.numel() == 0]
+    if empty and isinstance(cause, ArithmeticError):
+        ((leaf, x), *_) = empty
+        bug = _EMPTY.format(leaf, tuple(x.shape))
     if "mixed torch.Tensor and DTensor" in str(cause):
         bug = _SHARDS_READ
     error = TraceError(
@@ -360,6 +366,11 @@ _ANOMALY = (
     "anomaly mode names the operation."
 )
 _PERHAPS_A_BUG = "If the function raises the same when you call it yourself, mend that first. "
+_EMPTY = (
+    "{} has shape {}, and what torch records divides by the number of elements (the gradient of "
+    "mse_loss, say), where its kernels give NaN. Pass over such a batch, on every rank, "
+    "or use Config(executor='eager'). "
+)
 _SHARDS_READ = (
     "A leaf of a tree of shards was read as if it were whole. A function of whole leaves goes "
     "through fzero.sharded(fn, cfg)(params, ...), fzero.value_and_grad(fn, cfg) or another of "

@@ -283,3 +283,23 @@ def test_ranks_overwrite_together(tmp_path: Path) -> None:
         assert there == ["step-00000001"]
         assert total == 20
         assert "overwrite: rank 0: True; rank 1: False" in said
+
+
+def _refused_on_ranks(run: Path) -> list[str]:
+    tree, said = fzero.shard({"w": torch.ones(4)}, fzero.Config(stage=3)), []
+    save(run, tree, step=1)
+    for refused in (lambda: save(run, tree, step=1), lambda: load(run / "none", tree)):
+        with pytest.raises(fzero.CheckpointError) as error:
+            refused()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_one_rank_finds_is_told_on_others_without_advice_of_another_kind(
+    tmp_path: Path,
+) -> None:
+    for there, missing in run_ranks(2, _refused_on_ranks, tmp_path):
+        assert "overwrite=True" in there
+        assert "doesn't exist" in missing
+        for text in (there, missing):
+            assert not any(x in text for x in ("..", "disk has room", "hold parts", "same folder"))

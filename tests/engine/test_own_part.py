@@ -129,3 +129,10 @@ def test_a_rate_that_an_optimizer_has_of_its_own_may_be_set_to_what_it_is() -> N
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
     with pytest.raises(FzeroError, match="a number of its own"):
         engine.lr = 0.02
+    for rate, said in (
+        (fzero.optim.cosine(0.01, 10), "by a schedule"),
+        (torch.tensor(0.1), "of its own"),
+    ):
+        model = nn.Linear(2, 1)
+        with pytest.raises(FzeroError, match=rf"{said}\. Make it with a number, .*inject_hyperp"):
+            fzero.Engine(model, fzero.optim.adamw(rate)).lr = 0.02

@@ -187,9 +187,10 @@ def test_a_state_that_changes_its_shape_is_named(new, message):
         (optim.adamw, r"Call it first: adamw\(...\)"),
         (Swapping, r"Call it first: Swapping\(...\)"),
         (torch.optim.SGD([torch.ones(1)]), r"Pass fzero.optim.sgd\(...\)"),
+        (torch.optim.AdamW, r"torch.optim.AdamW, .*Pass fzero.optim.adamw\(...\)"),
         (NamedTuple("Half", [("init", object)])(lambda params: ()), "lacks update"),
     ],
-    ids=["object", "several", "factory", "class", "torch", "half"],
+    ids=["object", "several", "factory", "class", "torch", "torch class", "half"],
 )
 def test_what_is_no_optimizer_is_told_what_is_missing(wrong, message):
     with pytest.raises(ConfigError, match=message):

@@ -189,6 +189,11 @@ def test_complex_leaves_have_torchs_numbers(name, in_place):
     torch.testing.assert_close(params["w"], plain.detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_transforms_are_by_label() -> None:
+    with pytest.raises(ConfigError, match=r"transforms is a list, and must be a dict, .*'decay': "):
+        optim.multi_transform([optim.sgd(0.1)], {"w": "a"})  # pyright: ignore
+
+
 def test_labels_are_texts() -> None:
     labels: Any = {True: optim.sgd(0.1)}
     with pytest.raises(ConfigError, match="the label True is a bool"):
