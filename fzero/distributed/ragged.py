@@ -419,17 +419,30 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [one for (one,) in found] if results else None
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensors = _tensors((args, kwargs))
-    if not any(isinstance(x, RaggedDTensor) for x in tensors):
-        return func(*args, **kwargs)
-    written = _tensors(
+def runs_on_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation with a `RaggedDTensor` is of the first two ways, or of lists."""
+    if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):
+        return True
+    tensors, written = _tensors((args, kwargs)), _written(func, args, kwargs)
+    rowwise = _is_rowwise(func) and _borders(tensors, written) is not None
+    return rowwise or _is_reduction(func, args, kwargs)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    return _tensors(
         [
             args[i] if i < len(args) else kwargs.get(arg.name)
             for i, arg in enumerate(func._schema.arguments)
             if arg.alias_info is not None and arg.alias_info.is_write
         ]
     )
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensors = _tensors((args, kwargs))
+    if not any(isinstance(x, RaggedDTensor) for x in tensors):
+        return func(*args, **kwargs)
+    written = _written(func, args, kwargs)
     like = _borders(tensors, written) if _is_rowwise(func) else None
     if like is not None:
         return _run_on_rows(func, args, kwargs, like)

@@ -76,7 +76,7 @@ class Viewed:
         if view.dtype != x.dtype:
             raise FzeroError(
                 f"the parameter {x.leaf.name!r} was viewed as {view.dtype}, and what is written to "
-                "such a view would be lost at stage 3. View a copy: p.clone().view(dtype)."
+                "such a view would be lost at stage 3. Call p.clone() first, then the same on that."
             )
         return cls((view.size(), view.stride(), view.storage_offset()), view.is_conj())  # pyright: ignore
 

@@ -41,6 +41,7 @@ from fzero.transforms.randomness import seeded
 from fzero.transforms.recorded import MAX_RECORDINGS, Recorded, Recordings
 from fzero.transforms.staging import TracedFunction, as_result, changed_in_place, detached
 from fzero.transforms.trees import ReadWhole
+from fzero.transforms.whole import WholeLeaves
 from fzero.tree import PyTree
 
 
@@ -308,7 +309,8 @@ def jit(
     numbers = positions("jit", "donate_argnums", donate_argnums)
 
     def body(*args: Any, **kwargs: Any) -> Any:
-        with held_over(), ReadWhole() if _EAGERLY.get() else contextlib.nullcontext():
+        reads = ReadWhole() if _EAGERLY.get() else contextlib.nullcontext()
+        with held_over(), reads, WholeLeaves():
             return fn(*args, **kwargs)
 
     return Function(name, body, fn, cfg, donate_argnums=numbers, takes_parts=False)

@@ -23,6 +23,7 @@ from fzero.layout import LeafLayout
 from fzero.numerics.rounding import random_bits
 from fzero.optim.foreach import by_group, cast_like
 from fzero.transforms.parts import Part, mesh_of, opened
+from fzero.transforms.whole import WholeLeaves
 from fzero.tree import PyTree
 
 
@@ -51,7 +52,7 @@ def tree_map(fn: Callable[..., Any], values: PyTree, *rest: PyTree) -> PyTree:
             "structure. Where one has more, take its part of the other's: {name: more[name] for "
             "name in fewer}."
         ) from None
-    with ReadWhole():
+    with ReadWhole(), WholeLeaves():
         made = tree.unflatten(spec, list(map(fn, leaves, *columns)))
     # of what is staged out sums are added before they travel, and settled where they are needed
     return made if get_proxy_mode() is not None else tree.map(settled, made)

@@ -1,0 +1,203 @@
+"""Operators on DTensors as if every tensor were whole: torch's rules where they hold for any split.
+
+Where torch has no rule of how an operator runs on shards, it makes one up: it runs the operator's
+decomposition on a mesh of one rank, where any split is even, and then the operator itself on each
+rank's part. What counts elements counts this rank's: `mse_loss` became the mean of the ranks'
+means, which is another number where they have unequal parts, and its gradient was divided by the
+wrong count on any number of ranks. Some rules that torch has are wrong, too: `cumsum(-1)` stays
+within a rank, for the rule compares -1 with the dim that is split.
+
+So rules are believed by their kind: what works element by element, reductions, views, products of
+matrices. All else gets full tensors, by one all-gather each.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fzero.distributed.ragged import RaggedDTensor, redistribute, runs_on_rows
+from fzero.errors import ShardError
+from fzero.functional.uncompiled import not_compiled_alone
+
+
+class WholeLeaves(TorchDispatchMode):
+    """While it is on, what operators compute of DTensors is that of the whole tensors.
+
+    Raises:
+        ShardError: an operator gives a view that shards can't have, or writes into them what they
+            can't hold.
+
+    >>> from fzero.distributed.mesh import resolve_mesh
+    >>> mesh = resolve_mesh(None, "cpu")
+    >>> x = DTensor.from_local(torch.ones(3), mesh.device_mesh, mesh.placements(0))
+    >>> with WholeLeaves():
+    ...     torch.nn.functional.mse_loss(x, x * 3).full_tensor()
+    tensor(4.)
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled parts of a function stay compiled: DTensors are none of theirs."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's own way to leave it alone costs a context for every operator."""
+        return False
+
+    @not_compiled_alone
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(issubclass(kind, DTensor) for kind in types):
+            return func(*args, **kwargs)
+        if _in_parts(func) and not _is_sound(func, args, kwargs):
+            with self:  # inference mode: its parts come one by one otherwise
+                return func.decompose(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+        ragged = [x for x in tensors if isinstance(x, RaggedDTensor)]
+        plain = [x for x in tensors if not isinstance(x, RaggedDTensor)]
+        if not any(map(_is_apart, plain)):
+            return func(*args, **kwargs)  # a RaggedDTensor knows what to do beside whole ones
+        if ragged and (_gives_views(func) or runs_on_rows(func, args, kwargs)):
+            return func(*args, **kwargs)
+        if _is_sound(func, args, kwargs):
+            return _with_partial(func, args, kwargs)
+        return _on_full(func, args, kwargs)
+
+
+# ------------------------------------------------------------------------------- which rules hold
+# Beside what torch tags as pointwise or as a reduction, and views: each is tried on every split in
+# tests/transforms/test_whole.py.
+_SOUND = {
+    *("sum", "mean", "amax", "amin", "linalg_vector_norm"),  # torch 2.11 doesn't tag them
+    *("mm", "addmm", "bmm", "baddbmm", "dot"),
+    *("cat", "stack", "_softmax", "_softmax_backward_data"),
+    *("_log_softmax", "_log_softmax_backward_data"),
+    *("copy_", "fill_", "zero_", "masked_fill_", "clone", "_to_copy", "copy"),
+    *("detach_", "empty_like", "zeros_like", "ones_like", "full_like"),
+    *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    *("_local_scalar_dense", "is_same_size", "is_pinned", "equal"),
+}
+
+
+def _is_sound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether torch has a rule of its own for this operator, of a kind that holds."""
+    if not _has_rule(func) or not _is_known(func):
+        return False
+    # an empty list of dims stands for all of them, or for none: rules take it for none
+    named = zip(func._schema.arguments, args, strict=False)
+    dims = next((x for arg, x in named if arg.name == "dim"), kwargs.get("dim"))
+    return not isinstance(dims, list | tuple) or len(dims) > 0
+
+
+def _has_rule(func: Any) -> bool:
+    """Whether torch has a rule for an operator that isn't made up from its decomposition.
+
+    Private. There is no public question; `torch.distributed.tensor.experimental.register_sharding`
+    adds to these. Where torch has moved them there are no rules, and all gets full tensors.
+    """
+    dispatcher = DTensor._op_dispatcher
+    rules = dispatcher.sharding_propagator
+    kinds = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
+    known = any(func in getattr(rules, kind, ()) for kind in kinds)
+    return known or func in getattr(dispatcher, "_custom_op_handlers", ())
+
+
+@functools.cache
+def _is_known(func: Any) -> bool:
+    space, _, name = func._schema.name.partition("::")
+    if name in ("argmax", "argmin"):
+        return False  # torch's code for them breaks off in several dims
+    if space != "aten" or name.startswith(("_foreach_", "_fused_")):
+        return True  # who has registered it answers for it; lists are pointwise, or norms
+    # what is random stays as random as it was
+    kinds = {torch.Tag.pointwise, torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}
+    kinds |= {tag for tag in [getattr(torch.Tag, "reduction", None)] if tag is not None}
+    return name in _SOUND or bool(kinds & {*func.tags}) or _gives_views(func)
+
+
+def _gives_views(func: Any) -> bool:
+    return any(out.alias_info and not out.alias_info.is_write for out in func._schema.returns)
+
+
+@functools.cache
+def _in_parts(func: Any) -> bool:
+    """Whether autograd would have taken it apart, as it does outside of inference mode."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd  # pyright: ignore
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite)
+
+
+# -------------------------------------------------------------------------------- how they are run
+def _with_partial(func: Any, args: Any, kwargs: Any) -> Any:
+    """By torch's rule. What is open, a sum over ranks, keeps its place and nothing else."""
+    name = func._schema.name
+    if name == "aten::empty_like" and isinstance(args[0], DTensor):
+        return func(_closed(args[0]), *args[1:], **kwargs)
+    if name == "aten::fill_" and _is_open(args[0]):
+        raise ShardError(
+            f"{func} writes into a sum over ranks that isn't made yet, where each rank's value "
+            "would be added to the others'. Use the operator that gives a new tensor "
+            "(torch.full_like), or write into x + 0."
+        )
+    return func(*args, **kwargs)
+
+
+def _is_apart(x: DTensor) -> bool:
+    return not all(p.is_replicate() for p in x.placements)
+
+
+def _is_open(x: Any) -> bool:
+    return isinstance(x, DTensor) and any(p.is_partial() for p in x.placements)
+
+
+def _closed(x: DTensor) -> DTensor:
+    """A DTensor of which nobody reads the values, with its sums made."""
+    if not _is_open(x):
+        return x
+    closed = [Replicate() if p.is_partial() else p for p in x.placements]
+    return DTensor.from_local(
+        x._local_tensor, x.device_mesh, closed, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
+    """On full tensors; what is written comes back into the shards."""
+    if _gives_views(func):
+        raise ShardError(
+            f"{func} gives a view of a DTensor, whose elements lie on several ranks, and what is "
+            "written into it would be lost. Call x.redistribute(placements=[Replicate()]) first."
+        )
+    whole: dict[int, DTensor] = {}
+
+    def full(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        if id(x) not in whole:
+            with torch.no_grad():
+                whole[id(x)] = redistribute(x, x.device_mesh, [Replicate()] * x.device_mesh.ndim)
+        return whole[id(x)]
+
+    found = func(*tree_map(full, args), **tree_map(full, kwargs))
+    given: dict[int, Tensor] = {}
+    for i, arg in enumerate(func._schema.arguments):
+        if arg.alias_info is None or not arg.alias_info.is_write:
+            continue
+        for x in tree_leaves(args[i] if i < len(args) else kwargs.get(arg.name)):
+            if isinstance(x, DTensor):
+                new = whole[id(x)]
+                if new.shape != x.shape:
+                    raise ShardError(
+                        f"{func} gives a DTensor of shape {tuple(x.shape)} the shape "
+                        f"{tuple(new.shape)}; use what returns a new tensor."
+                    )
+                x.copy_(new)
+                given[id(new)] = x
+    return tree_map(lambda out: given.get(id(out), out), found)
