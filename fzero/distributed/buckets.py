@@ -599,15 +599,14 @@ def pack_flat(
         return _completed(buffer, tensors, missing, bucket)
     if len(tensors) == 1:
         return tensors[0].contiguous()
-    return torch.cat([x.reshape(-1) for x in tensors])
+    return torch.cat([*map(Tensor.flatten, tensors)])
 
 
 def unpack_flat(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     """The inverse of `pack_flat`, as views."""
     if len(bucket.leaves) == 1:
         return [buffer.view(bucket.leaves[0].shape)]
-    parts = buffer.split([leaf.numel for leaf in bucket.leaves])
-    return [x.view(leaf.shape) for x, leaf in zip(parts, bucket.leaves, strict=True)]
+    return bucket.full.views(buffer)
 
 
 def pack_parts(tensors: Sequence[Tensor], bucket: Bucket) -> Tensor:

@@ -1,21 +1,22 @@
 """Sums of squares that neither overflow, vanish nor drift, as quick as their use allows.
 
 In float64 a sum of squares of float32 is safe: squares have twice the exponents. But torch's
-kernels for a CPU make a float64 copy of each leaf first. Of a small leaf that stays in the
-processor's cache, and one call sums all of them. Of a large one it takes longer than the sum
-itself. So there, where the norm is only told, each row of 128 numbers is summed in float32, which
-is 1e-9 off, and the rows in float64; leaves that lie side by side are rows of one table. What that
-can't represent is seen in the sum. Then, and where the norm scales an update, rows are summed in
-float64 too, from copies of a few rows.
+kernels for a CPU make a float64 copy of each leaf first, which takes longer than the sum itself. So
+where the norm is only told, each row of 128 numbers is summed in float32, which is 1e-9 off, and
+the rows in float64; leaves that lie side by side are rows of one table, and small ones that don't
+are copied to one. What that can't represent is seen in the sum. Then, and where the norm scales an
+update, rows are summed in float64 too, from copies of a few rows. Small leaves that are no whole
+rows are copied to float64 in one call.
 """
 
 # pyright: reportPrivateImportUsage=false
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from fzero.layout.end_to_end import runs
 from fzero.operators import define
 
 _ROW = 128
@@ -84,7 +85,8 @@ def _sum_of_squares(xs: list[Tensor], *, exact: bool = True) -> Tensor:
             room -= size if size > _ROW else 0
             least.append(x if x.dim() == 1 else x.ravel())
         else:
-            (large if size > limit else small).append(x)
+            # rows need no copy, or one call copies many: see `_by_rows`
+            (small if size <= limit and size % _ROW else large).append(x)
     parts = []
     if least:
         joined = torch.cat(least).double()
@@ -103,23 +105,28 @@ def _in_double(xs: list[Tensor]) -> Tensor:
 def _of_large(xs: list[Tensor], numel: int, *, exact: bool) -> Tensor:
     """Of leaves of float32 on a CPU, among leaves of so many numbers."""
     xs = list(map(Tensor.contiguous, xs))
+    most = min(_COPIED * _ROW, numel // _SHARE)
     if not exact:
-        total = _by_rows(xs, None)
+        total = _by_rows(xs, None, most)
         if _SAFE[0] < float(total) < _SAFE[1]:  # neither is NaN; on a CPU this waits for nobody
             return total
-    some = max(1, min(_COPIED, numel // _ROW // _SHARE))
-    return _by_rows(xs, torch.empty(some, _ROW, dtype=torch.float64, device="cpu"))
+    some = max(1, most // _ROW)
+    return _by_rows(xs, torch.empty(some, _ROW, dtype=torch.float64, device="cpu"), most // 2)
 
 
-def _by_rows(xs: list[Tensor], wide: Tensor | None) -> Tensor:
-    """In float32 within each row, or as `wide` is, and over the rows in float64."""
+def _by_rows(xs: list[Tensor], wide: Tensor | None, most: int) -> Tensor:
+    """In float32 within each row, or as `wide` is, and over the rows in float64.
+
+    Small leaves that lie each by itself are copied to one memory, up to `most` numbers at a time.
+    """
     sizes = list(map(Tensor.numel, xs))
     tables: dict[int, list[Tensor]] = {}
     rest: dict[int, Tensor] = {}
     threads = torch.get_num_threads()
-    for run in _runs(xs, sizes):
+    # gradients come out of their buckets side by side, though in the order of backward
+    for run, start in _with_starts(runs(xs, multiple=_ROW), xs, sizes, most):
         first, last = run[0], run[-1]
-        norms = _norms_of_rows(xs[first], sum(sizes[i] for i in run) // _ROW, wide, threads)
+        norms = _norms_of_rows(start, sum(sizes[i] for i in run) // _ROW, wide, threads)
         if len(run) == 1:  # at world 1 each leaf is, and nothing is left to split
             tables[first] = norms
         else:
@@ -160,32 +167,27 @@ def _norms_of_rows(x: Tensor, count: int, wide: Tensor | None, threads: int) -> 
     return norms
 
 
-def _runs(xs: Sequence[Tensor], sizes: Sequence[int]) -> list[list[int]]:
-    """Places of leaves that lie one after the other in memory, and can share rows: one call does.
-
-    Gradients come out of their buckets like this, though in the order of backward.
-
-    Args:
-        xs: dense leaves of one dtype.
-        sizes: their numbers.
-    """
-    at = list(map(Tensor.data_ptr, xs))
-    itemsize = xs[0].itemsize
-    runs: list[list[int]] = []
-    end = -1
-    for i in sorted(range(len(xs)), key=at.__getitem__):
-        # beyond its storage is another's memory, though it may be next to it
-        if at[i] == end and _in_one_storage(xs[runs[-1][0]], xs[i]):
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-        end = at[i] + sizes[i] * itemsize if sizes[i] % _ROW == 0 else -1
-    return runs
+def _with_starts(
+    found: Sequence[list[int]], xs: Sequence[Tensor], sizes: Sequence[int], most: int
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Each run, and a tensor that begins where it does; small leaves that are alone make runs of
+    copies, of up to `most` numbers."""
+    alone: list[int] = []
+    for run in found:
+        (first, *more) = run
+        if more or sizes[first] > _SMALL or sizes[first] % _ROW:
+            yield run, xs[first]
+            continue
+        if alone and sum(sizes[i] for i in alone) + sizes[first] > most:
+            yield alone, _joined(xs, alone)
+            alone = []
+        alone.append(first)
+    if alone:
+        yield alone, _joined(xs, alone)
 
 
-def _in_one_storage(a: Tensor, b: Tensor) -> bool:
-    # not by its address: of memory from elsewhere there may be two, of two sizes
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+def _joined(xs: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
+    return torch.cat([xs[i].view(-1) for i in indices]) if len(indices) > 1 else xs[indices[0]]
 
 
 def _fake(xs: list[Tensor], *, exact: bool = True) -> Tensor:

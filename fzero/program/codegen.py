@@ -26,6 +26,7 @@ from fzero.program.bindings import Binding, Known, binding_of
 from fzero.program.dynamic import Dynamic, mark_of, substituted
 from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
 from fzero.program.heap import keep_freed
+from fzero.program.joined import joined
 from fzero.program.memory import reads
 from fzero.program.origin import origin_of
 from fzero.program.program import Program
@@ -368,6 +369,7 @@ def _statement(
         # else the overload's C++ function itself: one Python frame less a call
         binding = binding_of(node, known) or Binding(target._op)
     function = binding.function
+    function = joined(node, function)
     function = getattr(function, "runs", function)  # an island: see its operator
     if is_op(node, *_IN_GRAD_MODE):
         function = _in_grad_mode(function)

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+LAID = "laid"
+"""What a node that fills memory which travels nowhere has in `meta`: its bucket. See `lay`."""
+
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and first element in a buffer."""
 

@@ -214,7 +214,8 @@ def source_of(node: fx.Node) -> Source:
             leaf = bucket.leaves[part].name  # pyright: ignore
             if bucket.gathers:
                 return Source(("leaf", leaf), None, tuple(hops))
-            hops.append((leaf, bucket.group))
+            if bucket.world > 1:  # else it travels nowhere: see `passes.lay`
+                hops.append((leaf, bucket.group))
             node = _packed(maker)[part]  # pyright: ignore
         elif is_gather(node) or is_reduction(node):
             _, layout, axis = carried_by(node)

@@ -16,6 +16,7 @@ from fzero.errors import ConfigError, users_line
 from fzero.functional.memory import overlapping, why_unwritable
 from fzero.functional.owners import is_untrained, keeps_dtype, noted_like, owners_of
 from fzero.inference import makes_normal
+from fzero.layout.end_to_end import lay
 from fzero.layout.modules import check_together
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
@@ -106,6 +107,12 @@ def start(
     if plan.homes is not None:
         trained, frozen = sharding.layout.divide(shards)
         shards = list(sharding.layout.merge(plan.homes.settled(trained), frozen))
+    # an Engine's gradients come from autograd, each in memory of its own
+    lies = mesh.shard_size == 1 and cfg.offload is None and not inside and not opt.foreign
+    if lies:
+        trained, frozen = map(list, sharding.layout.divide(shards))
+        lay(trained, plan.names[0])
+        shards = list(sharding.layout.merge(trained, frozen))
     targets = plan.targets(sharding.layout.divide(shards)[0])
     if dtypes.masters is not None:
         targets = list(sharding.layout.divide(masters_of)[0])
@@ -115,6 +122,10 @@ def start(
     with whole_leaves(plan.whole):
         inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
     inner = _apart(tree.map(residence.state, inner), [*shards, *targets])
+    if lies:
+        state, spec = tree.flatten(inner)
+        lay(state, tree.names(inner))
+        inner = tree.unflatten(spec, state)
     agree_on_optimizer(opt, inner, mesh, cfg.timeout)
     opt_state = OptState(
         step=torch.zeros((), dtype=torch.int64),

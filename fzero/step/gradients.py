@@ -25,6 +25,7 @@ from fzero.program.choice import Choice
 from fzero.program.dynamic import InputDim
 from fzero.program.graph import Held, placeholders, tensors_of
 from fzero.program.memory import storages
+from fzero.program.passes.lay import lay
 from fzero.state.plan import Plan
 from fzero.transforms.call import Call
 from fzero.transforms.derivatives import gradients
@@ -228,9 +229,16 @@ def trace_gradients(
         choice=choice,
         slack=slack_of(cfg),
         uneven=uneven,
-        last=lambda program: replace(program, resident=_batch_once(program)),
+        last=lambda program: _last(program, signature.plan),
         dynamic=dynamic,
     )
+
+
+def _last(program: Program, plan: Plan) -> Program:
+    # inductor joins no operators that write where they are told
+    if plan.axes.world == 1 and plan.cfg.executor != "inductor" and plan.cfg.limit is None:
+        program = lay(program)
+    return replace(program, resident=_batch_once(program))
 
 
 def batch_changed(name: str, *, written: bool = False) -> FzeroError:

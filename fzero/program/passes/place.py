@@ -13,7 +13,7 @@ from fzero.program.dynamic import mark_of
 from fzero.program.graph import copy_graph, memory_of, order_of, tensors_of
 from fzero.program.memory import timeline
 from fzero.program.passes.rewrite import fake_mode, is_cheap, refresh
-from fzero.program.placed import INTO, placed
+from fzero.program.placed import INTO, LAID, placed
 from fzero.program.program import Program
 from fzero.program.promises import PROMISE, promise_of, said
 
@@ -33,7 +33,7 @@ class Sent(NamedTuple):
     leaf: int
 
 
-def place(program: Program, least: int = LEAST) -> Program:
+def place(program: Program, least: int = LEAST, most: int | None = None) -> Program:
     """Let operators write their results into the buffers of the collectives that they end in.
 
     A buffer is made before the first result that is computed into it, and not after the last one.
@@ -43,22 +43,23 @@ def place(program: Program, least: int = LEAST) -> Program:
     Args:
         program: with buckets.
         least: bytes of a result that is worth it.
+        most: bytes that may be alive; None: as many as are.
     """
     graph = copy_graph(program.graph)
     alive = np.array(list(timeline(graph)), dtype=np.int64)
-    most = int(alive.max(initial=0))
+    most = int(alive.max(initial=0)) if most is None else most
     order = order_of(graph)
     count = total = 0
-    for launch in [node for node in graph.nodes if "bucket" in node.meta]:
-        bucket: Bucket = launch.meta["bucket"]
-        (pack, *_) = launch.all_input_nodes
+    for node in [node for node in graph.nodes if "bucket" in node.meta or LAID in node.meta]:
+        bucket: Bucket = node.meta.get(LAID) or node.meta["bucket"]
+        pack = node if LAID in node.meta else node.all_input_nodes[0]
         if not bucket.holds_leaves:
             continue
         total += len(bucket.leaves)
         found = sorted(_computed_for(pack, least), key=lambda sent: order[sent.maker])
         while found:
             added = _added(found, pack, order, len(alive))
-            if int((alive + added).max(initial=0)) <= most:
+            if int((alive + added)[added > 0].max(initial=0)) <= most:
                 alive += added
                 _lower(pack, bucket, found)
                 count += len(found)

@@ -1,0 +1,89 @@
+"""Leaves that lie end to end: which do, and what is taken for a run."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fzero.layout.end_to_end import lay, one_of, pieces, runs
+
+SIZES = st.lists(st.sampled_from([0, 1, 5, 16, 32, 48, 4096, 2**17, 2**18]), max_size=8)
+
+
+@given(SIZES, st.data())
+def test_a_laid_leaf_is_what_it_was(sizes: list[int], data: Any) -> None:
+    dtypes = [data.draw(st.sampled_from([torch.float32, torch.float64, torch.int64]))] * len(sizes)
+    before = [torch.arange(n).to(dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    names = [f"layers.{i}.w" for i in data.draw(st.permutations(range(len(sizes))))]
+    leaves = list(before)
+    lay(leaves, names)
+    for x, y in zip(before, leaves, strict=True):
+        assert torch.equal(x, y)
+        assert (x.dtype, x.stride()) == (y.dtype, y.stride())
+    moved = [i for piece in pieces(before, names) for i in piece]
+    for i, (x, y) in enumerate(zip(before, leaves, strict=True)):
+        assert (x is y) == (i not in moved)
+
+
+@given(SIZES, st.randoms())
+def test_what_is_laid_is_found_as_one_run_a_piece(sizes: list[int], random: Any) -> None:
+    leaves = [torch.zeros(n) for n in sizes]
+    names = [str(i) for i in range(len(sizes))]
+    lay(leaves, names)
+    given = list(range(len(leaves)))
+    random.shuffle(given)
+    found = runs([leaves[i] for i in given])
+    assert sorted(i for run in found for i in run) == list(range(len(given)))
+    wholes = [[given[i] for i in run] for run in found]
+    for piece in pieces(leaves, names):
+        assert any(piece == whole[: len(piece)] for whole in wholes)
+
+
+def test_layers_that_follow_each_other_are_together() -> None:
+    names = ["layers.10.w", "layers.2.w", "head"]
+    leaves = [torch.zeros(2**17) for _ in names]
+    assert pieces(leaves, names) == [[2, 1, 0]]
+    assert pieces([torch.zeros(2**17) for _ in range(9)], "abcdefghi")[-1] == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(2**18),
+        torch.zeros(17),
+        torch.zeros(16, dtype=torch.bfloat16),
+        torch.zeros(4, 8).t(),
+        torch.zeros(16, device="meta"),
+    ],
+    ids=["large", "uneven", "low", "strided", "device"],
+)
+def test_other_leaves_stay_where_they_are(x: Tensor) -> None:
+    assert pieces([x, x.clone(), torch.zeros(16)], "abc") == []
+
+
+def test_a_run_is_one_in_every_column() -> None:
+    a, b, c = torch.arange(48.0).split(16)
+    there = torch.arange(48.0)
+    x, y, z = there[:16], there[16:32], torch.arange(16.0)
+    assert runs([a, b, c], [x, y, z]) == [[0, 1], [2]]
+    assert runs([a, b, c], [y, x, z]) == [[0], [1], [2]]
+    assert torch.equal(one_of([a, b]), torch.arange(32.0))
+    assert runs([]) == []
+
+
+def test_after_a_leaf_that_is_no_multiple_a_run_ends() -> None:
+    a, b, c = torch.zeros(40).split([16, 8, 16])
+    assert runs([a, b, c]) == [[0, 1], [2]]
+    assert runs([a, b, c], multiple=8) == [[0, 1, 2]]
+
+
+def test_neighbours_of_several_owners_are_no_run() -> None:
+    memory = numpy.zeros(64, dtype=numpy.float32)
+    first, whole = torch.from_numpy(memory[:32]), torch.from_numpy(memory)
+    assert first.data_ptr() + first.nbytes == whole[32:].data_ptr()
+    assert runs([first, torch.from_numpy(memory[32:])]) == [[0], [1]]
+    assert runs([first, whole[32:]]) == [[0], [1]]
