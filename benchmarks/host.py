@@ -73,6 +73,8 @@ def counted() -> Iterator[Counter[tuple[CodeType, int]]]:
         return tell
 
     before = sys.gettrace()
+    # Python 3.12 looks whether any frame asks for instructions when a tracer is set, not later
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(tell)
     try:
         yield found

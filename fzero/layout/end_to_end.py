@@ -11,9 +11,11 @@ leaves that lie elsewhere, of a checkpoint or a user's own, are taken one by one
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.layout.modules import natural_order
 
@@ -24,12 +26,13 @@ _LARGE, _PIECE = 2**18, 2**19
 _AT_A_TIME = 16
 
 
-def pieces(leaves: Sequence[Tensor], names: Sequence[str]) -> list[list[int]]:
+def pieces(leaves: Sequence[Any], names: Sequence[str]) -> list[list[int]]:
     """Indices of leaves that belong into one piece of memory, as they lie there; at least two each.
 
     Args:
         leaves: of any shapes. None of a device has a piece: its kernels take whole lists as they
-            are. Nor has any of another dtype than float32 and float64, in which updates are made.
+            are. Nor has any of another dtype than float32 and float64, in which updates are made,
+            nor a number, or a tensor of another class.
         names: dotted; layers that follow each other are together.
 
     >>> pieces([torch.zeros(4, 4), torch.zeros(32), torch.zeros(3), torch.zeros(16)], "adcb")
@@ -39,8 +42,10 @@ def pieces(leaves: Sequence[Tensor], names: Sequence[str]) -> list[list[int]]:
     room: dict[torch.dtype, int] = {}
     for i in natural_order(names):
         x = leaves[i]
+        if type(x) not in (Tensor, FakeTensor) or x.device.type != "cpu":
+            continue
         dtype, size = x.dtype, x.numel()
-        if dtype not in (torch.float32, torch.float64) or x.device.type != "cpu":
+        if dtype not in (torch.float32, torch.float64):
             continue
         if not 0 < size < _LARGE or size % _AT_A_TIME or not x.is_contiguous():
             continue
@@ -53,7 +58,7 @@ def pieces(leaves: Sequence[Tensor], names: Sequence[str]) -> list[list[int]]:
 
 
 @torch.no_grad()
-def lay(leaves: list[Tensor], names: Sequence[str]) -> None:
+def lay(leaves: list[Any], names: Sequence[str]) -> None:
     """Replace the leaves of each of `pieces` by copies that lie end to end.
 
     >>> leaves = [torch.ones(4, 4), torch.zeros(32)]

@@ -108,9 +108,10 @@ def start(
         trained, frozen = sharding.layout.divide(shards)
         shards = list(sharding.layout.merge(plan.homes.settled(trained), frozen))
     # an Engine's gradients come from autograd, each in memory of its own
-    lies = mesh.shard_size == 1 and cfg.offload is None and not inside and not opt.foreign
+    lies = plan.axes.world == 1 and cfg.offload is None and not inside and not opt.foreign
     if lies:
         trained, frozen = map(list, sharding.layout.divide(shards))
+        shards = []  # nobody else is to hold what is copied
         lay(trained, plan.names[0])
         shards = list(sharding.layout.merge(trained, frozen))
     targets = plan.targets(sharding.layout.divide(shards)[0])
@@ -124,7 +125,8 @@ def start(
     inner = _apart(tree.map(residence.state, inner), [*shards, *targets])
     if lies:
         state, spec = tree.flatten(inner)
-        lay(state, tree.names(inner))
+        names, inner = tree.names(inner), None
+        lay(state, names)
         inner = tree.unflatten(spec, state)
     agree_on_optimizer(opt, inner, mesh, cfg.timeout)
     opt_state = OptState(
