@@ -3,7 +3,7 @@
 [Note: end to end] To start a kernel, and to wake the threads that share its work, takes some
 microseconds: of a leaf of a few thousand numbers that is most of what an update takes. A rank that
 has whole leaves to itself has them as they come: each in memory of its own. So `init` lays small
-parameters and their optimizer state in *pieces* of memory that hold many, all in the same order;
+parameters and their optimizer state in *slabs* that hold many, all in the same order;
 a Program does so with the gradients (`program.passes.lay`); and what updates them, or sums their
 squares, takes what lies together as one: see `program.joined`, `numerics.norms`. It is a matter of
 where tensors are, not of what they are: results are the same, to the last bit on one thread, and
@@ -19,23 +19,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.layout.modules import natural_order
 
-# Numbers from which a leaf is worth a kernel by itself, and that a piece may have.
-_LARGE, _PIECE = 2**18, 2**19
+# Numbers from which a leaf is worth a kernel by itself, and that a slab may have.
+_LARGE, _SLAB = 2**18, 2**19
 # Numbers that kernels take at a time, at most: behind leaves of a multiple, the next begins where
 # it would if it were alone.
 _AT_A_TIME = 16
 
 
-def pieces(leaves: Sequence[Any], names: Sequence[str]) -> list[list[int]]:
-    """Indices of leaves that belong into one piece of memory, as they lie there; at least two each.
+def slabs(leaves: Sequence[Any], names: Sequence[str]) -> list[list[int]]:
+    """Indices of leaves that belong into one slab, as they lie there; at least two each.
 
     Args:
-        leaves: of any shapes. None of a device has a piece: its kernels take whole lists as they
+        leaves: of any shapes. None of a device has a slab: its kernels take whole lists as they
             are. Nor has any of another dtype than float32 and float64, in which updates are made,
             nor a number, or a tensor of another class.
         names: dotted; layers that follow each other are together.
 
-    >>> pieces([torch.zeros(4, 4), torch.zeros(32), torch.zeros(3), torch.zeros(16)], "adcb")
+    >>> slabs([torch.zeros(4, 4), torch.zeros(32), torch.zeros(3), torch.zeros(16)], "adcb")
     [[0, 3, 1]]
     """
     found: dict[torch.dtype, list[list[int]]] = {}
@@ -51,25 +51,25 @@ def pieces(leaves: Sequence[Any], names: Sequence[str]) -> list[list[int]]:
             continue
         if room.get(dtype, 0) < size:
             found.setdefault(dtype, []).append([])
-            room[dtype] = _PIECE
+            room[dtype] = _SLAB
         found[dtype][-1].append(i)
         room[dtype] -= size
-    return [piece for of in found.values() for piece in of if len(piece) > 1]
+    return [slab for of in found.values() for slab in of if len(slab) > 1]
 
 
 @torch.no_grad()
 def lay(leaves: list[Any], names: Sequence[str]) -> None:
-    """Replace the leaves of each of `pieces` by copies that lie end to end.
+    """Replace the leaves of each of `slabs` by copies that lie end to end.
 
     >>> leaves = [torch.ones(4, 4), torch.zeros(32)]
     >>> lay(leaves, "ab")
     >>> leaves[0].sum(), leaves[1].storage_offset()
     (tensor(16.), 16)
     """
-    for piece in pieces(leaves, names):
-        sizes = [leaves[i].numel() for i in piece]
-        parts = leaves[piece[0]].new_empty(sum(sizes)).split(sizes)
-        for i, part in zip(piece, parts, strict=True):
+    for slab in slabs(leaves, names):
+        sizes = [leaves[i].numel() for i in slab]
+        parts = leaves[slab[0]].new_empty(sum(sizes)).split(sizes)
+        for i, part in zip(slab, parts, strict=True):
             leaves[i] = part.view(leaves[i].shape).copy_(leaves[i])
 
 

@@ -123,6 +123,7 @@ def test_a_parameter_has_one_engine() -> None:
 
 def two_engines_of_one_module() -> None:
     module = build(Net)
-    fzero.Engine(module, SGD(), fzero.Config(stage=3))
+    first = fzero.Engine(module, SGD(), fzero.Config(stage=3))
     with pytest.raises(fzero.ShardError, match="one engine"):
         fzero.Engine(module, SGD(), fzero.Config(stage=3))
+    first.zero_grad()  # it is alive until here

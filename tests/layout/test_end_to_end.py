@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fzero.layout.end_to_end import lay, one_of, pieces, runs
+from fzero.layout.end_to_end import lay, one_of, runs, slabs
 
 SIZES = st.lists(st.sampled_from([0, 1, 5, 16, 32, 48, 4096, 2**17, 2**18]), max_size=8)
 
@@ -24,7 +24,7 @@ def test_a_laid_leaf_is_what_it_was(sizes: list[int], data: Any) -> None:
     for x, y in zip(before, leaves, strict=True):
         assert torch.equal(x, y)
         assert (x.dtype, x.stride()) == (y.dtype, y.stride())
-    moved = [i for piece in pieces(before, names) for i in piece]
+    moved = [i for slab in slabs(before, names) for i in slab]
     for i, (x, y) in enumerate(zip(before, leaves, strict=True)):
         assert (x is y) == (i not in moved)
 
@@ -39,15 +39,15 @@ def test_what_is_laid_is_found_as_one_run_a_piece(sizes: list[int], random: Any)
     found = runs([leaves[i] for i in given])
     assert sorted(i for run in found for i in run) == list(range(len(given)))
     wholes = [[given[i] for i in run] for run in found]
-    for piece in pieces(leaves, names):
-        assert any(piece == whole[: len(piece)] for whole in wholes)
+    for slab in slabs(leaves, names):
+        assert any(slab == whole[: len(slab)] for whole in wholes)
 
 
 def test_layers_that_follow_each_other_are_together() -> None:
     names = ["layers.10.w", "layers.2.w", "head"]
     leaves = [torch.zeros(2**17) for _ in names]
-    assert pieces(leaves, names) == [[2, 1, 0]]
-    assert pieces([torch.zeros(2**17) for _ in range(9)], "abcdefghi")[-1] == [4, 5, 6, 7]
+    assert slabs(leaves, names) == [[2, 1, 0]]
+    assert slabs([torch.zeros(2**17) for _ in range(9)], "abcdefghi")[-1] == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_layers_that_follow_each_other_are_together() -> None:
     ids=["large", "uneven", "low", "strided", "device"],
 )
 def test_other_leaves_stay_where_they_are(x: Tensor) -> None:
-    assert pieces([x, x.clone(), torch.zeros(16)], "abc") == []
+    assert slabs([x, x.clone(), torch.zeros(16)], "abc") == []
 
 
 def test_a_run_is_one_in_every_column() -> None:

@@ -85,7 +85,7 @@ def test_leaves_times_a_factor_lie_as_they_lay(sizes: list[int]) -> None:
 
 
 def _of_clip(clip: float | None, **fields: Any) -> tuple[Any, ...]:
-    """A model whose small gradients are worth a piece of memory, and a step of it."""
+    """A model whose small gradients are worth a slab, and a step of it."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     apply, params = fzero.functionalize(model)

@@ -7,7 +7,7 @@ from torch import fx
 
 from fzero.distributed.buckets import ALL_REDUCE, Bucket, pack_flat, unpack_flat
 from fzero.layout import LeafLayout
-from fzero.layout.end_to_end import pieces
+from fzero.layout.end_to_end import slabs
 from fzero.program.categories import GRADIENTS
 from fzero.program.graph import copy_graph, order_of, output_node, tensors_of
 from fzero.program.memory import timeline
@@ -24,7 +24,7 @@ _SLACK = 0.02
 
 
 def lay(program: Program) -> Program:
-    """Compute small gradients into pieces of memory that hold many; the smallest are copied there.
+    """Compute small gradients into slabs that hold many; the smallest are copied there.
 
     Where it would cost memory, they stay as they are.
 
@@ -53,7 +53,7 @@ def _laid(program: Program) -> Program:
         if category == GRADIENTS and times[node] == 1 and node.op == "call_function"
     }
     values = [tensors_of(node)[0] for node in grads]
-    found = [[[*grads][i] for i in piece] for piece in pieces(values, [*grads.values()])]
+    found = [[[*grads][i] for i in slab] for slab in slabs(values, [*grads.values()])]
     for nodes in found:
         shapes = [tuple(tensors_of(node)[0].shape) for node in nodes]
         dtype = tensors_of(nodes[0])[0].dtype
@@ -72,4 +72,4 @@ def _laid(program: Program) -> Program:
     if not found:
         return program
     count = sum(map(len, found))
-    return program.logged(graph, f"lay: {count} gradients in {len(found)} pieces of memory")
+    return program.logged(graph, f"lay: {count} gradients in {len(found)} slabs")

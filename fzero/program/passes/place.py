@@ -116,7 +116,7 @@ def _added(found: list[Sent], pack: fx.Node, order: dict[fx.Node, int], nodes: i
 def _lower(pack: fx.Node, bucket: Bucket, found: list[Sent]) -> None:
     graph, (value,) = pack.graph, tensors_of(pack)
     with graph.inserting_before(found[0].maker):
-        name = "piece" if LAID in pack.meta else f"send_{bucket.kind}"
+        name = "slab" if LAID in pack.meta else f"send_{bucket.kind}"
         given: Any = (bucket, value.device)
         buffer = graph.create_node("call_function", buffer_of, given, name=name)
     buffer.meta["val"] = value

@@ -1,4 +1,4 @@
-"""Gradients are computed into pieces of memory, at no cost of memory."""
+"""Gradients are computed into slabs, at no cost of memory."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def _log(program: fzero.Program) -> str:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_alone_lays_its_gradients(stage: int) -> None:
     program = _program(256, stage=stage)
-    assert "lay: 16 gradients in 1 pieces of memory" in _log(program)
+    assert "lay: 16 gradients in 1 slabs" in _log(program)
     assert "place: 7 of 16" in _log(program)  # but for biases, and the first that is made
     program.verify()
 
