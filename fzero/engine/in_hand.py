@@ -64,6 +64,4 @@ def _put(parts: Parts, index: int, mean: Tensor) -> None:
         grad.mul_(scale.scale.to(grad.dtype))
     if not parts.rules.reduces:  # the update sums over ranks and multiplies by the share
         grad.div_(reducer.share * reducer.transport.axes.world)
-    reducer.drop(index)
-    (reducer.reduced if parts.rules.reduces else reducer.unreduced)[index] = grad
-    reducer.present.add(index)
+    reducer.replace(index, grad, reduced=parts.rules.reduces)

@@ -81,7 +81,8 @@ class Reducer:
         self.handles: list[tuple[Sequence[int], Handle]] = []
         self.landed: dict[int, Tensor] = {}
         self.reduced: dict[int, Tensor] = {}
-        self.sums_held = 0  # how many reductions are in `reduced`, or a digest of what was dropped
+        self.reductions = 0  # that are in `reduced`
+        self.dropped = 0  # a digest of what was taken out of them, in whatever order
         self.arrived: dict[int, None] = {}  # leaves of the running task, in order
         self.present: set[int] = set()  # leaves that have a gradient of this rank
 
@@ -137,7 +138,7 @@ class Reducer:
             if grad.dtype != self.sums[index]:
                 self.landed[index] = grad.to(self.sums[index])
         if self.landed:
-            self.sums_held += 1
+            self.reductions += 1
         _add(self.reduced, self.landed, in_place=True)  # reductions make their results: ours alone
         # what is pending at the end is extra, or of a task that is not synced
         for index in [*self.borrowed]:
@@ -175,7 +176,7 @@ class Reducer:
         self.unreduced.clear()
         self.reduced.clear()
         self.present.clear()
-        self.sums_held = 0
+        self.reductions = self.dropped = 0
 
     def has(self, index: int) -> bool:
         """Whether a leaf has a gradient anywhere; see [Note: where a gradient is]."""
@@ -201,10 +202,23 @@ class Reducer:
 
     def drop(self, index: int) -> None:
         """No gradient of this leaf."""
+        if index in self.reduced:
+            self.dropped += (index + 1) * (self.reductions + 1)
+        self.replace(index, None)
+
+    def replace(self, index: int, grad: Tensor | None, *, reduced: bool = False) -> None:
+        """Another gradient of this leaf, or none; of this rank alone."""
         self.unreduced.pop(index, None)
-        if self.reduced.pop(index, None) is not None:
-            self.sums_held = (self.sums_held * 1009 + index + 2) % 2**31
+        self.reduced.pop(index, None)
         self.present.discard(index)
+        if grad is not None:
+            (self.reduced if reduced else self.unreduced)[index] = grad
+            self.present.add(index)
+
+    @property
+    def sums_held(self) -> int:
+        """A number for the reductions that gradients are of, the same on all ranks."""
+        return (self.reductions + 1009 * self.dropped) % 2**31
 
     def unscale(self, factor: Tensor) -> bool:
         """Multiply all that is held between two tasks by a 0-d tensor; all ranks must do so.

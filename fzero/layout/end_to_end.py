@@ -2,12 +2,13 @@
 
 [Note: end to end] To start a kernel, and to wake the threads that share its work, takes some
 microseconds: of a leaf of a few thousand numbers that is most of what an update takes. A rank that
-has whole leaves to itself has them as they come: each in memory of its own. So `init` lays small
-parameters and their optimizer state in *slabs* that hold many, all in the same order;
-a Program does so with the gradients (`program.passes.lay`); and what updates them, or sums their
-squares, takes what lies together as one: see `program.joined`, `numerics.norms`. It is a matter of
-where tensors are, not of what they are: results are the same, to the last bit on one thread, and
-leaves that lie elsewhere, of a checkpoint or a user's own, are taken one by one.
+has whole leaves to itself has them as they come: each in memory of its own. So at stage 0, where
+they are plain tensors, `init` lays small parameters and their optimizer state in *slabs* that hold
+many, all in the same order; a Program lays the gradients so (`program.passes.lay`); and what
+updates them, or sums their squares, takes what lies together as one: see `program.joined`,
+`numerics.norms`. It is a matter of where tensors are, not of what they are: results are the same,
+to the last bit on one thread, and leaves that lie elsewhere, such as a user's own copies, are taken
+one by one.
 """
 
 from collections.abc import Sequence
@@ -67,10 +68,14 @@ def lay(leaves: list[Any], names: Sequence[str]) -> None:
     (tensor(16.), 16)
     """
     for slab in slabs(leaves, names):
-        sizes = [leaves[i].numel() for i in slab]
-        parts = leaves[slab[0]].new_empty(sum(sizes)).split(sizes)
-        for i, part in zip(slab, parts, strict=True):
-            leaves[i] = part.view(leaves[i].shape).copy_(leaves[i])
+        memory = leaves[slab[0]].new_empty(sum(leaves[i].numel() for i in slab))
+        start = 0
+        for i in slab:
+            x = leaves[i]
+            # no view: a write to one leaf would count as one to all of them
+            part = memory.new_empty(0).set_(memory.untyped_storage(), start, x.shape, x.stride())
+            leaves[i] = part.copy_(x)
+            start += x.numel()
 
 
 def runs(*columns: Sequence[Tensor], multiple: int = _AT_A_TIME) -> list[list[int]]:

@@ -8,6 +8,8 @@ from torch import Tensor, fx
 from fzero.layout.end_to_end import one_of, runs
 from fzero.program.graph import is_op
 
+_FUSED = ("aten::_fused_adam_", "aten::_fused_adamw_")
+
 
 def joined(node: fx.Node, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """What runs a node's kernel: itself, or what joins the leaves that it takes.
@@ -16,12 +18,12 @@ def joined(node: fx.Node, kernel: Callable[..., Any]) -> Callable[..., Any]:
         node: of a graph.
         kernel: of its operator.
     """
-    if is_op(node, "aten::_fused_adam_", "aten::_fused_adamw_"):
+    if is_op(node, *_FUSED):
         return _updating(kernel)
     if is_op(node, "aten::_foreach_mul") and not isinstance(node.args[1], list | tuple):
-        # what is returned to others has memory of its own
-        leaves = any(user.op == "output" for part in node.users for user in part.users)
-        return kernel if leaves else _scaling(kernel)
+        # what anybody else reads, or is given, has memory of its own
+        readers = [user for part in node.users for user in part.users]
+        return _scaling(kernel) if all(is_op(x, *_FUSED) for x in readers) else kernel
     return kernel
 
 

@@ -235,8 +235,9 @@ def trace_gradients(
 
 
 def _last(program: Program, plan: Plan) -> Program:
-    # inductor joins no operators that write where they are told
-    if plan.axes.world == 1 and plan.cfg.executor != "inductor" and plan.cfg.limit is None:
+    cfg = plan.cfg
+    # where the rest lies so, too; inductor joins no operators that write where they are told
+    if plan.axes.world == 1 and cfg.stage == 0 and cfg.executor != "inductor" and cfg.limit is None:
         program = lay(program)
     return replace(program, resident=_batch_once(program))
 

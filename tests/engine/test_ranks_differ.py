@@ -192,3 +192,25 @@ def test_a_gradient_that_some_ranks_drop_is_told(stage: int, one: bool) -> None:
         assert "backwards since engine.zero_grad() or p.grad = None: rank 0: " in said
         assert one or "rank 0: 2; rank 1: 3" in said
     assert run_ranks(2, _drops, stage, -1, one) == ["", ""]
+
+
+def _drops_in_another_order(stage: int) -> None:
+    """In a set of parameters, say, whose order is each rank's; and gradients given by hand."""
+    rank, _ = here()
+    engine = fzero.Engine(build(Net), SGD(), fzero.Config(stage=stage))
+    for i in range(2):
+        engine(data(rank, i)).square().mean().backward()
+        params = list(engine.module.named_parameters())[:2]
+        for _, param in params[:: 1 if rank else -1]:
+            param.grad = None
+        engine(data(rank, i)).square().mean().backward()
+        given = [(name, engine.local_grad(name)) for name, _ in params]
+        for name, grad in given[:: 1 if rank else -1]:
+            if grad is not None:  # of a leaf that nobody uses
+                engine.set_local_grad(name, 2 * grad)
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_may_drop_and_replace_gradients_in_any_order(stage: int) -> None:
+    run_ranks(2, _drops_in_another_order, stage)

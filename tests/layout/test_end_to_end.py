@@ -24,6 +24,7 @@ def test_a_laid_leaf_is_what_it_was(sizes: list[int], data: Any) -> None:
     for x, y in zip(before, leaves, strict=True):
         assert torch.equal(x, y)
         assert (x.dtype, x.stride()) == (y.dtype, y.stride())
+        assert not y._is_view()
     moved = [i for slab in slabs(before, names) for i in slab]
     for i, (x, y) in enumerate(zip(before, leaves, strict=True)):
         assert (x is y) == (i not in moved)
@@ -63,6 +64,18 @@ def test_layers_that_follow_each_other_are_together() -> None:
 )
 def test_other_leaves_stay_where_they_are(x: Tensor) -> None:
     assert slabs([x, x.clone(), torch.zeros(16)], "abc") == []
+
+
+def test_a_write_to_a_leaf_is_none_to_its_neighbour() -> None:
+    leaves = [torch.ones(16), torch.ones(32)]
+    lay(leaves, "ab")
+    first, second = leaves[0].requires_grad_(), leaves[1]
+    loss = (first**2).sum()
+    before = first._version
+    second.zero_()
+    assert first._version == before
+    loss.backward()
+    assert torch.equal(first.grad, torch.full((16,), 2.0))  # pyright: ignore
 
 
 def test_a_run_is_one_in_every_column() -> None:
