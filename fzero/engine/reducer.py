@@ -295,7 +295,8 @@ class Reducer:
             return self.transport.sum(self.local(index)) * self.share
         total, leaf = self.one(index, unreduced=unreduced), self.leaves[index]
         sharded = self.scatter and leaf.dim is not None
-        return self.transport.whole(total, leaf) if sharded else total
+        # in memory of its own: whoever asked may write there
+        return self.transport.whole(total, leaf) if sharded else total.clone()
 
     def one(self, index: int, *, unreduced: bool) -> Tensor:
         """The sum of everything a leaf has, reduced, as `reduced` holds it; changes nothing.

@@ -117,7 +117,10 @@ class Stepper:
             refuse_nonfinite(loss, grads, plan, int(state.step))
         trained, _ = plan.sharding.layout.divide(self.locals)
         if now.half is None:
-            now.half = UpdateProgram(plan, reduced=self.reduced)
+            # a sum is nobody else's; where an error is to leave gradients as they are, none is ours
+            over = self.reduced or cfg.accum_steps > 1
+            over = over and cfg.nonfinite_policy != "raise"
+            now.half = UpdateProgram(plan, reduced=self.reduced, over=over)
         size = int(cfg.bucket_mb * 2**20)
         told = torch.tensor(sums) if plan.axes.world > 1 else None
         lr = rate_of(plan.opt, state.inner)  # before the update writes over the state

@@ -2,15 +2,19 @@
 
 [Note: end to end] To start a kernel, and to wake the threads that share its work, takes some
 microseconds: of a leaf of a few thousand numbers that is most of what an update takes. A rank that
-has whole leaves to itself has them as they come: each in memory of its own. So at stage 0, where
-they are plain tensors, `init` lays small parameters and their optimizer state in *slabs* that hold
-many, all in the same order; a Program lays the gradients so (`program.passes.lay`); and what
-updates them, or sums their squares, takes what lies together as one: see `program.joined`,
-`numerics.norms`. It is a matter of where tensors are, not of what they are: results are the same,
-to the last bit on one thread, and leaves that lie elsewhere, such as a user's own copies, are taken
-one by one.
+has whole leaves to itself has them as they come: each in memory of its own. So `init` lays small
+parameters and their optimizer state in *slabs* that hold many, all in the same order; a Program
+lays the gradients so (`program.passes.lay`); and what updates them, or sums their squares, takes
+what lies together as one: see `program.joined`, `numerics.norms`. It is a matter of where tensors
+are, not of what they are: results are the same, to the last bit on one thread, and leaves that lie
+elsewhere, such as a user's own copies, are taken one by one.
+
+A leaf of a slab is no view, and has a storage of its own, which begins and ends where the leaf
+does: a write to it is none to its neighbours, and what copies it, or saves it, takes it alone.
+Torch can neither copy nor pickle a DTensor that begins elsewhere than its storage does.
 """
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,18 +68,17 @@ def lay(leaves: list[Any], names: Sequence[str]) -> None:
 
     >>> leaves = [torch.ones(4, 4), torch.zeros(32)]
     >>> lay(leaves, "ab")
-    >>> leaves[0].sum(), leaves[1].storage_offset()
-    (tensor(16.), 16)
+    >>> leaves[0].sum(), leaves[1].data_ptr() - leaves[0].data_ptr()
+    (tensor(16.), 64)
     """
     for slab in slabs(leaves, names):
         memory = leaves[slab[0]].new_empty(sum(leaves[i].numel() for i in slab))
-        start = 0
+        start = memory.data_ptr()
         for i in slab:
             x = leaves[i]
-            # no view: a write to one leaf would count as one to all of them
-            part = memory.new_empty(0).set_(memory.untyped_storage(), start, x.shape, x.stride())
-            leaves[i] = part.copy_(x)
-            start += x.numel()
+            storage = _at(start, x.numel(), x.dtype, memory).untyped_storage()
+            leaves[i] = x.new_empty(0).set_(storage, 0, x.shape, x.stride()).copy_(x)
+            start += x.nbytes
 
 
 def runs(*columns: Sequence[Tensor], multiple: int = _AT_A_TIME) -> list[list[int]]:
@@ -93,7 +96,7 @@ def runs(*columns: Sequence[Tensor], multiple: int = _AT_A_TIME) -> list[list[in
     order = sorted(range(len(columns[0])), key=list(map(Tensor.data_ptr, columns[0])).__getitem__)
     columns = tuple(list(map(column.__getitem__, order)) for column in columns)
     sizes = list(map(Tensor.numel, columns[0]))
-    follow = [size % multiple == 0 for size in sizes[:-1]]
+    follow = [size > 0 and size % multiple == 0 for size in sizes[:-1]]
     for column in columns if True in follow else ():
         at, itemsize = list(map(Tensor.data_ptr, column)), column[0].itemsize
         pairs = zip(follow, at, sizes, at[1:], strict=False)
@@ -104,19 +107,7 @@ def runs(*columns: Sequence[Tensor], multiple: int = _AT_A_TIME) -> list[list[in
             found[-1].append(place)
         else:
             found.append([place])
-    parts = [part for run in found for part in _in_one_storage(columns, sizes, run)]
-    return [[order[place] for place in part] for part in parts]
-
-
-def _in_one_storage(
-    columns: Sequence[Sequence[Tensor]], sizes: Sequence[int], run: list[int]
-) -> list[list[int]]:
-    """A run; its leaves one by one where they lie so by chance, in memory of several owners."""
-    numel = sum(sizes[place] for place in run)
-    for first in (column[run[0]] for column in columns) if len(run) > 1 else ():
-        if first.untyped_storage().nbytes() < (first.storage_offset() + numel) * first.itemsize:
-            return [[place] for place in run]
-    return [run]
+    return [[order[place] for place in run] for run in found]
 
 
 def one_of(leaves: Sequence[Tensor]) -> Tensor:
@@ -127,4 +118,12 @@ def one_of(leaves: Sequence[Tensor]) -> Tensor:
     """
     if len(leaves) == 1:
         return leaves[0]
-    return leaves[0].as_strided((sum(map(Tensor.numel, leaves)),), (1,))
+    first = leaves[0]
+    return _at(first.data_ptr(), sum(map(Tensor.numel, leaves)), first.dtype, leaves)
+
+
+def _at(address: int, numel: int, dtype: torch.dtype, owner: object) -> Tensor:
+    """The numbers that begin at an address, in memory that `owner` has and is kept for."""
+    memory = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    memory.owner = owner  # pyright: ignore
+    return torch.frombuffer(memory, dtype=dtype)

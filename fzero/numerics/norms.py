@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fzero.layout.end_to_end import runs
+from fzero.layout.end_to_end import one_of, runs
 from fzero.operators import define
 
 _ROW = 128
@@ -145,7 +145,7 @@ def _norms_of_rows(x: Tensor, count: int, wide: Tensor | None, threads: int) -> 
     """The norms of `count` rows, one part after the other.
 
     Args:
-        x: a dense leaf, at which they start; those of its run may follow it in memory.
+        x: dense, at whose beginning they are.
         count: how many.
         wide: rows of float64 to copy to, and to sum there.
         threads: that torch has.
@@ -170,13 +170,13 @@ def _norms_of_rows(x: Tensor, count: int, wide: Tensor | None, threads: int) -> 
 def _with_starts(
     found: Sequence[list[int]], xs: Sequence[Tensor], sizes: Sequence[int], most: int
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Each run, and a tensor that begins where it does; small leaves that are alone make runs of
-    copies, of up to `most` numbers."""
+    """Each run, and its numbers as one tensor; small leaves that are alone make runs of copies, of
+    up to `most` numbers."""
     alone: list[int] = []
     for run in found:
         (first, *more) = run
         if more or sizes[first] > _SMALL or sizes[first] % _ROW:
-            yield run, xs[first]
+            yield run, one_of([xs[i] for i in run])
             continue
         if alone and sum(sizes[i] for i in alone) + sizes[first] > most:
             yield alone, _joined(xs, alone)

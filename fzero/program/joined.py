@@ -8,8 +8,6 @@ from torch import Tensor, fx
 from fzero.layout.end_to_end import one_of, runs
 from fzero.program.graph import is_op
 
-_FUSED = ("aten::_fused_adam_", "aten::_fused_adamw_")
-
 
 def joined(node: fx.Node, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """What runs a node's kernel: itself, or what joins the leaves that it takes.
@@ -18,12 +16,10 @@ def joined(node: fx.Node, kernel: Callable[..., Any]) -> Callable[..., Any]:
         node: of a graph.
         kernel: of its operator.
     """
-    if is_op(node, *_FUSED):
+    if is_op(node, "aten::_fused_adam_", "aten::_fused_adamw_"):
         return _updating(kernel)
-    if is_op(node, "aten::_foreach_mul") and not isinstance(node.args[1], list | tuple):
-        # what anybody else reads, or is given, has memory of its own
-        readers = [user for part in node.users for user in part.users]
-        return _scaling(kernel) if all(is_op(x, *_FUSED) for x in readers) else kernel
+    if is_op(node, "aten::_foreach_mul_") and not isinstance(node.args[1], list | tuple):
+        return _scaling(kernel)
     return kernel
 
 
@@ -37,29 +33,25 @@ def _updating(kernel: Callable[..., None]) -> Callable[..., None]:
             # gradients first: most often they tell
             found = _runs(*([columns[1], columns[0], *filter(None, columns[2:])]))
         if found is not None:
-            columns = [[one_of([x[i] for i in run]) for run in found] if x else x for x in columns]
+            columns = [_joined(x, found) if x else x for x in columns]
             steps = steps[: len(found)]
         kernel(*columns, steps, **more)
 
     return run
 
 
-def _scaling(kernel: Callable[..., Sequence[Tensor]]) -> Callable[..., Sequence[Tensor]]:
-    """Leaves times one factor: what lay end to end does so again."""
+def _scaling(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Leaves times one factor, in place."""
 
-    def run(leaves: list[Tensor], factor: Any) -> Sequence[Tensor]:
+    def run(leaves: list[Tensor], factor: Any) -> None:
         found = _runs(leaves)
-        if found is None:
-            return kernel(leaves, factor)
-        results = list(leaves)
-        wholes = kernel([one_of([leaves[i] for i in run]) for run in found], factor)
-        for run, whole in zip(found, wholes, strict=True):
-            parts = whole.view(-1).split([leaves[i].numel() for i in run])
-            for i, part in zip(run, parts, strict=True):
-                results[i] = part.view(leaves[i].shape)
-        return results
+        kernel(leaves if found is None else _joined(leaves, found), factor)
 
     return run
+
+
+def _joined(leaves: Sequence[Tensor], found: Sequence[Sequence[int]]) -> list[Tensor]:
+    return [one_of([leaves[i] for i in run]) for run in found]
 
 
 def _runs(*columns: Sequence[Tensor]) -> list[list[int]] | None:

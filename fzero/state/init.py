@@ -107,10 +107,8 @@ def start(
     if plan.homes is not None:
         trained, frozen = sharding.layout.divide(shards)
         shards = list(sharding.layout.merge(plan.homes.settled(trained), frozen))
-    # An Engine's gradients come from autograd, each in memory of its own. And torch can't copy or
-    # pickle a DTensor that begins elsewhere than its storage does.
-    lies = plan.axes.world == 1 and cfg.stage == 0 and cfg.offload is None
-    lies = lies and not inside and not opt.foreign
+    # an Engine's gradients come from autograd, each in memory of its own
+    lies = plan.axes.world == 1 and cfg.offload is None and not inside and not opt.foreign
     if lies:
         trained, frozen = map(list, sharding.layout.divide(shards))
         shards = []  # nobody else is to hold what is copied

@@ -66,7 +66,9 @@ class Eager:
         self.plan = plan
         self.limit = int(plan.cfg.bucket_mb * 2**20)
         self.choice = Choice(self.limit, update=self.limit)
-        self.update_program = UpdateProgram(plan, reduced=True, at_home=True)
+        # autograd may hand out memory that others see, of what no rank has summed
+        over = plan.axes.world > 1 and plan.cfg.stage < 3
+        self.update_program = UpdateProgram(plan, reduced=True, over=over, at_home=True)
         # below stage 3 leaves are reduced in a fixed order, whatever the model function does
         self.journal = Journal(plan.mesh, EAGER, active=plan.cfg.stage == 3, limit=plan.cfg.timeout)
         self.transport = Transport(plan.mesh, plan.axes, self.journal, limit=self.limit)

@@ -119,7 +119,9 @@ class Executors:
             like = next((one for one in known if one.notes.hold()), None)
             dynamic = self._traced.dynamic(key, self.cfg)
             if self._update is None:
-                self._update = UpdateProgram(plan, reduced=not reduces_once(self.cfg), at_home=True)
+                self._update = UpdateProgram(
+                    plan, reduced=not reduces_once(self.cfg), over=True, at_home=True
+                )
             with ONE_AT_A_TIME:
                 traced = self._resumed(key, plan, leaves, local, batch, frame)
                 if traced is not None:

@@ -236,8 +236,8 @@ def trace_gradients(
 
 def _last(program: Program, plan: Plan) -> Program:
     cfg = plan.cfg
-    # where the rest lies so, too; inductor joins no operators that write where they are told
-    if plan.axes.world == 1 and cfg.stage == 0 and cfg.executor != "inductor" and cfg.limit is None:
+    # inductor joins no operators that write where they are told
+    if plan.axes.world == 1 and cfg.executor != "inductor" and cfg.limit is None:
         program = lay(program)
     return replace(program, resident=_batch_once(program))
 

@@ -121,12 +121,16 @@ class Traced:
             )
         gradients = self.gradient_fn.program
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
-        self.shared = shared_outputs(gradients)[: len(plan.trained)]
+        # gradients that are summed or scaled in place, and others see; see `_own`
+        self.shared = [False] * len(plan.trained)
+        if cfg.accum_steps > 1 or cfg.clip_norm is not None or cfg.scaling is not None:
+            self.shared = shared_outputs(gradients, count=len(plan.trained))
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
         self.update_program = update or UpdateProgram(
-            plan, reduced=not reduces_once(cfg), at_home=True
+            plan, reduced=not reduces_once(cfg), over=True, at_home=True
         )
         grads, loss, state, _ = self.signature.results(fakes)
+        grads = self._own(grads)
         given: list[Held] = []
         if not cfg.donate:
             pairs = zip(trained, plan.names[0], strict=True)
@@ -150,6 +154,10 @@ class Traced:
             raise NothingFits(self.program, cfg.limit, uneven)
         self.choice = Choice.of(self.program)
         self.collectives = signature_of(self.program, plan.mesh, cfg.named_passes)
+
+    def _own(self, grads: list[Tensor]) -> list[Tensor]:
+        """Gradients, each in memory that is no others' where it will be written to."""
+        return [g.clone() if s else g for g, s in zip(grads, self.shared, strict=True)]
 
     def _uneven(self, leaves: Sequence[Tensor], local: LocalState) -> int:
         """How many bytes of state the rank with the largest shards holds more than this one."""
@@ -229,9 +237,7 @@ class Traced:
                 results[index] = results[index].clone()
             grads, loss, state, aux = self.signature.results(results)
             if not total:
-                total = grads
-                if len(micro) > 1 and any(self.shared):  # summed in place from here on
-                    total = [g.clone() if s else g for g, s in zip(grads, self.shared, strict=True)]
+                total = self._own(grads)
             elif total:
                 torch._foreach_add_(total, grads)
             # or they would live on while the next micro-batch makes its own

@@ -58,7 +58,7 @@ class Updated(NamedTuple):
     differs: Tensor | None = None
 
 
-def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
+def update_of(plan: Plan, *, reduced: bool, over: bool = False) -> Callable[..., dict[str, Any]]:
     """The update of a plan, for `jit`: a function of trees that writes into its first three.
 
     With an optimizer that knows nothing of shards, and is not recorded, it is called as it is.
@@ -66,6 +66,7 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
     Args:
         plan: of the step.
         reduced: whether the gradients come summed over the ranks already.
+        over: whether it may write into gradients, too: nobody else sees their memory.
     """
     opt, cfg, shards = plan.opt, plan.cfg, Shards(plan)  # `opt` by itself: what it reads is noted
 
@@ -97,12 +98,15 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
             step: 0-d int64, where there are other ranks, or a config that rounds stochastically.
             sums: see `numbers_of`.
         """
-        grads = grad if reduced else shards.summed(grad)
-        grads = [widened(x) for x in grads]  # float16 has no room below the scale
+        summed = grad if reduced else shards.summed(grad)
+        grads = [widened(x) for x in summed]  # float16 has no room below the scale
+        # what ranks have summed is new
+        own = over or (not reduced and plan.axes.world > 1)
         own_scale = None
         if loss_scale is not None:
             assert cfg.scaling is not None
-            grads = _times(grads, loss_scale.scale.to(_widest(grads)).reciprocal())
+            by = loss_scale.scale.to(_widest(grads)).reciprocal()
+            grads, own = _times(grads, by, over=own), True
             if cfg.scaling.external:
                 own_scale = loss_scale.scale
                 loss = loss / own_scale
@@ -118,13 +122,14 @@ def update_of(plan: Plan, *, reduced: bool) -> Callable[..., dict[str, Any]]:
         if cfg.clip_norm is not None:
             # the same small term as in torch.nn.utils.clip_grad_norm_
             factor = (cfg.clip_norm / (exact + 1e-6)).clamp(max=1.0)
-            grads = _times(grads, factor.to(norm.dtype))  # rounded once, as ZeRO-3's
+            # rounded once, as ZeRO-3's
+            grads = _times(grads, factor.to(norm.dtype), over=own)
         targets = master or shards.parts(params)
         # masters may be in host memory, and are updated there
         grads = [g.to(x.device) for g, x in zip(grads, targets, strict=True)]
         skip = nonfinite if cfg.nonfinite_policy == "skip" else None
         replaced = shards.apply(opt, grads, inner, targets, step, skip)
-        if master or cfg.stage in (1, 2):
+        if master or shards.are_split:
             shards.publish(targets, params)
         joined = [shards.one_for_all_ranks(x, i) for i, x in enumerate(model_state)]
         if skip is not None:
@@ -235,9 +240,15 @@ class Shards:
         """Whether the norm goes into the update, and every digit with it."""
         return self.cfg.clip_norm is not None
 
+    @property
+    def are_split(self) -> bool:
+        """Whether a rank updates a part of what it has of the parameters: a rank alone has none
+        that others update."""
+        return self.cfg.stage in (1, 2) and self.axes.shard.size > 1
+
     def parts(self, params: Sequence[Tensor]) -> list[Tensor]:
         """The parts of `params` that this rank updates; views where the memory allows it."""
-        if self.cfg.stage in (0, 3):
+        if not self.are_split:
             return list(params)
         rank = self.axes.shard.rank
         leaves = self.layout.trained
@@ -347,8 +358,7 @@ class Shards:
             # cast first: half the bytes travel
             pairs = zip(targets, params, strict=True)
             targets = [x.to(p.dtype).to(p.device) for x, p in pairs]
-        # a rank alone has all of each leaf: gathered, it would be written twice
-        if self.cfg.stage in (0, 3) or self.axes.shard.size == 1:
+        if not self.are_split:
             torch._foreach_copy_(list(params), list(targets))
             return
         # as they are kept, not as they are computed with: autocast keeps float32
@@ -373,9 +383,13 @@ class Shards:
         return states.joined(total, x, world=axes.world)
 
 
-def _times(grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
-    # where all leaves are frozen there are none, which foreach refuses
-    return torch._foreach_mul(list(grads), factor) if grads else ()
+def _times(grads: Sequence[Tensor], factor: Tensor, *, over: bool) -> Sequence[Tensor]:
+    if not grads:  # all leaves are frozen, which foreach refuses
+        return ()
+    if over:
+        torch._foreach_mul_(list(grads), factor)
+        return grads
+    return torch._foreach_mul(list(grads), factor)
 
 
 def _widest(grads: Sequence[Tensor]) -> torch.dtype:

@@ -13,6 +13,7 @@ from fzero import tree
 from fzero.config import Config
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import ShardError
+from fzero.functional.memory import extent
 from fzero.numerics.loss_scale import LossScaleState
 from fzero.numerics.rng import mix
 from fzero.program import Program
@@ -54,13 +55,16 @@ class UpdateProgram:
     Args:
         plan: of the step.
         reduced: whether gradients come summed over the ranks.
+        over: whether it may write into gradients.
         at_home: whether parameters will be where the plan has homes for them.
     """
 
-    def __init__(self, plan: Plan, *, reduced: bool, at_home: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, *, reduced: bool, over: bool = False, at_home: bool = False
+    ) -> None:
         self.plan, self.reduced = plan, reduced
         self.homes = plan.homes if at_home else None
-        self._update = update_of(plan, reduced=reduced)
+        self._update = update_of(plan, reduced=reduced, over=over)
         given = plan.cfg  # of which this counts: no module runs in an update
         cfg = Config(
             executor="inductor" if given.executor == "inductor" else "traced",
@@ -252,18 +256,33 @@ def _refuse_numbers(local: LocalState) -> None:
             )
 
 
-def shared_outputs(program: Program) -> list[bool]:
-    """For each output, whether its memory is an input's, another output's, or overlaps itself."""
+def shared_outputs(program: Program, count: int) -> list[bool]:
+    """Of each gradient, the first `count` outputs: whether others see what is written there.
+
+    It is on the memory of an input, of a gradient before it or of any other output, or it overlaps
+    itself.
+    """
     inputs = {key for node in placeholders(program.graph) for key in memory_of(node)}
-    seen: set[Any] = set()
+    outputs: list[fx.Node] = list(output_node(program.graph).args[0])  # pyright: ignore
+    seen: dict[int, list[Tensor]] = {}
+    for node in outputs[count:]:
+        for x in tensors_of(node):
+            seen.setdefault(x.untyped_storage()._cdata, []).append(x)
     shared = []
-    for node in output_node(program.graph).args[0]:  # pyright: ignore
-        (x,) = tensors_of(node)  # pyright: ignore
-        at = (x.untyped_storage()._cdata, x.storage_offset())
+    for node in outputs[:count]:
+        (x,) = tensors_of(node)
+        on = seen.setdefault(x.untyped_storage()._cdata, [])
         dense = x.is_contiguous()
-        shared.append(at in seen or at[0] in inputs or not dense)
-        seen.add(at)
+        shared.append(not inputs.isdisjoint(memory_of(node)) or not dense or _meets(x, on))
+        on.append(x)
     return shared
+
+
+def _meets(x: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether it lies, in part, where others do that have the same storage."""
+    (start, stop) = extent(x)
+    extents = [extent(other) for other in others]
+    return any(start < last and first < stop for first, last in extents)
 
 
 def outputs_on(program: Program, count: int) -> list[int]:

@@ -71,6 +71,29 @@ def test_a_gradient_that_does_not_fit_is_refused() -> None:
         engine.full_param("bias")
 
 
+def _writes_into_what_it_asked_for(stage: int) -> list[bool]:
+    engine = engine_of(stage=stage)
+    engine(torch.ones(2, 3)).sum().backward()
+    kept = []
+    for name in ("2.bias", "2.weight"):
+        for ask in (engine.full_grad, engine.local_grad):
+            found = ask(name)
+            assert found is not None
+            before = found.clone()
+            found.zero_()
+            kept.append(torch.equal(ask(name), before))
+    return kept
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_was_asked_for_is_the_callers(stage: int) -> None:
+    for kept in (
+        _writes_into_what_it_asked_for(stage),
+        *run_ranks(2, _writes_into_what_it_asked_for, stage),
+    ):
+        assert all(kept)
+
+
 def test_a_backward_adds_to_what_was_written() -> None:
     engine = engine_of(stage=0)
     engine(torch.ones(2, 3)).sum().backward()

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -25,6 +24,7 @@ def test_a_laid_leaf_is_what_it_was(sizes: list[int], data: Any) -> None:
         assert torch.equal(x, y)
         assert (x.dtype, x.stride()) == (y.dtype, y.stride())
         assert not y._is_view()
+        assert y.untyped_storage().nbytes() == y.nbytes
     moved = [i for slab in slabs(before, names) for i in slab]
     for i, (x, y) in enumerate(zip(before, leaves, strict=True)):
         assert (x is y) == (i not in moved)
@@ -94,9 +94,17 @@ def test_after_a_leaf_that_is_no_multiple_a_run_ends() -> None:
     assert runs([a, b, c], multiple=8) == [[0, 1, 2]]
 
 
-def test_neighbours_of_several_owners_are_no_run() -> None:
-    memory = numpy.zeros(64, dtype=numpy.float32)
-    first, whole = torch.from_numpy(memory[:32]), torch.from_numpy(memory)
-    assert first.data_ptr() + first.nbytes == whole[32:].data_ptr()
-    assert runs([first, torch.from_numpy(memory[32:])]) == [[0], [1]]
-    assert runs([first, whole[32:]]) == [[0], [1]]
+def test_neighbours_of_several_owners_are_a_run_that_keeps_them() -> None:
+    leaves = list(torch.arange(64.0).split(32))
+    lay(leaves, "ab")
+    assert leaves[0].untyped_storage().data_ptr() != leaves[1].untyped_storage().data_ptr()
+    assert runs(leaves) == [[0, 1]]
+    whole = one_of(leaves)
+    del leaves
+    others = [torch.full((64,), 7.0) for _ in range(100)]
+    assert torch.equal(whole, torch.arange(64.0))
+    assert others
+
+
+def test_empty_leaves_are_no_run() -> None:
+    assert runs([torch.zeros(0), torch.zeros(0), torch.zeros(16)])[0] != [0, 1]

@@ -248,3 +248,65 @@ def test_the_eager_executors_update_gathers_them_there_too() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_of_flats_are_at_home_from_init_on(stage: int) -> None:
     assert run_ranks(2, _homes, stage) == [(True, False, True)] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_makes_no_second_set_of_gradients(stage: int, world: int) -> None:
+    params = {f"w{i}": torch.ones(64, 64) for i in range(8)}
+    peaks = []
+    with fake_ranks(world):
+        for clip in (None, 0.1):
+            cfg = Config(stage=stage, clip_norm=clip, layout="rows")
+            step_fn = fzero.make_train_step(_layers, optim.adamw(0.1), cfg)
+            state = step_fn.init(params)
+            _, update = step_fn.lower(*state, torch.ones(2, 64)).parts()
+            peaks.append(update.peak_bytes())
+    assert peaks[1] <= peaks[0] + 256  # a few numbers
+
+
+def _layers(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    for w in params.values():
+        x = torch.tanh(x @ w)
+    return x.square().mean()
+
+
+class _Given(torch.autograd.Function):
+    """The sum of a product, whose gradient is what it was given; of a gradient of one, that is."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, c: Tensor) -> Tensor:
+        ctx.save_for_backward(c)
+        return (w * c).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        (c,) = ctx.saved_tensors
+        return c.view_as(c), None
+
+
+def _seen(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Gradients in one memory, on the batch's, and on that of aux."""
+    made: Any = x * 2
+    loss = ((params["a"] + params["b"]) * x).sum() + _Given.apply(params["c"], made)
+    loss = loss + _Given.apply(params["d"], x) + params["e"].sum()
+    return loss, {"made": made, "below": made[1:], "x": x, "a": params["a"]}
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nobody_sees_that_gradients_are_clipped_in_place(stage: int, executor: str) -> None:
+    cfg = Config(stage=stage, clip_norm=0.5, has_aux=True, executor=executor)
+    step_fn = fzero.make_train_step(_seen, optim.sgd(0.1), cfg)
+    before = {name: torch.randn(4, 8, dtype=F64) for name in "abcde"}
+    x = torch.randn(4, 8, dtype=F64)
+    given = x.clone()
+    params, opt_state = step_fn(*step_fn.init(before), x)
+    aux = opt_state.metrics["aux"]
+    assert torch.equal(x, given)
+    seen = {"made": x * 2, "below": x[1:] * 2, "x": x, "a": before["a"]}
+    torch.testing.assert_close(aux, seen, rtol=0, atol=0)
+    grads = {"a": x, "b": x, "c": x * 2, "d": x, "e": torch.ones_like(x)}
+    norm = torch.stack([g.norm() for g in grads.values()]).norm()
+    expected = {k: before[k] - 0.1 * (0.5 / (norm + 1e-6)) * g for k, g in grads.items()}
+    torch.testing.assert_close(fzero.unshard(params), expected)
