@@ -10,6 +10,7 @@ function. A tensor that sits in several slots is one parameter with several name
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import call, is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ class Apart:
 
     def __init__(self) -> None:
         self._seen: list[weakref.ref[Tensor]] = []
+        self._where: Any = None
 
     def fault(
         self,
@@ -99,7 +101,9 @@ class Apart:
             written: tells which are written over; asked where they are not those of the last call.
         """
         # a loop hands in again what it got; without a line of Python for each
-        if len(self._seen) == len(tensors) and all(map(is_, map(call, self._seen), tensors)):
+        same = len(self._seen) == len(tensors) and all(map(is_, map(call, self._seen), tensors))
+        where = _where(tensors)  # `x.data = y` puts the same object elsewhere
+        if same and where is not None and where == self._where:
             return None
         flags = written()
         for i, x in enumerate(tensors):
@@ -108,7 +112,15 @@ class Apart:
         if (pair := next(overlapping(tensors, flags), None)) is not None:
             return f"{name(pair[0])} and {name(pair[1])} lie in the same memory"
         if not torch.is_inference_mode_enabled():  # which allows more than holds after it
-            self._seen = list(map(weakref.ref, tensors))
+            self._seen, self._where = list(map(weakref.ref, tensors)), where
+        return None
+
+
+def _where(tensors: Sequence[Tensor]) -> tuple[list[int], list[bool]] | None:
+    """Where tensors are, and which have their elements in order; None if one can't tell."""
+    try:
+        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.is_contiguous, tensors))
+    except RuntimeError:  # of a class that has no memory of its own
         return None
 
 

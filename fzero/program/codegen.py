@@ -23,8 +23,16 @@ from fzero.distributed import works
 from fzero.errors import FzeroError, TraceError
 from fzero.numerics.rng import generator_of
 from fzero.program.bindings import Binding, Known, binding_of
+from fzero.program.categories import GRADIENTS
 from fzero.program.dynamic import Dynamic, mark_of, substituted
-from fzero.program.graph import inputs_written_in_place, is_op, placeholders, tensors_of
+from fzero.program.graph import (
+    inputs_written_in_place,
+    is_op,
+    memory_of,
+    placeholders,
+    tensors_of,
+    written_operands,
+)
 from fzero.program.heap import keep_freed
 from fzero.program.joined import joined
 from fzero.program.memory import reads
@@ -85,8 +93,13 @@ def compile_program(program: Program) -> Executable:
         try:
             with torch.no_grad(), _kept_generators(devices):
                 results = runs(*inputs)
-        except Exception as error:
-            if (told := _told(error, runs, program)) is not None:
+            if inputs is not given:
+                layouts.write_back(inputs, given)
+        except BaseException as error:
+            _note_writes(error, runs)
+            told = _told(error, runs, program) if isinstance(error, Exception) else None
+            if told is not None:
+                _note_writes(told, runs, error)
                 raise told from error
             raise
         if dynamic is not None and look is not None:
@@ -96,11 +109,39 @@ def compile_program(program: Program) -> Executable:
             if found and program.dynamic is not None:
                 program.dynamic.open = False  # what is restored has the strides of one size
             function, looked = _function(program, partial(_restored_after, frozenset(found))), True
-        if inputs is not given:
-            layouts.write_back(inputs, given)
         return results
 
     return run
+
+
+def has_written(error: BaseException) -> bool | None:
+    """Whether a Program had begun to write over its inputs when it raised this; None: not known.
+
+    An operator that writes may have done so in part: then it had.
+    """
+    return getattr(error, _WRITES, None)
+
+
+_WRITES = "_fzero_has_written"
+
+
+def _note_writes(
+    error: BaseException, runs: Executable, where: BaseException | None = None
+) -> None:
+    """Note on an exception what `has_written` tells, from the line of generated code it comes from.
+
+    Args:
+        error: that will be raised.
+        runs: what was run.
+        where: the one that was raised in there, if it is another.
+    """
+    code, first = runs.__code__, runs.__globals__[_FIRST_WRITE]  # pyright: ignore
+    traced = traceback.walk_tb((where or error).__traceback__)
+    lines = [line for frame, line in traced if frame.f_code is code]
+    setattr(error, _WRITES, first is not None and not (lines and lines[0] < first))
+
+
+_FIRST_WRITE = "first_write"
 
 
 def _told(error: Exception, runs: Executable, program: Program) -> TraceError | None:
@@ -285,7 +326,7 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
     scope: dict[str, Any] = {}
     known: Known = {}
     bound: dict[Any, str] = {}
-    taken = {node.name for node in program.graph.nodes}
+    taken = {_FIRST_WRITE, *(node.name for node in program.graph.nodes)}
 
     def bind(value: Any, hint: str) -> str:
         """A global that holds `value`."""
@@ -320,15 +361,21 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
     last_use = _last_uses(program.graph)
     lines: list[str] = []
     parameters: list[str] = []
+    kept = _kept(program)
+    first_write: int | None = None
     dynamic = program.dynamic if program.dynamic is not None and program.dynamic.open else None
     table = [_Name(fresh(f"number_{i}")) for i, _ in enumerate(dynamic.table)] if dynamic else []
     if dynamic is not None and table:
-        given = placeholders(program.graph)
-        sizes = ", ".join(f"{given[i].name}.shape[{dim}]" for i, dim in dynamic.dims)
+        inputs = placeholders(program.graph)
+        sizes = ", ".join(f"{inputs[i].name}.shape[{dim}]" for i, dim in dynamic.dims)
         lines.append(
             f"{', '.join(map(show, table))}, = {bind(dynamic.numbers, 'numbers')}({sizes})"
         )
     for node in program.graph.nodes:
+        if first_write is None and any(
+            not kept.isdisjoint(memory_of(x)) for x in written_operands(node)
+        ):
+            first_write = len(lines) + 2  # behind the line of `def`
         if node.op == "placeholder":
             parameters.append(node.name)
         elif node.op == "get_attr":
@@ -347,8 +394,17 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
             lines.append(_statement(node, show, bind, then, table, known))
         if dead := last_use.get(node):
             lines[-1] += "; " + " = ".join(dead) + " = None"
+    scope[_FIRST_WRITE] = first_write
     body = "\n    ".join(lines)
     return f"def program({', '.join(parameters)}):\n    {body}\n", scope
+
+
+def _kept(program: Program) -> set[int]:
+    """The memory of inputs that are more to the caller than what they become; gradients are not."""
+    nodes = placeholders(program.graph)
+    categories = itertools.chain(program.input_categories, itertools.repeat(""))
+    pairs = zip(nodes, categories, strict=False)
+    return {at for node, kind in pairs if kind != GRADIENTS for at in memory_of(node)}
 
 
 def _statement(

@@ -11,6 +11,7 @@ however many passes there were.
 """
 
 import operator
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from fzero.distributed.buckets import GATHER, KINDS, PACKS, UNPACKS, Bucket, buffer_of
+from fzero.functional.memory import extent
 from fzero.program.graph import (
+    dense_of,
     is_op,
-    memory_of,
     operands,
     placeholders,
     tensors_of,
@@ -176,25 +178,49 @@ def said(node: fx.Node) -> str:
 
 def counted(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
     """Each node, with how often the memory of each of its operands was written over before it."""
-    times: dict[Any, int] = {}
+    times = _Writes()
     for node in graph.nodes:
-        if not times:  # nearly always
-            yield node, (0,) * len(values_read(node))
-        else:
-            yield node, tuple(sum(times.get(k, 0) for k in memory_of(x)) for x in values_read(node))
-        for operand in written_operands(node):
-            for key in memory_of(operand):
-                times[key] = times.get(key, 0) + 1
+        yield node, tuple(map(times.over, values_read(node)))
+        times.add(node)
 
 
 def written(graph: fx.Graph) -> dict[fx.Node, int]:
     """How often the memory of each input is written over."""
-    times: dict[Any, int] = {}
+    times = _Writes()
     for node in graph.nodes:
-        for operand in written_operands(node):
-            for key in memory_of(operand):
-                times[key] = times.get(key, 0) + 1
-    return {x: sum(times.get(key, 0) for key in memory_of(x)) for x in placeholders(graph)}
+        times.add(node)
+    return {x: times.over(x) for x in placeholders(graph)}
+
+
+class _Writes:
+    """What was written over so far: where, and how often.
+
+    By bytes of a storage, since leaves of a bucket have one: each is written over by itself.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[int, list[tuple[int, int]]] = {}  # by storage, sorted
+        self._longest = 0
+
+    def add(self, node: fx.Node) -> None:
+        """What a node writes."""
+        for x in (x for operand in written_operands(node) for x in dense_of(operand) if x.numel()):
+            (start, stop) = extent(x)
+            insort(self._spans.setdefault(x.untyped_storage()._cdata, []), (start, stop))
+            self._longest = max(self._longest, stop - start)
+
+    def over(self, node: fx.Node) -> int:
+        """How often memory of a node's values was written over."""
+        return sum(map(self._over, dense_of(node))) if self._spans else 0
+
+    def _over(self, x: Tensor) -> int:
+        spans = self._spans.get(x.untyped_storage()._cdata)
+        if spans is None or not x.numel():
+            return 0
+        start, stop = extent(x)
+        # those that begin before it ends, and not so early that they must end before it begins
+        near = spans[bisect_left(spans, (start - self._longest,)) : bisect_left(spans, (stop,))]
+        return sum(last > start for _, last in near)
 
 
 def source_of(node: fx.Node) -> Source:

@@ -28,6 +28,7 @@ from fzero.program.categories import (
     STATE,
 )
 from fzero.program.choice import Choice
+from fzero.program.codegen import has_written
 from fzero.program.graph import (
     Held,
     memory_of,
@@ -148,6 +149,8 @@ class UpdateProgram:
         def untouched(error: BaseException) -> bool:
             if isinstance(error, NotAlike):
                 return True
+            if staged is not None and self._is_told and (wrote := has_written(error)) is not None:
+                return not wrote
             return first.tells and before is not None and first.version(flat) == before
 
         with contextlib.suppress(NotAlike), in_hand(local, untouched):
@@ -168,12 +171,16 @@ class UpdateProgram:
             scale = LossScaleState(*scale)
         return Updated(**found, loss_scale=scale)
 
+    @property
+    def _is_told(self) -> bool:
+        """Whether what writes over inputs is a line of a Program's own: no kernels of others, and
+        no graph of a device."""
+        return self.plan.cfg.executor != "inductor" and not self.plan.cfg.cuda_graph
+
     def _first_written(self, staged: TracedFunction | None, written: int) -> "_First":
-        cfg = self.plan.cfg
         if staged is None:  # operator by operator, by `optim.inplace`
             return _First(range(written), tells=True)
-        # kernels of others, and graphs of a device, write without a word to torch
-        if cfg.executor == "inductor" or cfg.cuda_graph:
+        if not self._is_told:  # they write without a word to torch
             return _First((), tells=False)
         found = self._firsts.get(staged)
         if found is None:

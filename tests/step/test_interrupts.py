@@ -1,5 +1,6 @@
 """A step that is interrupted, as by Ctrl-C: up to its first write all is as before."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 import fzero
 from fzero import Config, optim
 from fzero.errors import ShardError
+from fzero.functional import memory
+from fzero.state.opt_state import refuse_interrupted
 from fzero.step import train_step, update_program
 
 TOLD = "an update of this state broke off after it began to write"
@@ -120,6 +123,101 @@ def test_a_checkpoint_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         with pytest.raises(KeyboardInterrupt):
             step_fn(*state, X)
     _same(step_fn(*fzero.checkpoint.load(tmp_path, *state), X), step_fn(*_begun("traced")[1], X))
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optim.sgd(0.1),
+    "momentum": lambda: optim.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optim.adamw(0.1),
+    "lion": lambda: optim.lion(0.1),
+}
+
+
+Y = torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(6, 4)
+
+
+def _two(params: Any, x: torch.Tensor) -> torch.Tensor:
+    return (torch.tanh(x @ params["a"]) @ params["b"]).square().mean()
+
+
+def _begun_two(name: str, stage: int) -> tuple[fzero.TrainStep, Any]:
+    step_fn = fzero.make_train_step(_two, OPTIMIZERS[name](), Config(stage=stage, clip_norm=0.1))
+    params = {k: torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4) for k in "ab"}
+    return step_fn, step_fn(*step_fn.init(params), Y)
+
+
+class _AtLine:
+    """Ctrl-C where an update's generated code comes to its line of this number."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.raised = number, False
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith("<fzero program update"):
+            return None
+        return self._line
+
+    def _line(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "line" and frame.f_lineno == self.number:
+            self.raised = True
+            raise KeyboardInterrupt
+        return self._line
+
+
+def _is_refused(state: Any) -> bool:
+    try:
+        refuse_interrupted(state[1])
+    except ShardError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_wherever_it_breaks_off_it_is_told_or_harmless(name: str, stage: int) -> None:
+    (step_fn, state), (_, expected) = _begun_two(name, stage), _begun_two(name, stage)
+    expected = step_fn(*expected, Y)
+    told: list[bool] = []
+    while True:
+        kept = fzero.tree_map(torch.clone, state)
+        before, at = _values(state), _AtLine(len(told) + 2)
+        tracing = sys.gettrace()
+        sys.settrace(at)
+        try:
+            step_fn(*state, Y)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracing)
+        if not at.raised:
+            break
+        changed = any(not torch.equal(x, y) for x, y in zip(_values(state), before, strict=True))
+        told.append(changed or _is_refused(state))
+        if told[-1]:
+            with pytest.raises(ShardError, match=TOLD):
+                step_fn(*state, Y)
+        else:
+            _same(step_fn(*state, Y), expected)
+        state = kept
+    # up to the first write nothing is lost
+    assert told == sorted(told)
+    assert told.count(False) > 10
+    assert told.count(True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_kernel_that_has_written_some_of_its_leaves_is_told(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_fn, (params, opt_state) = _begun_two(name, 0)
+    monkeypatch.setattr(memory, "why_unwritable", lambda x: None)
+    last, value = params["b"], params["b"].clone()
+    last.data = value[:1, :1].expand(4, 4)  # which torch refuses to write over
+    with pytest.raises(RuntimeError, match="more than one element"):
+        step_fn(params, opt_state, Y)
+    last.data = value
+    with pytest.raises(ShardError, match=TOLD):
+        step_fn(params, opt_state, Y)
 
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])

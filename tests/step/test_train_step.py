@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fzero
 from fzero import Config, LossScale, Program, tree
+from fzero.errors import ShardError
 from tests.ranks import fake_ranks, run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -606,3 +607,33 @@ def test_an_index_out_of_range_is_no_matter_of_dtypes() -> None:
     with pytest.raises(RuntimeError, match="out of bounds") as caught:
         step_fn(*step_fn.init({"w": torch.ones(3)}), torch.tensor([5]))
     assert not isinstance(caught.value, fzero.TraceError)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_leaves_that_data_puts_elsewhere_are_looked_at_again(stage: int, executor: str) -> None:
+    """`x.data = y` leaves the object what it was, which a loop hands in again."""
+    config = fzero.Config(stage=stage, executor=executor)
+    step_fn = fzero.make_train_step(
+        lambda p, x: ((x @ p["a"]) @ p["b"]).square().mean(), fzero.optim.adamw(0.1), config
+    )
+    x = torch.ones(2, 4)
+    state = step_fn.init({"a": torch.ones(4, 4), "b": torch.ones(4, 4)})
+    state = step_fn(*state, x)
+    a, b = _local(state[0]["a"]), _local(state[0]["b"])
+    own, before = b.data, a.clone()
+    for wrong, told in (
+        (a.data, "lie in the same memory"),
+        (a.data.view(-1)[:8].as_strided((4, 4), (1, 1)), "one number in memory"),
+        (own[:1].expand(4, 4), "one number in memory"),
+    ):
+        b.data = wrong
+        with pytest.raises(ShardError, match=told):
+            step_fn(*state, x)
+        assert torch.equal(a, before)
+    b.data = own
+    step_fn(*state, x)

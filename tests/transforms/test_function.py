@@ -352,6 +352,11 @@ def test_a_donated_tensor_that_reaches_into_another_argument_is_refused() -> Non
         run(memory[:4], memory[1:])
     apart, _ = run(memory[:2].repeat(2), memory[1:])
     torch.testing.assert_close(apart, torch.tensor([0.0, 2.0, 0.0, 2.0]))
+    a, b = torch.zeros(4), torch.ones(4)
+    run(a, b)
+    b.data = a.data  # the same tensors as at the last call, elsewhere
+    with pytest.raises(ShardError, match="a and b lie in the same memory"):
+        run(a, b)
 
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])
