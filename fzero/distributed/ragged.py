@@ -452,9 +452,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if views or any(isinstance(x, RaggedDTensor) for x in written):
         raise ShardError(
             f"{func} {'gives a view of' if views else 'writes into'} a RaggedDTensor, whose rows "
-            "lie on several ranks, and would write into a copy of them. Call "
+            "lie on several ranks, and what is written would go into a copy of them. Call "
             "x.redistribute(placements=[Replicate()]) or x.full_tensor() first, and copy_ what "
-            "comes of it back; or work on this rank's rows, x.to_local()."
+            "is to be written back; or work on this rank's rows, x.to_local()."
         )
     if written:  # of fewer rows than ranks DTensor writes only what lies as they do
         placed = functools.partial(_as_it_lies, like=written[0])

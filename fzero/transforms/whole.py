@@ -68,9 +68,14 @@ class WholeLeaves(TorchDispatchMode):
             return func(*args, **kwargs)  # a RaggedDTensor knows what to do beside whole ones
         if ragged and (_gives_views(func) or runs_on_rows(func, args, kwargs)):
             return func(*args, **kwargs)
-        if _is_sound(func, args, kwargs):
+        if not _is_sound(func, args, kwargs):
+            return _on_full(func, args, kwargs)
+        try:
             return _with_partial(func, args, kwargs)
-        return _on_full(func, args, kwargs)
+        except RuntimeError as error:
+            if (told := _told(func, error, args, kwargs)) is not None:
+                raise told from error
+            raise
 
 
 # ------------------------------------------------------------------------------- which rules hold
@@ -168,13 +173,32 @@ def _closed(x: DTensor) -> DTensor:
     )
 
 
+def _told(func: Any, error: RuntimeError, args: Any, kwargs: Any) -> ShardError | None:
+    """What to say of what torch's rule refuses, if it is more than torch says."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        shapes = [str(tuple(x.shape)) for x in tensors if not isinstance(x, DTensor)]
+        return ShardError(
+            f"{func} mixes leaves that are split over ranks and a plain tensor of shape "
+            f"{', '.join(shapes)}, and nobody knows whether that is the same on every rank. If it "
+            "is, make it a DTensor first: DTensor.from_local(x, leaf.device_mesh, [Replicate()])."
+        )
+    # torch's advice, which it has for shards alone
+    return _no_view(func) if _gives_views(func) and "redistribut" in str(error) else None
+
+
+def _no_view(func: Any) -> ShardError:
+    return ShardError(
+        f"{func} gives a view of a DTensor, whose elements lie on several ranks, and what is "
+        "written into it would be lost. Call x.redistribute(placements=[Replicate()]) or "
+        "x.full_tensor() first."
+    )
+
+
 def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
     """On full tensors; what is written comes back into the shards."""
     if _gives_views(func):
-        raise ShardError(
-            f"{func} gives a view of a DTensor, whose elements lie on several ranks, and what is "
-            "written into it would be lost. Call x.redistribute(placements=[Replicate()]) first."
-        )
+        raise _no_view(func)
     whole: dict[int, DTensor] = {}
 
     def full(x: Any) -> Any:

@@ -212,6 +212,13 @@ def _refused() -> None:
             x.unfold(0, 1, 1)
         with pytest.raises(ShardError, match=r"aten.fill_.Scalar writes into a sum over ranks"):
             x.sum().fill_(1.0)
+        # torch has a rule for these, which an even split is taken by
+        with pytest.raises(ShardError, match=r"aten.view.default gives a view of a DTensor"):
+            fzero.shard({"w": _leaf((5, 3), 0)}, cfg)["w"].flatten()
+        with pytest.raises(ShardError, match=r"plain tensor of shape \(5, 7\)"):
+            x + torch.ones(5, 7)
+        with pytest.raises(RuntimeError, match=r"invalid for input of size 35"):
+            x.view(4, 7)
 
 
 def test_what_shards_cannot_hold_is_refused() -> None:
