@@ -64,6 +64,7 @@ class BackwardState(NamedTuple):
     Args:
         task: the running one, or None.
         running: forwards that have started and not ended, innermost last.
+        training: those of them that a backward may reach.
         early: what forwards got from backwards inside them.
         last: the arrivals of the last synced task.
         reached: forwards that a backward has reached since the last update.
@@ -80,6 +81,7 @@ class BackwardState(NamedTuple):
 
     task: Task | None = None
     running: tuple[int, ...] = ()
+    training: tuple[int, ...] = ()
     early: tuple[tuple[int, Counts], ...] = ()
     last: Counts = ()
     reached: frozenset[int] = frozenset()

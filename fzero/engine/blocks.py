@@ -19,7 +19,7 @@ Params = dict[str, Tensor]
 @contextlib.contextmanager
 def local_forward(driver: Driver) -> Iterator[None]:
     """All parameters are there, and no collective runs; see `Engine.local_forward`."""
-    driver.recover()
+    driver.recover("engine.local_forward() was called")
     phases.refuse_inside(driver.state, "local_forward()")
     with contextlib.ExitStack() as block:
         if not driver.state.is_local:  # else all is there, and other ranks may not come
@@ -34,7 +34,7 @@ def local_forward(driver: Driver) -> Iterator[None]:
 @contextlib.contextmanager
 def gathered(driver: Driver, indices: Sequence[int]) -> Iterator[Params]:
     """Some parameters are there; see `Engine.gathered`."""
-    driver.recover()
+    driver.recover("engine.gathered() was called")
     with contextlib.ExitStack() as block:
         if driver.units is not None and not driver.state.is_local:
             _agree(driver, indices, None)
@@ -52,7 +52,7 @@ def gathered_for(driver: Driver, indices: Sequence[int], modifier_rank: int) -> 
     [Note: masters follow] has it. Below stage 3 it writes into the parameters, and an exception
     puts their values back.
     """
-    driver.settle()
+    driver.settle("engine.gathered(modifier_rank=...) was called")
     phases.refuse_inside(driver.state, "gathered(modifier_rank=...)")
     if driver.state.is_local:
         phases.refuse_in_block(driver.state, "gathered(modifier_rank=...)")

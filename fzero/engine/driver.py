@@ -41,6 +41,7 @@ from fzero.engine.grouping import plan_order
 from fzero.engine.losses import Losses
 from fzero.engine.parts import Parts
 from fzero.engine.phases import transition
+from fzero.engine.threads import Seat
 from fzero.engine.writes import Writes
 from fzero.errors import BackwardError, users_line
 from fzero.functional.slots import ParameterSlots
@@ -66,6 +67,7 @@ class Driver:
         writes: what sees to it that they stay so.
         losses: of the step.
         handles: of its hooks on modules.
+        seat: of the thread that is inside; see [Note: one thread at a time].
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Driver:
         self._node: Any = None
         # for hooks, which must not keep it alive
         me: weakref.ref[Any] = weakref.ref(self)
+        self.seat = Seat(me)
         # of an unsynced task they tell of the first arrival; of others each is an event
         self._hooks = AccumulateHooks(me)
         leaves = self.reducer.leaves
@@ -121,23 +124,27 @@ class Driver:
     @contextlib.contextmanager
     def forward(self) -> Iterator[Forward]:
         """The engine's own call runs in it, and gives to `returned` what it gives out."""
-        self._begin()
-        forward = Forward(self, next(self._forwards))
-        # a checkpoint computes again: backwards inside this forward are nested in that task
-        if (task := current_task()) != -1:
-            self.on(events.TaskMet(task))
-        calling = self._calling
-        try:  # around the event, too: an interrupt may come at any line
-            self.on(events.ForwardStarted(forward.number, self._trains()))
-            self._calling = True  # the door is to keep quiet meanwhile
-            yield forward
-        except BaseException as error:
-            self._forward_raised(forward.number)
-            if self.units is not None and (told := explained(error)) is not None:
-                raise told from error
-            raise
+        self.seat.take("a forward", "engine(...) was called", current_task())
+        try:
+            self._begin()
+            forward = Forward(self, next(self._forwards))
+            # a checkpoint computes again: backwards inside this forward are nested in that task
+            if (task := current_task()) != -1:
+                self.on(events.TaskMet(task))
+            calling = self._calling
+            try:  # around the event, too: an interrupt may come at any line
+                self.on(events.ForwardStarted(forward.number, self._trains()))
+                self._calling = True  # the door is to keep quiet meanwhile
+                yield forward
+            except BaseException as error:
+                self._forward_raised(forward.number)
+                if self.units is not None and (told := explained(error)) is not None:
+                    raise told from error
+                raise
+            finally:
+                self._calling = calling
         finally:
-            self._calling = calling
+            self._leave()
 
     def returned(self, forward: Forward, out: Any) -> None:
         """A forward has ended: backward is to tell when it reaches what it gave."""
@@ -218,14 +225,18 @@ class Driver:
             retain_graph: as of `Tensor.backward`.
             divided: whether to divide by `accum_steps`.
         """
-        # one inside another's task, or inside a forward, may come to nothing that is told yet
-        self._came = current_task() != -1 or bool(self.state.running)
-        self._correction.divides = divided
+        self.seat.take("a backward", "engine.backward(loss) was called", current_task())
         try:
-            loss.backward(retain_graph=retain_graph)
+            # one inside another's task, or inside a forward, may come to nothing that is told yet
+            self._came = current_task() != -1 or bool(self.state.running)
+            self._correction.divides = divided
+            try:
+                loss.backward(retain_graph=retain_graph)
+            finally:
+                self._correction.divides = True
+            return self._came
         finally:
-            self._correction.divides = True
-        return self._came
+            self._leave()
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale; itself if there is none, or if it has this one's already."""
@@ -248,21 +259,61 @@ class Driver:
         """Whether neither a forward nor a backward runs."""
         return self.state.task is None and not self.state.running
 
-    def recover(self) -> None:
+    def recover(self, what: str) -> None:
         """See to it that no task and no forward is open that is over: a call from outside of
         backward came.
 
         Autograd destroys a task that raised, and its watcher with it, but not at once where the
         exception's traceback still holds them. A forward tells by itself, unless an interrupt has
         come to the very line that would.
+
+        Args:
+            what: happened, for the message: "engine.step() was called".
+
+        Raises:
+            BackwardError: another thread is inside.
         """
+        self.seat.refuse(what)
+        self._close(is_over=current_task() == -1)
+
+    def abandoned(self) -> None:
+        """The thread that had the seat is gone: no task and no forward of its goes on."""
+        self._close(is_over=True)
+
+    def _close(self, *, is_over: bool) -> None:
         task = self.state.task
-        if task is not None and current_task() == -1:
+        if task is not None and is_over:
             self._raised(task.number)
         if (self.state.running or self._calling) and not self._is_called():
             self._calling = False
             if self.state.running:
                 self._forward_raised(self.state.running[0])
+            self._leave()
+
+    @contextlib.contextmanager
+    def alone(self, where: str, what: str = "") -> Iterator[None]:
+        """`recover`, and inside no other thread begins anything.
+
+        Args:
+            where: what begins, for others' messages: "step()".
+            what: happened, for one's own; empty: that this was called.
+
+        Raises:
+            BackwardError: another thread is inside.
+        """
+        what = what or f"engine.{where} was called"
+        self.recover(what)
+        free = self.seat.take(where, what, current_task())
+        try:
+            yield
+        finally:
+            if free:
+                self._leave()
+
+    def _leave(self) -> None:
+        """A pass is over, and with the outermost one the seat is free."""
+        if self.is_at_rest and not self._calling:
+            self.seat.leave()
 
     def _is_called(self) -> bool:
         """Whether some thread is inside `forward`: who is there has both in its frame."""
@@ -276,9 +327,9 @@ class Driver:
                 frame = frame.f_back
         return False
 
-    def settle(self) -> None:
-        """The same, and the engine trains what the module has: a call that reads or writes it."""
-        self.recover()
+    def settle(self, what: str) -> None:
+        """`recover`, and the engine trains what the module has: a call that reads or writes it."""
+        self.recover(what)
         self.writes.take()
 
     # --- what hooks tell ---
@@ -288,8 +339,9 @@ class Driver:
 
         A function made of it by `functionalize` runs it too, with tensors of its caller's.
         """
-        if not self._calling and not self.writes.is_lent():
-            self.recover()
+        if not self._is_calling() and not self.writes.is_lent():
+            self.recover("the module was called")
+            self.seat.take("a forward", "the module was called", current_task())
             self._versions = self.writes.versions()
             self._begin()
 
@@ -299,21 +351,27 @@ class Driver:
         Raises:
             FzeroError: it changed a trained parameter in place, and there are several ranks.
         """
-        if self._calling or self.writes.is_lent():
+        if self._is_calling() or self.writes.is_lent():
             return
+        self.recover("the module was called")
         self.writes.unwritten_since(self._versions)
-        self.recover()
         forward = Forward(self, next(self._forwards))
         self.on(events.ForwardStarted(forward.number, self._trains()))
         self.returned(forward, out)
 
     def left_directly(self) -> None:
         """It has, or it has raised: then nothing has ended yet."""
-        if not self._calling:
+        if not self._calling and not self.seat.is_taken_by_another():  # which had it refused
             self._end()
+            self._leave()
+
+    def _is_calling(self) -> bool:
+        """Whether this thread is inside the engine's own call."""
+        return self._calling and not self.seat.is_taken_by_another()
 
     def output_reached(self, forward: int, loss: Tensor | None, *, trains: bool) -> None:
         """A gradient has come to an output of a forward, which may have had a loss."""
+        self._take_task(current_task())
         self._came = True
         if not trains:  # on its way to another's parameters; what it gathers is freed at its end
             self.on(events.TaskMet(current_task()))
@@ -331,7 +389,7 @@ class Driver:
         # another thread. So it is noted, and told with the next event.
         self._open.discard(forward)
         self._gone.append(forward)
-        if not self._busy and threading.get_ident() == self._thread:
+        if not self._busy and threading.get_ident() == (self.seat.thread or self._thread):
             self._tell_gone()
 
     def _tell_gone(self) -> None:
@@ -342,6 +400,7 @@ class Driver:
 
     def scale_applied(self, factor: Tensor) -> None:
         """Gradients that carry `factor` start on their way through the running task."""
+        self._take_task(current_task())
         self.on(events.ScaleApplied(current_task()))  # opens the task, and with it the correction
         self._correction.carries(factor)
 
@@ -353,13 +412,13 @@ class Driver:
 
     def drop(self, index: int) -> None:
         """Drop the gradients of one leaf; with the last one accumulation starts again."""
-        self.recover()
-        if not self.holds(index):
-            return
-        phases.refuse_inside(self.state, "zero_grad(), or p.grad = None,")
-        self.reducer.drop(index)
-        if not any(map(self.holds, self.params)):
-            self.zero()
+        with self.alone("zero_grad()", "zero_grad(), or p.grad = None, came"):
+            if not self.holds(index):
+                return
+            phases.refuse_inside(self.state, "zero_grad(), or p.grad = None,")
+            self.reducer.drop(index)
+            if not any(map(self.holds, self.params)):
+                self.zero()
 
     def zero(self) -> None:
         """Drop all gradients; warn if it is for want of that that nothing is ever updated."""
@@ -372,7 +431,10 @@ class Driver:
 
     def unscale(self, factor: Tensor) -> bool:
         """Multiply the gradients of this step by `factor`; whether all ranks' were finite."""
-        self.recover()
+        with self.alone("unscale_()", "scaler.unscale_(engine.optimizer) was called"):
+            return self._unscale(factor)
+
+    def _unscale(self, factor: Tensor) -> bool:
         if self.cfg.scaling is not None:
             raise BackwardError(
                 "a GradScaler was given engine.optimizer, and Config has a loss scale of its own "
@@ -478,15 +540,17 @@ class Driver:
         """Autograd has accumulated a gradient into a parameter."""
         grad = raw_grad(param)
         if grad is None:  # a function took the parameter and returned None for it
+            self._take_task(current_task())
             self._came = True
             self.on(events.LeafReached(current_task()))
             return
         set_raw_grad(param, None)
         index = param.fzero_owner.leaf_index
         bit = 1 << index
-        grad, self._came = own(grad), True
+        grad = own(grad)
         number = current_task()
         if number == self._quiet and not self._taken & bit:  # this runs once a parameter
+            self._came = True
             if self._correction.factor is not None:
                 self._correction.apply([grad])
             self.reducer.take(index, grad)
@@ -495,10 +559,14 @@ class Driver:
             if not self._awaited:
                 self._tell_taken()
             return
+        self._take_task(number)
+        self._came = True
         self._tell_taken()
         self._busy = True
-        actions = self._move(events.GradientReady(index, number))
-        self._busy = False
+        try:
+            actions = self._move(events.GradientReady(index, number))
+        finally:
+            self._busy = False
         for action in actions:
             kind = type(action)
             if kind is events.Take:
@@ -512,6 +580,10 @@ class Driver:
         task = self.state.task
         if task is not None and not task.synced:
             self._hooks.clear()  # the first has opened the task; the others need no event
+
+    def _take_task(self, task: int) -> None:
+        """The running graph task brings something: it is of the thread that is inside, if any."""
+        self.seat.take("a backward", "backward came to this engine", task)
 
     def _take_deferred(self) -> None:
         """The gradients of an unsynced task, which are where autograd has put them."""
@@ -530,6 +602,12 @@ class Driver:
     # --- a task is over ---
 
     def _ended(self, task: int) -> None:
+        try:
+            self._end_task(task)
+        finally:
+            self._leave()
+
+    def _end_task(self, task: int) -> None:
         # the commit forgets in which order they came
         arrived = [] if self._is_ordered else list(self.reducer.arrived)
         running, node = self.state.task, self._node
@@ -549,9 +627,14 @@ class Driver:
 
     def _raised(self, number: int) -> None:
         task = self.state.task
-        self.on(events.TaskRaised(number))
-        if task is not None and task.number == number:
+        # a watcher may be collected late, in any thread
+        if task is None or task.number != number:
+            return
+        try:
+            self.on(events.TaskRaised(number))
             self._broke_off(sent=task.launched > 0)
+        finally:
+            self._leave()
 
     def _order_buckets(self, arrived: list[int], inside: bool) -> None:
         """From now on reduce in the order in which the first backward brought gradients.

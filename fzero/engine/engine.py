@@ -186,7 +186,7 @@ class Engine:
                 or its forward changed a trained one in place, and there are several ranks.
         """
         driver, dtypes = self._driver, self.cfg.dtypes
-        driver.recover()
+        driver.recover("engine(...) was called")
         driver.writes.same_module()
         if dtypes.autocast is not None:  # else the caller's own reaches the module
             refuse_outer_autocast()
@@ -256,6 +256,7 @@ class Engine:
 
         What comes after the block reduces them: the next backward, or `step()`. At every stage.
         """
+        self._driver.recover("engine.no_sync() was called")
         self._driver.on(events.SyncPaused())
         try:
             yield
@@ -382,13 +383,14 @@ class Engine:
             FzeroError: with `on_nonfinite="raise"`, a gradient is not finite; nothing has changed.
         """
         check_flag("engine.step", "boundary", boundary, optional=True, hint=_NO_BOUNDARY)
-        self._driver.recover()
-        if not self._has_opt:
-            raise BackwardError(
-                "engine.step() needs an optimizer, and this engine was made without one. Pass it: "
-                "fzero.Engine(model, fzero.optim.adamw(3e-4), cfg)."
-            )
-        self._driver.on(events.StepCalled(boundary))
+        driver = self._driver
+        with driver.alone("step()"):
+            if not self._has_opt:
+                raise BackwardError(
+                    "engine.step() needs an optimizer, and this engine was made without one. Pass "
+                    "it: fzero.Engine(model, fzero.optim.adamw(3e-4), cfg)."
+                )
+            driver.on(events.StepCalled(boundary))
         if self._face is not None:
             self._face.stepped()
 
@@ -399,8 +401,9 @@ class Engine:
         Args:
             set_to_none: accepted for the sake of habit; gradients are always dropped.
         """
-        self._driver.recover()
-        self._driver.zero()
+        driver = self._driver
+        with driver.alone("zero_grad()"):
+            driver.zero()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch of now is the last before an update.
@@ -437,7 +440,7 @@ class Engine:
         Raises:
             ShardError: what is assigned doesn't fit, or is what a step has written over.
         """
-        self._driver.settle()
+        self._driver.settle("engine.state was read")
         return self._parts.stepper.read()
 
     @state.setter
@@ -450,16 +453,18 @@ class Engine:
                 "Assign what step_fn, or another engine's state, returned."
             ) from None
         driver = self._driver
-        driver.settle()
-        phases.refuse_in_block(driver.state, "state = ...")
-        if not driver.is_at_rest:
-            raise BackwardError(
-                "engine.state was assigned inside a forward or backward. Assign it between passes."
-            )
-        driver.stepper.write(params, opt_state)
-        driver.writes.ours()
-        if driver.units is not None:
-            driver.units.reshard()  # what they gathered is of the values before
+        with driver.alone("state = ...", "engine.state was assigned"):
+            driver.writes.take()
+            phases.refuse_in_block(driver.state, "state = ...")
+            if not driver.is_at_rest:
+                raise BackwardError(
+                    "engine.state was assigned inside a forward or backward. Assign it between "
+                    "passes."
+                )
+            driver.stepper.write(params, opt_state)
+            driver.writes.ours()
+            if driver.units is not None:
+                driver.units.reshard()  # what they gathered is of the values before
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """`module.parameters()`. For `torch.optim` they are of no use: give the engine `opt`."""
@@ -479,7 +484,9 @@ class Engine:
             >>> nn.Linear(3, 1).load_state_dict(engine.state_dict())
             <All keys matched successfully>
         """
-        return module_state.state_dict(self._driver, self._parts, self._slots)
+        driver = self._driver
+        with driver.alone("state_dict()"):  # it puts others into the module's slots
+            return module_state.state_dict(driver, self._parts, self._slots)
 
     @arguments_by_name
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadedKeys:
@@ -504,7 +511,9 @@ class Engine:
             >>> engine.load_state_dict(nn.Linear(3, 1).state_dict())
             LoadedKeys(missing_keys=[], unexpected_keys=[])
         """
-        return module_state.load(self._driver, self._parts, self._slots, state_dict, strict=strict)
+        driver = self._driver
+        with driver.alone("load_state_dict()"):
+            return module_state.load(driver, self._parts, self._slots, state_dict, strict=strict)
 
     @makes_normal
     def release(self) -> nn.Module:
@@ -531,7 +540,9 @@ class Engine:
             >>> engine.release() is module, module.weight is weight, type(weight).__name__
             (True, True, 'Parameter')
         """
-        release(self._driver, self._parts, self._slots, self._former)
+        driver = self._driver
+        with driver.alone("release()"):
+            release(driver, self._parts, self._slots, self._former)
         over: Any = Released()
         self._driver = self._parts = self._names = over
         return self.module
@@ -619,7 +630,7 @@ class Engine:
 
         At stage 3 every rank must call it, and from stage 1 on where there are masters.
         """
-        self._driver.settle()
+        self._driver.settle("engine.full_params() was called")
         return self._parts.full_params()
 
     def full_param(self, name: str) -> Tensor:
@@ -636,7 +647,7 @@ class Engine:
             >>> engine.full_param("weight").shape
             torch.Size([1, 3])
         """
-        self._driver.settle()
+        self._driver.settle("engine.full_param() was called")
         return self._parts.full_value(self._names.index("full_param", name))
 
     def full_grad(self, name: str) -> Tensor | None:
@@ -653,7 +664,7 @@ class Engine:
         Raises:
             ShardError: there is no parameter of that name.
         """
-        self._driver.recover()
+        self._driver.recover("engine.full_grad() was called")
         return self._parts.full_grad(self._names.index("full_grad", name))
 
     def local_grad(self, name: str) -> Tensor | None:
@@ -664,7 +675,7 @@ class Engine:
         Raises:
             ShardError: there is no parameter of that name.
         """
-        self._driver.recover()
+        self._driver.recover("engine.local_grad() was called")
         return self._parts.local_grad(self._names.index("local_grad", name))
 
     def set_full_grad(self, name: str, value: Tensor) -> None:
@@ -692,9 +703,9 @@ class Engine:
             >>> engine.full_param("bias") - before
             tensor([-2.])
         """
-        in_hand.set_full_grad(
-            self._driver, self._parts, self._names.index("set_full_grad", name), value
-        )
+        driver, index = self._driver, self._names.index("set_full_grad", name)
+        with driver.alone("set_full_grad()"):
+            in_hand.set_full_grad(driver, self._parts, index, value)
 
     def set_local_grad(self, name: str, value: Tensor) -> None:
         """The same for this rank's part alone, `local_grad(name)`; every rank must call it.
@@ -703,9 +714,9 @@ class Engine:
             ShardError: as `set_full_grad`.
             BackwardError: as `set_full_grad`.
         """
-        in_hand.set_local_grad(
-            self._driver, self._parts, self._names.index("set_local_grad", name), value
-        )
+        driver, index = self._driver, self._names.index("set_local_grad", name)
+        with driver.alone("set_local_grad()"):
+            in_hand.set_local_grad(driver, self._parts, index, value)
 
 
 _NO_BOUNDARY = (

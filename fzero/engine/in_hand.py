@@ -40,7 +40,6 @@ def set_local_grad(driver: Driver, parts: Parts, index: int, value: Tensor) -> N
 def _check(
     driver: Driver, parts: Parts, index: int, value: Tensor, shape: tuple[int, ...], asked: str
 ) -> None:
-    driver.recover()
     phases.refuse_inside(driver.state, f"{asked}()")
     leaf = parts.reducer.leaves[index]
     if not leaf.trainable:

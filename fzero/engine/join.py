@@ -81,7 +81,7 @@ def _asked(driver: Driver, parts: Parts, loader: Iterable[Batch]) -> Iterator[tu
                 last = [next(batches)]
             except StopIteration:
                 is_over = True
-        driver.recover()
+        driver.recover("engine.join() was called")
         phases.refuse_inside(driver.state, "join()")
         flags = torch.tensor([not is_over, not last], dtype=torch.float32)
         driver.journal.enter("join")

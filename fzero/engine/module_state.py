@@ -41,7 +41,7 @@ class LoadedKeys(NamedTuple):
 
 def state_dict(driver: Driver, parts: Parts, slots: ParameterSlots) -> dict[str, Any]:
     """Copies of all that the module's own `state_dict` has; see `Engine.state_dict`."""
-    driver.settle()
+    driver.writes.take()
     driver.writes.same_module()  # what it has is told by its own names
     with _full(driver, parts, slots, "state_dict") as full:
         own = driver.module.state_dict(keep_vars=True)
@@ -73,7 +73,7 @@ def load(
     driver: Driver, parts: Parts, slots: ParameterSlots, state: Mapping[str, Any], *, strict: bool
 ) -> LoadedKeys:
     """Check everything, then copy; see `Engine.load_state_dict`."""
-    driver.settle()
+    driver.writes.take()
     driver.writes.same_module()
     phases.refuse_inside(driver.state, "load_state_dict()")
     phases.refuse_in_block(driver.state, "load_state_dict()")

@@ -4,7 +4,8 @@
 number of its own. The user's call is the outermost one. Re-entrant checkpoints, and functions that
 run backward inside backward, start nested ones: gradients that arrive there count for the outermost
 task. A backward inside a *forward*, with no task around it, makes early gradients: they wait
-until the user's own backward reaches that forward's output.
+until the user's own backward reaches that forward's output. Inside an evaluation, whose output none
+reaches, it is a task like any other.
 
 A task is a transaction: what it brought becomes part of the step's gradients at its end, or, if it
 raised, not at all.
@@ -136,22 +137,23 @@ def _forward_started(rules: Rules, state: BackwardState, event: ForwardStarted) 
     rests = state.task is None and not state.running
     if state.unscaled is False and event.graph and rests:  # the scaler has passed over their step
         state, actions = _gradients_zeroed(rules, state, GradientsZeroed())
-    fresh = state.fresh or event.graph
-    return state._replace(running=(*state.running, event.forward), fresh=fresh), actions
+    state = state._replace(running=(*state.running, event.forward))
+    if event.graph:
+        state = state._replace(training=(*state.training, event.forward), fresh=True)
+    return state, actions
 
 
 def _forward_ended(rules: Rules, state: BackwardState, event: ForwardEnded) -> Result:
-    running = _up_to(state.running, event.forward)
     # an evaluation in between leaves the last one that a backward can be of
     latest = (event.forward,) if event.graph else state.latest
-    return state._replace(running=running, latest=latest), ()
+    return _out_of(state, event.forward)._replace(latest=latest), ()
 
 
 def _forward_raised(rules: Rules, state: BackwardState, event: ForwardRaised) -> Result:
-    running = _up_to(state.running, event.forward)
+    before = state.running
+    state = _out_of(state, event.forward)
     # with those inside of it that have not told of it themselves
-    broken = state.running[len(running) :]
-    state = state._replace(running=running)
+    broken = before[len(state.running) :]
     actions: list[Action] = []
     for forward in broken:
         state, more = _forward_gone(rules, state, ForwardGone(forward))
@@ -175,8 +177,13 @@ def _without(pairs: tuple[tuple[int, Counts], ...], forward: int) -> tuple[tuple
     return tuple(pair for pair in pairs if pair[0] != forward)
 
 
-def _up_to(running: tuple[int, ...], forward: int) -> tuple[int, ...]:
-    return running[: running.index(forward)] if forward in running else running
+def _out_of(state: BackwardState, forward: int) -> BackwardState:
+    """After a forward and all inside of it."""
+    if forward not in state.running:
+        return state
+    running = state.running[: state.running.index(forward)]
+    training = tuple(x for x in state.training if x in running)
+    return state._replace(running=running, training=training)
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -232,8 +239,9 @@ def _gradient_ready(rules: Rules, state: BackwardState, event: GradientReady) ->
             "was changed."
         )
     if task is None:
-        if state.running:  # it carries no loss scale, nor needs it: adopting it puts it on
-            forward = state.running[-1]
+        # an evaluation has no output through which a backward would come to what it kept
+        if state.training:  # it carries no loss scale, nor needs it: adopting it puts it on
+            forward = state.training[-1]
             counts = dict(state.early)
             counts[forward] = count(counts.get(forward, ()), bit)
             return state._replace(early=tuple(counts.items())), (TakeEarly(event.leaf, forward),)

@@ -52,7 +52,7 @@ def release(
         slots: where the parameters sit.
         former: the parameters that the module had, by name.
     """
-    driver.settle()
+    driver.writes.take()
     phases.refuse_inside(driver.state, "release()")
     phases.refuse_in_block(driver.state, "release()")
     full = parts.full_values()  # the last collective: what raises, raises before anything changed

@@ -1,7 +1,9 @@
 """Which backward is running: autograd calls it a graph task."""
 
+import contextlib
 import functools
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -61,6 +63,47 @@ def in_engines_thread() -> bool:
         found &= frame.f_code is not _RUN
         frame = frame.f_back
     return found
+
+
+def is_backward(frame: Any) -> bool:
+    """Whether a frame is that of a call into autograd's engine."""
+    return frame.f_code is _RUN
+
+
+def is_autograds_thread() -> bool:
+    """Whether a backward runs in a thread that it has from autograd: a device's, or a pool's."""
+    return current_task() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def thread_of_task() -> int | None:
+    """The thread that has called the running task and waits for it in autograd's engine.
+
+    To be asked in a thread of the engine's own. None: no thread of Python's waits, as where the
+    task was called by a node of another one. Which nodes a task runs is private in torch, without
+    alternative.
+    """
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if frame is None or frame.f_code is not _RUN or isinstance(thread, threading._DummyThread):
+            continue
+        # a tensor, or an edge of the graph
+        nodes = (
+            getattr(x, "grad_fn", getattr(x, "node", None))
+            for x in frame.f_locals.get("t_outputs", ())
+        )
+        if any(_is_run(node) for node in nodes if node is not None):
+            return thread.ident
+    return None
+
+
+def _is_run(node: Any) -> bool:
+    """Whether the running task runs a node; of a single root autograd notes what comes next."""
+    for one in (node, *(x for x, _ in node.next_functions if x is not None)):
+        with contextlib.suppress(RuntimeError):  # a leaf
+            if torch._C._will_engine_execute_node(one):  # pyright: ignore
+                return True
+    return False
 
 
 @functools.cache

@@ -287,7 +287,7 @@ class Walk:
         frame.brought.add(leaf)
         self.gradients += 1
         self.hands.arrived = self.gradients
-        running = [f.number for f in self.frames if f.kind == "forward"]
+        running = [f.number for f in self.frames if f.kind == "forward" and f.graph]
         if self.tape.pick(12) == 11:  # a function has none for it
             assert not self.send(events.LeafReached(frame.number))
             self.brought |= self.open is not None and LOCAL not in self.blocks
@@ -467,7 +467,7 @@ class Walk:
         event = event or events.TaskRaised(number)
         assert self.send(event) == [("Discard",), ("Reshard",)]
         # of forwards inside it, which live
-        ignored = {"running": (), "fresh": True, "early": (), "latest": ()}
+        ignored = {"running": (), "training": (), "fresh": True, "early": (), "latest": ()}
         assert self.state._replace(**ignored) == self.before._replace(**ignored)
         for forward, ids in self.adopted.items():
             self.early[forward] = ids
