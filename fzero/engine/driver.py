@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fzero import tree
 from fzero.config import Config
 from fzero.distributed.rendezvous import says
 from fzero.eager.owned import raw_grad, set_raw_grad
@@ -117,7 +118,9 @@ class Driver:
         self._wishes = Wishes(self.params, leaves)
         self._order: list[int] = list(reversed(self._registered))  # of gradients, as they come
         self._versions = self.writes.versions()  # of before a forward without the engine's call
-        self.compiled = None if self.units is None else CompiledCalls(self.units)
+        self.compiled: CompiledCalls | None = None
+        if self.units is not None:
+            self.compiled = CompiledCalls(self.units, tree.leaves(self.stepper.params))
 
     # --- what its engine asks ---
 
