@@ -116,10 +116,13 @@ class Apart:
         return None
 
 
-def _where(tensors: Sequence[Tensor]) -> tuple[list[int], list[bool]] | None:
-    """Where tensors are, and which have their elements in order; None if one can't tell."""
+def _where(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
+    """Where tensors are, and how their elements lie; None if one can't tell."""
     try:
-        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.is_contiguous, tensors))
+        dense = list(map(Tensor.is_contiguous, tensors))
+        # nearly always all of them; to ask for strides takes eight times as long
+        rest = [] if all(dense) else [x.stride() for x in tensors if not x.is_contiguous()]
+        return list(map(Tensor.data_ptr, tensors)), dense, rest
     except RuntimeError:  # of a class that has no memory of its own
         return None
 

@@ -10,7 +10,8 @@ are, not of what they are: results are the same, to the last bit on one thread, 
 elsewhere, such as a user's own copies, are taken one by one.
 
 A leaf of a slab is no view, and has a storage of its own, which begins and ends where the leaf
-does: a write to it is none to its neighbours, and what copies it, or saves it, takes it alone.
+does: a write to it is none to its neighbours, and what copies it, or saves it, takes it alone. It
+has one size for good (`resize_` is refused by torch).
 Torch can neither copy nor pickle a DTensor that begins elsewhere than its storage does.
 """
 

@@ -96,10 +96,10 @@ def compile_program(program: Program) -> Executable:
             if inputs is not given:
                 layouts.write_back(inputs, given)
         except BaseException as error:
-            _note_writes(error, runs)
+            wrote = _has_written(error, runs)
             told = _told(error, runs, program) if isinstance(error, Exception) else None
+            setattr(told or error, _WROTE, (program, wrote))
             if told is not None:
-                _note_writes(told, runs, error)
                 raise told from error
             raise
         if dynamic is not None and look is not None:
@@ -114,31 +114,26 @@ def compile_program(program: Program) -> Executable:
     return run
 
 
-def has_written(error: BaseException) -> bool | None:
-    """Whether a Program had begun to write over its inputs when it raised this; None: not known.
+def has_written(error: BaseException, program: Program) -> bool | None:
+    """Whether a Program had begun to write over its inputs when it raised this.
 
     An operator that writes may have done so in part: then it had.
+
+    Returns:
+        None if it was not the Program that raised it.
     """
-    return getattr(error, _WRITES, None)
+    raised, wrote = getattr(error, _WROTE, (None, None))
+    return wrote if raised is program else None
 
 
-_WRITES = "_fzero_has_written"
+_WROTE = "_fzero_wrote"
 
 
-def _note_writes(
-    error: BaseException, runs: Executable, where: BaseException | None = None
-) -> None:
-    """Note on an exception what `has_written` tells, from the line of generated code it comes from.
-
-    Args:
-        error: that will be raised.
-        runs: what was run.
-        where: the one that was raised in there, if it is another.
-    """
+def _has_written(error: BaseException, runs: Executable) -> bool:
+    """The same, of what was run: by the line of generated code that was reached."""
     code, first = runs.__code__, runs.__globals__[_FIRST_WRITE]  # pyright: ignore
-    traced = traceback.walk_tb((where or error).__traceback__)
-    lines = [line for frame, line in traced if frame.f_code is code]
-    setattr(error, _WRITES, first is not None and not (lines and lines[0] < first))
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    return first is not None and not (lines and lines[0] < first)
 
 
 _FIRST_WRITE = "first_write"
@@ -150,9 +145,9 @@ def _told(error: Exception, runs: Executable, program: Program) -> TraceError | 
     Returns:
         What to raise instead, if it is for operands of several dtypes, which fake kernels let pass.
     """
-    code = getattr(runs, "__code__", None)
+    code = runs.__code__  # pyright: ignore
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
-    if code is None or not lines or isinstance(error, FzeroError):
+    if not lines or isinstance(error, FzeroError):
         return None
     name = linecache.getline(code.co_filename, lines[0]).partition(" = ")[0].strip()
     for node in program.graph.nodes:
@@ -216,7 +211,7 @@ def _forget_gone() -> None:
 
 
 class _Inputs:
-    """How the inputs of a Program lie in memory, and those that it writes."""
+    """How the inputs of a Program lie in memory, and those whose caller reads what it wrote."""
 
     def __init__(self, program: Program) -> None:
         values = [tensors_of(node) for node in placeholders(program.graph)]
@@ -226,7 +221,12 @@ class _Inputs:
         # nearly all inputs are dense, which is asked without a line of Python for each
         self.dense = [i for i in self.tensors if values[i][0].is_contiguous()]
         self.others = len(self.dense) < len(self.tensors)
-        self.written = [i for i, n in enumerate(placeholders(program.graph)) if n in written]
+        kept = _kept(program)
+        self.written = [
+            i
+            for i, node in enumerate(placeholders(program.graph))
+            if node in written and not kept.isdisjoint(memory_of(node))
+        ]
 
     def restore(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs as they lay while recording: those that lie otherwise are copied."""

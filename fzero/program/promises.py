@@ -200,26 +200,29 @@ class _Writes:
 
     def __init__(self) -> None:
         self._spans: dict[int, list[tuple[int, int]]] = {}  # by storage, sorted
-        self._longest = 0
+        self._longest: dict[int, int] = {}
 
     def add(self, node: fx.Node) -> None:
         """What a node writes."""
         for x in (x for operand in written_operands(node) for x in dense_of(operand) if x.numel()):
-            (start, stop) = extent(x)
-            insort(self._spans.setdefault(x.untyped_storage()._cdata, []), (start, stop))
-            self._longest = max(self._longest, stop - start)
+            key, (start, stop) = x.untyped_storage()._cdata, extent(x)
+            insort(self._spans.setdefault(key, []), (start, stop))
+            self._longest[key] = max(self._longest.get(key, 0), stop - start)
 
     def over(self, node: fx.Node) -> int:
         """How often memory of a node's values was written over."""
         return sum(map(self._over, dense_of(node))) if self._spans else 0
 
     def _over(self, x: Tensor) -> int:
-        spans = self._spans.get(x.untyped_storage()._cdata)
+        key = x.untyped_storage()._cdata
+        spans = self._spans.get(key)
         if spans is None or not x.numel():
             return 0
         start, stop = extent(x)
         # those that begin before it ends, and not so early that they must end before it begins
-        near = spans[bisect_left(spans, (start - self._longest,)) : bisect_left(spans, (stop,))]
+        near = spans[
+            bisect_left(spans, (start - self._longest[key],)) : bisect_left(spans, (stop,))
+        ]
         return sum(last > start for _, last in near)
 
 

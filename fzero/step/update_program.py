@@ -149,8 +149,10 @@ class UpdateProgram:
         def untouched(error: BaseException) -> bool:
             if isinstance(error, NotAlike):
                 return True
-            if staged is not None and self._is_told and (wrote := has_written(error)) is not None:
-                return not wrote
+            if staged is not None and self._is_told:
+                wrote = has_written(error, staged.recorded.program)
+                if wrote is not None:
+                    return not wrote
             return first.tells and before is not None and first.version(flat) == before
 
         with contextlib.suppress(NotAlike), in_hand(local, untouched):

@@ -636,4 +636,15 @@ def test_leaves_that_data_puts_elsewhere_are_looked_at_again(stage: int, executo
             step_fn(*state, x)
         assert torch.equal(a, before)
     b.data = own
-    step_fn(*state, x)
+    state = step_fn(*state, x)
+    # of what is not dense, too: at the same address, as far as before or over itself
+    memory = torch.ones(64)
+    a.data = memory.as_strided((4, 4), (1, 4))
+    state = step_fn(*state, x)
+    a.data = memory.as_strided((4, 4), (1, 1))
+    with pytest.raises(ShardError, match="one number in memory"):
+        step_fn(*state, x)
+    b.data = memory[16:32].view(4, 4)
+    a.data = memory.as_strided((4, 4), (1, 8))
+    with pytest.raises(ShardError, match="lie in the same memory"):
+        step_fn(*state, x)

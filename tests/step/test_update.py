@@ -310,3 +310,19 @@ def test_nobody_sees_that_gradients_are_clipped_in_place(stage: int, executor: s
     norm = torch.stack([g.norm() for g in grads.values()]).norm()
     expected = {k: before[k] - 0.1 * (0.5 / (norm + 1e-6)) * g for k, g in grads.items()}
     torch.testing.assert_close(fzero.unshard(params), expected)
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nobody_sees_that_gradients_are_summed_in_place(stage: int, executor: str) -> None:
+    cfg = Config(stage=stage, accum_steps=2, has_aux=True, executor=executor)
+    step_fn = fzero.make_train_step(_seen, optim.sgd(0.1), cfg)
+    before = {name: torch.randn(4, 8, dtype=F64) for name in "abcde"}
+    x = torch.randn(8, 8, dtype=F64)
+    _, opt_state = step_fn(*step_fn.init(before), x)
+    for name, found in opt_state.metrics["aux"].items():
+        parts = x.chunk(2)
+        seen = {"made": [2 * part for part in parts], "x": parts, "a": [before["a"]] * 2}
+        seen["below"] = [made[1:] for made in seen["made"]]
+        whole = found.reshape(2, -1, 8)
+        assert torch.equal(whole, torch.stack(list(seen[name])).reshape(2, -1, 8)), name
