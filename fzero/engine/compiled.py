@@ -37,6 +37,7 @@ from fzero.eager.units import Units
 from fzero.engine.autograd import watch
 from fzero.engine.outputs import tensors_in
 from fzero.errors import BackwardError, FzeroError
+from fzero.functional.saved_hooks import enable_hooks, takes_hooks
 from fzero.functional.tasks import current_task
 
 
@@ -125,7 +126,7 @@ class _Call:
 
     def _saving(self, memory: "_Memory", args: Any, kwargs: Any) -> Any:
         """The call itself; what it saves for backward goes through `memory`."""
-        if self._refuses_hooks or not _takes_hooks():
+        if self._refuses_hooks or not takes_hooks():
             return self.call(*args, **kwargs)
         memory.is_asked = True
         try:
@@ -137,7 +138,7 @@ class _Call:
                 raise
             self._refuses_hooks, memory.is_asked = True, False
             # what was refused has left them off for all that comes
-            _HOOKS._saved_tensors_hooks_enable()
+            enable_hooks()
         return self.call(*args, **kwargs)
 
     def _fill_in_backward(self, memory: "_Memory", out: Any) -> None:
@@ -155,22 +156,6 @@ class _Call:
                 if x.requires_grad:
                     x.register_hook(memory.free)
         memory.free()
-
-
-def _takes_hooks() -> bool:
-    """Whether what is saved now may go through hooks of ours: they would replace another's.
-
-    A checkpoint's hooks, or those of who offloads, have what is saved computed again or copied.
-    """
-    return (
-        torch.is_grad_enabled()
-        and _HOOKS._saved_tensors_hooks_is_enabled()
-        and _HOOKS._top_saved_tensors_default_hooks(True) is None
-    )
-
-
-# private in torch; there is no public alternative
-_HOOKS: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def explained(error: BaseException) -> FzeroError | None:

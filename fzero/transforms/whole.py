@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fzero.distributed.dtensor import dtensor_spec, from_spec
 from fzero.distributed.ragged import RaggedDTensor, redistribute, runs_on_rows
 from fzero.errors import ShardError
 from fzero.functional.uncompiled import not_compiled_alone
@@ -65,7 +67,12 @@ class WholeLeaves(TorchDispatchMode):
         ragged = [x for x in tensors if isinstance(x, RaggedDTensor)]
         plain = [x for x in tensors if not isinstance(x, RaggedDTensor)]
         if not any(map(_is_apart, plain)):
-            return func(*args, **kwargs)  # a RaggedDTensor knows what to do beside whole ones
+            try:
+                return func(*args, **kwargs)  # a RaggedDTensor knows what to do beside whole ones
+            except NotImplementedError:  # of DTensors that are whole, by an older torch
+                if ragged:
+                    raise
+                return _on_full(func, args, kwargs)
         if ragged and (_gives_views(func) or runs_on_rows(func, args, kwargs)):
             return func(*args, **kwargs)
         if not _is_sound(func, args, kwargs):
@@ -176,15 +183,24 @@ def _closed(x: DTensor) -> DTensor:
 def _told(func: Any, error: RuntimeError, args: Any, kwargs: Any) -> ShardError | None:
     """What to say of what torch's rule refuses, if it is more than torch says."""
     if "mixed torch.Tensor and DTensor" in str(error):
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        shapes = [str(tuple(x.shape)) for x in tensors if not isinstance(x, DTensor)]
-        return ShardError(
-            f"{func} mixes leaves that are split over ranks and a plain tensor of shape "
-            f"{', '.join(shapes)}, and nobody knows whether that is the same on every rank. If it "
-            "is, make it a DTensor first: DTensor.from_local(x, leaf.device_mesh, [Replicate()])."
-        )
+        return _mixed(func, _plain((args, kwargs)))
     # torch's advice, which it has for shards alone
     return _no_view(func) if _gives_views(func) and "redistribut" in str(error) else None
+
+
+def _mixed(func: Any, plain: Sequence[Tensor]) -> ShardError:
+    shapes = ", ".join(str(tuple(x.shape)) for x in plain)
+    return ShardError(
+        f"{func} mixes leaves that are split over ranks and a plain tensor of shape {shapes}, and "
+        "nobody knows whether that is the same on every rank. If it is, make it a DTensor first: "
+        "DTensor.from_local(x, leaf.device_mesh, [Replicate()])."
+    )
+
+
+def _plain(given: Any) -> list[Tensor]:
+    """Tensors of more than one number among arguments that are no DTensors."""
+    tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+    return [x for x in tensors if not isinstance(x, DTensor) and x.numel() != 1]
 
 
 def _no_view(func: Any) -> ShardError:
@@ -199,14 +215,19 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
     """On full tensors; what is written comes back into the shards."""
     if _gives_views(func):
         raise _no_view(func)
-    whole: dict[int, DTensor] = {}
+    if plain := _plain((args, kwargs)):
+        raise _mixed(func, plain)
+    whole: dict[int, Tensor] = {}
+    mesh = next(x.device_mesh for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor))
+    replicated = [Replicate()] * mesh.ndim
 
+    # not as DTensors that are whole on all ranks: an older torch has no rule for some operators
     def full(x: Any) -> Any:
         if not isinstance(x, DTensor):
             return x
         if id(x) not in whole:
             with torch.no_grad():
-                whole[id(x)] = redistribute(x, x.device_mesh, [Replicate()] * x.device_mesh.ndim)
+                whole[id(x)] = redistribute(x.detach(), mesh, replicated)._local_tensor
         return whole[id(x)]
 
     found = func(*tree_map(full, args), **tree_map(full, kwargs))
@@ -222,6 +243,14 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
                         f"{func} gives a DTensor of shape {tuple(x.shape)} the shape "
                         f"{tuple(new.shape)}; use what returns a new tensor."
                     )
-                x.copy_(new)
+                x.copy_(_whole_dtensor(new, mesh))
                 given[id(new)] = x
-    return tree_map(lambda out: given.get(id(out), out), found)
+    return tree_map(lambda out: given.get(id(out), _whole_dtensor(out, mesh)), found)
+
+
+def _whole_dtensor(x: Any, mesh: DeviceMesh) -> Any:
+    """A tensor that every rank has, as a DTensor; what is none as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    spec = dtensor_spec(mesh, [Replicate()] * mesh.ndim, x.shape, x.stride(), x.dtype)
+    return from_spec(x, spec)

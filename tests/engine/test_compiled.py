@@ -13,6 +13,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import fzero
@@ -224,8 +225,19 @@ def _outside(how: str) -> None:
         torch.testing.assert_close(value, plain.get_parameter(name).detach())
 
 
+BREAKS_OFF = pytest.mark.skipif(
+    torch.__version__ < TorchVersion("2.12"),
+    reason="Dynamo of torch 2.11 breaks off inside of itself (tuple index out of range)",
+)
+
+
 @pytest.mark.parametrize(
-    "how", ["module", pytest.param("call", marks=pytest.mark.slow), "function"]
+    "how",
+    [
+        pytest.param("module", marks=BREAKS_OFF),
+        pytest.param("call", marks=pytest.mark.slow),
+        "function",
+    ],
 )
 def test_what_is_compiled_outside_of_the_engines_modules_reads_gathered_values(how: str) -> None:
     run_ranks(2, _outside, how, timeout=200)
@@ -392,13 +404,18 @@ def _kept(backend: str, order: str, keep: bool) -> None:
     plain, engine = _pair(backend, Keeps, reshard_after_forward=not keep)
     rank, world = (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
     for net, module, ranks in ((plain, plain, range(world)), (engine, engine.module, [rank])):
-        hooked: list[Tensor] = []
         block: Any = module.get_submodule("1")
-        handle = block.side.register_forward_hook(lambda m, i, o, to=hooked: to.append(o))
+        block.side.hooked = []  # of the module: Dynamo of torch 2.11 forgets a function's own
+        handle = block.side.register_forward_hook(lambda m, i, o: m.hooked.append(o))
         for r in ranks:
             out = net(data(r)).square().mean()
             middle, side = (x.double().square().mean() for x in block.kept)
-            losses = {"o": out, "m": middle, "s": side, "h": hooked.pop().double().square().mean()}
+            losses = {
+                "o": out,
+                "m": middle,
+                "s": side,
+                "h": block.side.hooked.pop().double().square().mean(),
+            }
             block.kept.clear()
             for at, key in enumerate(order, 1):
                 (losses[key] / len(ranks)).backward(retain_graph=at < len(order))

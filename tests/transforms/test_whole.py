@@ -8,12 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 import fzero
+from fzero.distributed.ragged import is_supported
 from fzero.errors import ShardError
 from fzero.transforms.whole import WholeLeaves, _has_rule  # pyright: ignore[reportPrivateUsage]
 from tests.ranks import run_ranks
 
+NEEDS_RAGGED = pytest.mark.skipif(
+    not is_supported(), reason="flats want a torch whose DTensors can be ragged"
+)
+OLD = torch.__version__ < TorchVersion("2.12")
 F64 = torch.float64
 SHAPES = [(5, 7), (1, 7), (4, 3), (5,)]  # uneven, nothing on one rank, even, of one dim
 
@@ -127,7 +133,7 @@ def _of_shards(cfg: fzero.Config, names: list[str]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("layout", ["rows", pytest.param("flat", marks=NEEDS_RAGGED)])
 def test_operators_are_those_of_whole_leaves(layout: Any) -> None:
     cfg = fzero.Config(stage=3, layout=layout, executor="eager")
     assert run_ranks(2, _of_shards, cfg, list(OPERATORS)) == [[], []]
@@ -158,7 +164,14 @@ def _gradients() -> list[str]:
                     loss = f(x, tree["q"]).square().sum()
                 return torch.autograd.grad(loss, x)[0]
 
-            if not _close(fzero.jit(gradient, cfg)(shards), gradient(full)):
+            try:
+                found = fzero.jit(gradient, cfg)(shards)
+            except RuntimeError as error:
+                # where its formulas make zeros that are no DTensors, torch 2.11 refuses its own
+                if not OLD or "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                continue
+            if not _close(found, gradient(full)):
                 wrong.append(f"{name} of {shape}")
     return wrong
 
@@ -217,6 +230,8 @@ def _refused() -> None:
             fzero.shard({"w": _leaf((5, 3), 0)}, cfg)["w"].flatten()
         with pytest.raises(ShardError, match=r"plain tensor of shape \(5, 7\)"):
             x + torch.ones(5, 7)
+        with pytest.raises(ShardError, match=r"plain tensor of shape \(3,\)"):
+            torch.bucketize(x, torch.arange(3.0))
         with pytest.raises(RuntimeError, match=r"invalid for input of size 35"):
             x.view(4, 7)
 
