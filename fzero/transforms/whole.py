@@ -227,7 +227,8 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
             return x
         if id(x) not in whole:
             with torch.no_grad():
-                whole[id(x)] = redistribute(x.detach(), mesh, replicated)._local_tensor
+                detached: Any = x.detach()
+                whole[id(x)] = redistribute(detached, mesh, replicated)._local_tensor
         return whole[id(x)]
 
     found = func(*tree_map(full, args), **tree_map(full, kwargs))
