@@ -8,6 +8,7 @@ and because C++ functionalisation leaves `native_batch_norm`'s hidden mutation o
 statistics.
 """
 
+import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,6 +28,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_iter
 
 from fzero.errors import FzeroError, TraceError, first_line
+from fzero.functional.memory import extent
 from fzero.program.dynamic import marked
 from fzero.program.graph import (
     copy_graph,
@@ -128,6 +130,8 @@ def _writes_apart(graph: fx.Graph) -> fx.Graph:
     See [Note: writes nobody else sees].
     """
     graph = copy_graph(graph)
+    for node in [node for node in graph.nodes if _writes_twice(node)]:
+        _write_one_by_one(node)
     order = order_of(graph)
     on: dict[int, list[fx.Node]] = {}
     for node in order:
@@ -138,6 +142,26 @@ def _writes_apart(graph: fx.Graph) -> fx.Graph:
         if writes and made.op == "call_function" and all(map(_writes_alone, writes)):
             _rename(made, writes, order)
     return graph
+
+
+def _writes_twice(node: fx.Node) -> bool:
+    """Whether a list that is written may have elements twice: functional tensors keep one value."""
+    if not str(node.target).startswith("aten._foreach_"):
+        return False
+    tensors = [x for operand in written_operands(node) for x in tensors_of(operand)]
+    extents = sorted((x.untyped_storage()._cdata, *extent(x)) for x in tensors if x.numel())
+    pairs = itertools.pairwise(extents)
+    return any(one[0] == other[0] and other[1] < one[2] for one, other in pairs)
+
+
+def _write_one_by_one(node: fx.Node) -> None:
+    """As kernels of lists do, in order, where one leaf is another's too."""
+    for i in range(len(node.args[0])):  # pyright: ignore
+        args = [[x[i]] if isinstance(x, list | tuple) else x for x in node.args]
+        with node.graph.inserting_before(node):
+            new = node.graph.call_function(node.target, tuple(args), dict(node.kwargs))
+        new.meta = {k: v for k, v in node.meta.items() if k != PROMISE}
+    node.graph.erase_node(node)
 
 
 def _writes_alone(node: fx.Node) -> bool:

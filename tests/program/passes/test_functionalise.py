@@ -157,6 +157,7 @@ WRITES: list[Callable[[Tensor, Tensor], Any]] = [
     lambda y, z: y.clamp_(max=0.7).sub_(z.sum()),
     lambda y, z: y.copy_(z.mean()),
     lambda y, z: torch._foreach_add_([y], 0.25),
+    lambda y, z: torch._foreach_mul_([y, z, y], 0.75),  # some twice, or in each other's memory
 ]
 
 
