@@ -10,6 +10,7 @@ statistics.
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -149,7 +150,10 @@ def _writes_twice(node: fx.Node) -> bool:
     if not str(node.target).startswith("aten._foreach_"):
         return False
     tensors = [x for operand in written_operands(node) for x in tensors_of(operand)]
-    extents = sorted((x.untyped_storage()._cdata, *extent(x)) for x in tensors if x.numel())
+    storages = Counter(x.untyped_storage()._cdata for x in tensors)
+    # sizes are asked only of these: they may be symbols
+    several = [x for x in tensors if storages[x.untyped_storage()._cdata] > 1 and x.numel()]
+    extents = sorted((x.untyped_storage()._cdata, *extent(x)) for x in several)
     pairs = itertools.pairwise(extents)
     return any(one[0] == other[0] and other[1] < one[2] for one, other in pairs)
 
