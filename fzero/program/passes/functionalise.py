@@ -160,10 +160,11 @@ def _writes_twice(node: fx.Node) -> bool:
 
 def _write_one_by_one(node: fx.Node) -> None:
     """As kernels of lists do, in order, where one leaf is another's too."""
+    target: Any = node.target
     for i in range(len(node.args[0])):  # pyright: ignore
         args = [[x[i]] if isinstance(x, list | tuple) else x for x in node.args]
         with node.graph.inserting_before(node):
-            new = node.graph.call_function(node.target, tuple(args), dict(node.kwargs))
+            new = node.graph.call_function(target, tuple(args), dict(node.kwargs))
         new.meta = {k: v for k, v in node.meta.items() if k != PROMISE}
     node.graph.erase_node(node)
 
