@@ -122,9 +122,10 @@ class Traced:
         gradients = self.gradient_fn.program
         fakes = [x for n in output_node(gradients.graph).args[0] for x in tensors_of(n)]  # pyright: ignore
         # gradients that are summed or scaled in place, and others see; see `_own`
-        self.shared = [False] * len(plan.trained)
+        self.shared: list[int] = []
         if cfg.accum_steps > 1 or cfg.clip_norm is not None or cfg.scaling is not None:
-            self.shared = shared_outputs(gradients, count=len(plan.trained))
+            flags = shared_outputs(gradients, count=len(plan.trained))
+            self.shared = [i for i, shared in enumerate(flags) if shared]
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
         self.update_program = update or UpdateProgram(
             plan, reduced=not reduces_once(cfg), over=True, at_home=True
@@ -157,7 +158,9 @@ class Traced:
 
     def _own(self, grads: list[Tensor]) -> list[Tensor]:
         """Gradients, each in memory that is no others' where it will be written to."""
-        return [g.clone() if s else g for g, s in zip(grads, self.shared, strict=True)]
+        for i in self.shared:
+            grads[i] = grads[i].clone()
+        return grads
 
     def _uneven(self, leaves: Sequence[Tensor], local: LocalState) -> int:
         """How many bytes of state the rank with the largest shards holds more than this one."""

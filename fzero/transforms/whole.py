@@ -80,8 +80,9 @@ class WholeLeaves(TorchDispatchMode):
         try:
             return _with_partial(func, args, kwargs)
         except RuntimeError as error:
-            if (told := _told(func, error, args, kwargs)) is not None:
-                raise told from error
+            # torch's advice, which it has for shards alone
+            if _gives_views(func) and "redistribut" in str(error):
+                raise _no_view(func) from error
             raise
 
 
@@ -180,20 +181,11 @@ def _closed(x: DTensor) -> DTensor:
     )
 
 
-def _told(func: Any, error: RuntimeError, args: Any, kwargs: Any) -> ShardError | None:
-    """What to say of what torch's rule refuses, if it is more than torch says."""
-    if "mixed torch.Tensor and DTensor" in str(error):
-        return _mixed(func, _plain((args, kwargs)))
-    # torch's advice, which it has for shards alone
-    return _no_view(func) if _gives_views(func) and "redistribut" in str(error) else None
-
-
-def _mixed(func: Any, plain: Sequence[Tensor]) -> ShardError:
-    shapes = ", ".join(str(tuple(x.shape)) for x in plain)
-    return ShardError(
-        f"{func} mixes leaves that are split over ranks and a plain tensor of shape {shapes}, and "
-        "nobody knows whether that is the same on every rank. If it is, make it a DTensor first: "
-        "DTensor.from_local(x, leaf.device_mesh, [Replicate()])."
+def _mixed(func: Any, plain: Sequence[Tensor]) -> RuntimeError:
+    """In torch's words, which others look for."""
+    return RuntimeError(
+        f"{func} got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor "
+        f"before calling distributed operators: {', '.join(str(tuple(x.shape)) for x in plain)}."
     )
 
 

@@ -228,10 +228,10 @@ def _refused() -> None:
         # torch has a rule for these, which an even split is taken by
         with pytest.raises(ShardError, match=r"aten.view.default gives a view of a DTensor"):
             fzero.shard({"w": _leaf((5, 3), 0)}, cfg)["w"].flatten()
-        with pytest.raises(ShardError, match=r"plain tensor of shape \(5, 7\)"):
-            x + torch.ones(5, 7)
-        with pytest.raises(ShardError, match=r"plain tensor of shape \(3,\)"):
-            torch.bucketize(x, torch.arange(3.0))
+        # nobody knows whether these are the same on every rank
+        for mixed in (lambda: x + torch.ones(5, 7), lambda: torch.bucketize(x, torch.arange(3.0))):
+            with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+                mixed()
         with pytest.raises(RuntimeError, match=r"invalid for input of size 35"):
             x.view(4, 7)
 
