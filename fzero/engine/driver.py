@@ -277,7 +277,7 @@ class Driver:
             BackwardError: another thread is inside.
         """
         self.seat.refuse(what)
-        self._close(is_over=current_task() == -1)
+        self._close(is_over=self.state.task is not None and current_task() == -1)
 
     def abandoned(self) -> None:
         """The thread that had the seat is gone: no task and no forward of its goes on."""
@@ -370,7 +370,9 @@ class Driver:
 
     def _is_calling(self) -> bool:
         """Whether this thread is inside the engine's own call."""
-        return self._calling and not self.seat.is_taken_by_another()
+        # Dynamo reads along where a whole module is compiled, and asks for no thread
+        compiling = torch.compiler.is_compiling()
+        return self._calling and (compiling or not self.seat.is_taken_by_another())
 
     def output_reached(self, forward: int, loss: Tensor | None, *, trains: bool) -> None:
         """A gradient has come to an output of a forward, which may have had a loss."""
