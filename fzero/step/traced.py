@@ -124,8 +124,7 @@ class Traced:
         # gradients that are summed or scaled in place, and others see; see `_own`
         self.shared: list[int] = []
         if cfg.accum_steps > 1 or cfg.clip_norm is not None or cfg.scaling is not None:
-            flags = shared_outputs(gradients, count=len(plan.trained))
-            self.shared = [i for i, shared in enumerate(flags) if shared]
+            self.shared = shared_outputs(gradients, count=len(plan.trained))
         self.borrowed = outputs_on(gradients, count=len(plan.trained))
         self.update_program = update or UpdateProgram(
             plan, reduced=not reduces_once(cfg), over=True, at_home=True

@@ -13,7 +13,7 @@ from fzero import tree
 from fzero.config import Config
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import ShardError
-from fzero.functional.memory import extent
+from fzero.functional.memory import overlapping
 from fzero.numerics.loss_scale import LossScaleState
 from fzero.numerics.rng import mix
 from fzero.program import Program
@@ -265,33 +265,21 @@ def _refuse_numbers(local: LocalState) -> None:
             )
 
 
-def shared_outputs(program: Program, count: int) -> list[bool]:
-    """Of each gradient, the first `count` outputs: whether others see what is written there.
+def shared_outputs(program: Program, count: int) -> list[int]:
+    """Which of the gradients, the first `count` outputs, others see when they are written over.
 
-    It is on the memory of an input, of a gradient before it or of any other output, or it overlaps
-    itself.
+    Those on the memory of an input, of a gradient before them or of any other output; and those
+    that overlap themselves.
     """
     inputs = {key for node in placeholders(program.graph) for key in memory_of(node)}
     outputs: list[fx.Node] = list(output_node(program.graph).args[0])  # pyright: ignore
-    seen: dict[int, list[Tensor]] = {}
-    for node in outputs[count:]:
-        for x in tensors_of(node):
-            seen.setdefault(x.untyped_storage()._cdata, []).append(x)
-    shared = []
-    for node in outputs[:count]:
-        (x,) = tensors_of(node)
-        on = seen.setdefault(x.untyped_storage()._cdata, [])
-        dense = x.is_contiguous()
-        shared.append(not inputs.isdisjoint(memory_of(node)) or not dense or _meets(x, on))
-        on.append(x)
-    return shared
-
-
-def _meets(x: Tensor, others: Sequence[Tensor]) -> bool:
-    """Whether it lies, in part, where others do that have the same storage."""
-    (start, stop) = extent(x)
-    extents = [extent(other) for other in others]
-    return any(start < last and first < stop for first, last in extents)
+    values = [x for node in outputs for x in tensors_of(node)]
+    pairs = overlapping(values, [i < count for i in range(len(values))])
+    shared = {j if j < count else i for i, j in pairs}
+    for i, (node, x) in enumerate(zip(outputs[:count], values, strict=False)):
+        if not x.is_contiguous() or not inputs.isdisjoint(memory_of(node)):
+            shared.add(i)
+    return sorted(shared)
 
 
 def outputs_on(program: Program, count: int) -> list[int]:

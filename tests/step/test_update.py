@@ -293,34 +293,35 @@ def _seen(params: dict[str, Tensor], x: Tensor) -> tuple[Tensor, dict[str, Tenso
     return loss, {"made": made, "below": made[1:], "x": x, "a": params["a"]}
 
 
+def _one_step(x: Tensor, **fields: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Parameters before and after a step of `_seen`, and its aux."""
+    step_fn = fzero.make_train_step(_seen, optim.sgd(0.1), Config(has_aux=True, **fields))
+    before = {name: torch.randn(4, 8, dtype=F64) for name in "abcde"}
+    given = x.clone()
+    params, opt_state = step_fn(*step_fn.init(before), x)
+    assert torch.equal(x, given)
+    return before, fzero.unshard(params), opt_state.metrics["aux"]
+
+
 @pytest.mark.parametrize("executor", ["traced", "eager"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nobody_sees_that_gradients_are_clipped_in_place(stage: int, executor: str) -> None:
-    cfg = Config(stage=stage, clip_norm=0.5, has_aux=True, executor=executor)
-    step_fn = fzero.make_train_step(_seen, optim.sgd(0.1), cfg)
-    before = {name: torch.randn(4, 8, dtype=F64) for name in "abcde"}
     x = torch.randn(4, 8, dtype=F64)
-    given = x.clone()
-    params, opt_state = step_fn(*step_fn.init(before), x)
-    aux = opt_state.metrics["aux"]
-    assert torch.equal(x, given)
+    before, after, aux = _one_step(x, stage=stage, executor=executor, clip_norm=0.5)
     seen = {"made": x * 2, "below": x[1:] * 2, "x": x, "a": before["a"]}
     torch.testing.assert_close(aux, seen, rtol=0, atol=0)
     grads = {"a": x, "b": x, "c": x * 2, "d": x, "e": torch.ones_like(x)}
     norm = torch.stack([g.norm() for g in grads.values()]).norm()
     expected = {k: before[k] - 0.1 * (0.5 / (norm + 1e-6)) * g for k, g in grads.items()}
-    torch.testing.assert_close(fzero.unshard(params), expected)
+    torch.testing.assert_close(after, expected)
 
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nobody_sees_that_gradients_are_summed_in_place(stage: int, executor: str) -> None:
-    cfg = Config(stage=stage, accum_steps=2, has_aux=True, executor=executor)
-    step_fn = fzero.make_train_step(_seen, optim.sgd(0.1), cfg)
-    before = {name: torch.randn(4, 8, dtype=F64) for name in "abcde"}
     x = torch.randn(8, 8, dtype=F64)
-    _, opt_state = step_fn(*step_fn.init(before), x)
-    for name, found in opt_state.metrics["aux"].items():
+    before, _, aux = _one_step(x, stage=stage, executor=executor, accum_steps=2)
+    for name, found in aux.items():
         parts = x.chunk(2)
         seen = {"made": [2 * part for part in parts], "x": parts, "a": [before["a"]] * 2}
         seen["below"] = [made[1:] for made in seen["made"]]

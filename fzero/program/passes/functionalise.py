@@ -8,7 +8,6 @@ and because C++ functionalisation leaves `native_batch_norm`'s hidden mutation o
 statistics.
 """
 
-import itertools
 import operator
 from collections import Counter
 from collections.abc import Mapping
@@ -29,7 +28,6 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_iter
 
 from fzero.errors import FzeroError, TraceError, first_line
-from fzero.functional.memory import extent
 from fzero.program.dynamic import marked
 from fzero.program.graph import (
     copy_graph,
@@ -131,7 +129,7 @@ def _writes_apart(graph: fx.Graph) -> fx.Graph:
     See [Note: writes nobody else sees].
     """
     graph = copy_graph(graph)
-    for node in [node for node in graph.nodes if _writes_twice(node)]:
+    for node in [node for node in graph.nodes if _meets_itself(node)]:
         _write_one_by_one(node)
     order = order_of(graph)
     on: dict[int, list[fx.Node]] = {}
@@ -145,21 +143,18 @@ def _writes_apart(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _writes_twice(node: fx.Node) -> bool:
-    """Whether a list that is written may have elements twice: functional tensors keep one value."""
+def _meets_itself(node: fx.Node) -> bool:
+    """Whether what a list operator writes may be elsewhere in its lists, too: what comes later
+    reads it, or writes it again. Functional tensors would have the values of before."""
     if not str(node.target).startswith("aten._foreach_"):
         return False
-    tensors = [x for operand in written_operands(node) for x in tensors_of(operand)]
-    storages = Counter(x.untyped_storage()._cdata for x in tensors)
-    # sizes are asked only of these: they may be symbols
-    several = [x for x in tensors if storages[x.untyped_storage()._cdata] > 1 and x.numel()]
-    extents = sorted((x.untyped_storage()._cdata, *extent(x)) for x in several)
-    pairs = itertools.pairwise(extents)
-    return any(one[0] == other[0] and other[1] < one[2] for one, other in pairs)
+    given = [x for x in tree_iter(node.args) if isinstance(x, fx.Node)]
+    times = Counter(key for x in given for key in memory_of(x))
+    return any(times[key] > 1 for x in written_operands(node) for key in memory_of(x))
 
 
 def _write_one_by_one(node: fx.Node) -> None:
-    """As kernels of lists do, in order, where one leaf is another's too."""
+    """As kernels of lists do, in order."""
     target: Any = node.target
     for i in range(len(node.args[0])):  # pyright: ignore
         args = [[x[i]] if isinstance(x, list | tuple) else x for x in node.args]

@@ -158,6 +158,7 @@ WRITES: list[Callable[[Tensor, Tensor], Any]] = [
     lambda y, z: y.copy_(z.mean()),
     lambda y, z: torch._foreach_add_([y], 0.25),
     lambda y, z: torch._foreach_mul_([y, z, y], 0.75),  # some twice, or in each other's memory
+    lambda y, z: torch._foreach_add_([y, z], [y.mean(), y]),  # one reads what the other has written
 ]
 
 
