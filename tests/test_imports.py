@@ -37,7 +37,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "passes": ("layout", "distributed", "program"),
     "state": (
         *("errors", "tree", "inference", "layout", "numerics", "distributed", "optim"),
-        *("functional.memory", "functional.owners", "config"),
+        *("functional.memory", "functional.owners", "functional.transforms"),
+        *("functional.uncompiled", "config"),
     ),
     "transforms": (
         *("errors", "tree", "inference", "layout", "numerics"),

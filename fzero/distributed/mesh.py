@@ -234,7 +234,9 @@ def _mesh_of_one(device_type: str) -> DeviceMesh:
     `_init_backend` and `_rank` are private. The public way is `init_device_mesh(device_type,
     (1,))`, which starts a process group in a program that may want to start its own later.
     """
-    return DeviceMesh(device_type, [0], mesh_dim_names=("shard",), _init_backend=False, _rank=0)
+    mesh = DeviceMesh(device_type, [0], mesh_dim_names=("shard",), _init_backend=False, _rank=0)
+    mesh._dim_group_names = []  # without it torch.compile takes no DTensor
+    return mesh
 
 
 def _start_from_environment(environ: Mapping[str, str], device_type: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.eager.owned import SharedHooks, raw_grad, set_raw_grad
+from fzero.functional.uncompiled import never_compiled
 
 Applied = tuple[Callable[[Tensor], None], ...]
 """Told of the factor that the gradients of the running task carry from here on."""
@@ -62,6 +63,7 @@ class AccumulateHook:
     def __init__(self, engine: "weakref.ref[Any]") -> None:
         self.engine = engine
 
+    @never_compiled
     def __call__(self, param: Tensor) -> None:
         driver = self.engine()
         if driver is not None:
@@ -112,10 +114,13 @@ class Watcher:
     is how one that was never called learns of it.
     """
 
+    done = True  # of an object without __init__, as torch.compile makes one to trace with
+
     def __init__(self, ended: Callable[[], None], raised: Callable[[], None]) -> None:
         self.ended, self.raised = ended, raised
         self.done = False
 
+    @never_compiled
     def __call__(self) -> None:
         self.done = True
         self.ended()

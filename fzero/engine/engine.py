@@ -32,6 +32,8 @@ from fzero.errors import (
     arguments_by_name,
     check_flag,
 )
+from fzero.functional.surroundings import refuse_surroundings
+from fzero.functional.uncompiled import never_compiled
 from fzero.inference import makes_normal
 from fzero.numerics.casts import in_force, refuse_outer_autocast
 from fzero.optim import as_optimizer
@@ -107,6 +109,7 @@ class Engine:
         cast_inputs: bool = True,
     ) -> None:
         cfg = as_config("Engine", cfg)
+        refuse_surroundings("Engine")
         if cfg.memory_limit is not None:
             raise ConfigError(
                 f"Config.memory_limit={cfg.memory_limit!r}: an Engine runs operator by operator, "
@@ -369,6 +372,7 @@ class Engine:
 
     # --- the step ---
 
+    @never_compiled
     def step(self, boundary: bool | None = None) -> None:
         """Update the parameters, if enough micro-batches are there; see `Engine`.
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fzero.engine.outputs import loss_in, tensors_in
+from fzero.functional.uncompiled import never_compiled
 
 
 class Listener(Protocol):
@@ -63,6 +64,7 @@ class Forward:
                 if y is not None and y.grad_fn is not None:
                     y.register_hook(self.reached)
 
+    @never_compiled
     def reached(self, grad: Tensor | None) -> None:
         """A gradient has come to an output."""
         listener = self.listener() if self.listener is not None else None

@@ -8,13 +8,20 @@ Private in torch. The public alternative, `torch.compiler.disable`, breaks the g
 that passes through the mode, which leaves the part uncompiled; and it imports all that compiles.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+P = ParamSpec("P")
+
+_REASON = (
+    "fzero runs its collectives and Programs as they are, and a graph that torch.compile makes can "
+    "hold none of them: compile the model, or parts of it"
+)
 
 try:
     from torch._C._dynamo.eval_frame import set_eval_frame
@@ -34,6 +41,30 @@ def not_compiled_alone(fn: F) -> F:
         return disabled
     skip_code(fn.__code__)
     return fn
+
+
+def never_compiled(fn: Callable[P, T]) -> Callable[P, T]:
+    """`fn`, which breaks the graph of what torch.compile traces: it runs as it is.
+
+    As `torch.compiler.disable` does it, without frames of torch's between `fn` and its caller,
+    whose line warnings name.
+    """
+    if set_eval_frame is None:
+        return torch.compiler.disable(fn, reason=_REASON)
+
+    @not_compiled_alone
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = set_eval_frame(None)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    # what torch.compile looks for before it traces a call
+    run._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    run._torchdynamo_disable_msg = _REASON  # pyright: ignore[reportFunctionMemberAccess]
+    return run
 
 
 def uncompiled(fn: Callable[..., T], *args: Any) -> T:

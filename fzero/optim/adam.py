@@ -22,6 +22,7 @@ from fzero.optim.foreach import (
     leaves_like,
     mixed,
     scale_each_,
+    scaled_each,
     zero_step,
     zeros_like,
 )
@@ -109,10 +110,13 @@ def scale_by_adam(
             nu = list(torch._foreach_mul(nu, b2))
             torch._foreach_addcmul_(nu, grads, grads, 1.0 - b2)
             largest = [list(torch._foreach_maximum(old, nu)) for old in before]
-            roots = list(torch._foreach_sqrt(largest[0] if largest else nu))
+            # not written over: a root's derivative reads the root, as it is by then
+            roots = torch._foreach_sqrt(largest[0] if largest else nu)
             if bias_correction:
-                scale_each_(roots, [_share(b2, t).rsqrt() for t in steps])
-            torch._foreach_add_(roots, eps)
+                roots = scaled_each(roots, [_share(b2, t).rsqrt() for t in steps])
+                torch._foreach_add_(roots, eps)
+            else:
+                roots = torch._foreach_add(roots, eps)
             updates = list(torch._foreach_div(mu, roots))
             if bias_correction:
                 scale_each_(updates, [1.0 / _share(b1, t) for t in steps])

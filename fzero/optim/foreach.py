@@ -161,8 +161,12 @@ def scaled(leaves: Leaves, factor: float | Tensor) -> list[Tensor]:
     if not isinstance(factor, Tensor):
         return list(torch._foreach_mul(leaves, factor))
     dtype = leaves[0].dtype
+    factor = _factor(factor, leaves[0])
+    if factor.requires_grad:  # torch can't take the list's operator back to a tensor
+        products = [leaf * factor for leaf in leaves]
+    else:
+        products = torch._foreach_mul(leaves, factor)
     # A 0-d leaf of lower precision is promoted by the factor's dtype, larger ones are not.
-    products = torch._foreach_mul(leaves, _factor(factor, leaves[0]))
     return [value if value.dtype == dtype else value.to(dtype) for value in products]
 
 

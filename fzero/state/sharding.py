@@ -31,6 +31,8 @@ from fzero.functional.owners import (
     noted_like,
     owners_of,
 )
+from fzero.functional.transforms import is_recorded
+from fzero.functional.uncompiled import never_compiled
 from fzero.inference import makes_normal
 from fzero.layout import Home, Layout, LeafLayout, plan_layout
 from fzero.layout.flats import are_many_and_small, plan_flats
@@ -244,6 +246,7 @@ def _autocast(leaf: LeafLayout, owners: Owners, path: str, dtypes: Precision) ->
     return replace(leaf, compute=low, reduce=low or leaf.reduce)
 
 
+@never_compiled
 @makes_normal
 def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
     """Full leaves as DTensors that are split over `cfg.mesh`; every rank must call it.
@@ -278,6 +281,7 @@ def shard(full: PyTree, cfg: Config | None = None) -> PyTree:
     return tree.unflatten(plan.spec, plan.wrap(plan.split(leaves)))
 
 
+@never_compiled
 @arguments_by_name
 def unshard(sharded: PyTree, *, rank0_only: bool = False, copy: bool = True) -> PyTree:
     """Full tensors from a tree with DTensors; every rank must call it. The inverse of `shard`.
@@ -304,7 +308,9 @@ def unshard(sharded: PyTree, *, rank0_only: bool = False, copy: bool = True) -> 
     for leaf, path in zip(leaves, tree.paths(sharded), strict=True):
         if isinstance(leaf, nn.Module | Iterator) or _is_engine(leaf):
             raise ShardError(f"sharded{path} is a {type(leaf).__name__}. {_ways_to_full(leaf)}")
-    meshes = {leaf.device_mesh: None for leaf in leaves if isinstance(leaf, DTensor)}
+    # what is recorded asks nobody: whoever runs it tells the others
+    there = [leaf for leaf in leaves if isinstance(leaf, DTensor) and not _is_recorded(leaf)]
+    meshes = {leaf.device_mesh: None for leaf in there}
     for mesh in meshes:
         circle_of(mesh).announce(f"unshard({len(leaves)} leaves)")
     keep = not rank0_only or not torch.distributed.is_initialized()
@@ -322,6 +328,10 @@ def unshard(sharded: PyTree, *, rank0_only: bool = False, copy: bool = True) -> 
     return tree.unflatten(spec, full) if keep else None
 
 
+def _is_recorded(leaf: DTensor) -> bool:
+    return is_recorded(local_tensor(leaf))
+
+
 def _in_its_memory(whole: Tensor, leaf: Tensor) -> bool:
     """Whether gathering a leaf has moved nothing: it was whole on this rank."""
     if not isinstance(leaf, DTensor):
@@ -333,7 +343,7 @@ def _whole(leaf: DTensor) -> Tensor:
     """The full tensor; as `full_tensor`, but its wait sees what becomes of the other ranks."""
     mesh = leaf.device_mesh
     last = mesh.ndim - 1
-    found = rows_of(leaf)
+    found = None if _is_recorded(leaf) else rows_of(leaf)
     # DTensor's own way leads back to a gradient, and knows every other placement.
     if found is None or leaf.requires_grad or circle_of(mesh).alone:
         return leaf.full_tensor()

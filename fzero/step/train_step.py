@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero import tree
@@ -17,6 +18,8 @@ from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import resolve_mesh
 from fzero.errors import ConfigError, FzeroError, ShardError, arguments_by_name
 from fzero.functional.memory import Apart
+from fzero.functional.surroundings import refuse_surroundings
+from fzero.functional.uncompiled import never_compiled
 from fzero.inference import makes_normal
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.loss_scale import LossScaleState, Watch, at_minimum, exhausted
@@ -158,10 +161,12 @@ class TrainStep:
             >>> {name: tuple(leaf.shape) for name, leaf in params.items()}
             {'weight': (2, 3), 'bias': (2,)}
         """
+        refuse_surroundings("step_fn.init")
         plan, params, opt_state = start(self.cfg, self.opt, params, model_state)
         self._use(plan)
         return params, opt_state
 
+    @never_compiled
     @makes_normal
     @partial(arguments_by_name, name="step_fn")
     def __call__(
@@ -218,12 +223,13 @@ class TrainStep:
             if self.cfg.nonfinite_policy == "raise":
                 refuse_nonfinite(loss, grads, plan, int(opt_state.step))
             lr = rate_of(self.opt, opt_state.inner)  # before the update writes over the state
-            # not before: gradients only read what came in, and copies would take memory meanwhile
-            if not self.cfg.donate:
-                homes = plan.homes
-                trained = homes.copies(trained) if homes is not None else [*map(copied, trained)]
-                local = local.copied()
-            updated = executor.update(trained, local, grads, loss, state)
+            with torch.no_grad():  # what came in may have a graph, and an update is no part of one
+                # not before: gradients only read it, and copies would take memory meanwhile
+                if not self.cfg.donate:
+                    homes = plan.homes
+                    copies = homes.copies if homes is not None else partial(map, copied)
+                    trained, local = [*copies(trained)], local.copied()
+                updated = executor.update(trained, local, grads, loss, state)
         if self.cfg.scaling is not None:
             before = LossScaleState(*local.scale)
             try:
@@ -349,6 +355,7 @@ class TrainStep:
     def _unpack(self, params: PyTree, opt_state: OptState) -> tuple[Plan, list[Tensor], LocalState]:
         """The plan for this tree, its local leaves, and the local leaves of the state."""
         refuse_outer_autocast()
+        refuse_surroundings("step_fn")
         plan = self._plan
         leaves, spec = tree.flatten(params, plan.known_params if plan else None)
         if not isinstance(opt_state, OptState):

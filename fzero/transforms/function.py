@@ -27,6 +27,7 @@ from fzero.functional.functionalize import calls_noted
 from fzero.functional.held import held_over
 from fzero.functional.memory import storage_of
 from fzero.inference import outside_inference, with_versions
+from fzero.functional.uncompiled import never_compiled
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.rng import mix
 from fzero.program import Program
@@ -84,6 +85,7 @@ class Function:
         self._journals: dict[Mesh, Journal] = {}  # of the eager executor
         self._count = 0
 
+    @never_compiled
     def __call__(self, *args: Any, rng: int = 0, **kwargs: Any) -> PyTree:
         """Run it.
 

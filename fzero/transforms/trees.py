@@ -18,7 +18,7 @@ from fzero.distributed.dtensor import from_local_like, local_tensor, settled, wh
 from fzero.distributed.mesh import Mesh
 from fzero.distributed.ragged import rows_of
 from fzero.errors import ConfigError, ShardError, shown
-from fzero.functional.uncompiled import not_compiled_alone
+from fzero.functional.uncompiled import never_compiled, not_compiled_alone
 from fzero.layout import LeafLayout
 from fzero.numerics.rounding import random_bits
 from fzero.optim.foreach import by_group, cast_like
@@ -27,6 +27,7 @@ from fzero.transforms.whole import WholeLeaves
 from fzero.tree import PyTree
 
 
+@never_compiled
 def tree_map(fn: Callable[..., Any], values: PyTree, *rest: PyTree) -> PyTree:
     """`fn` on every leaf, and on the leaves of `rest` at the same places.
 
@@ -58,6 +59,7 @@ def tree_map(fn: Callable[..., Any], values: PyTree, *rest: PyTree) -> PyTree:
     return made if get_proxy_mode() is not None else tree.map(settled, made)
 
 
+@never_compiled
 def tree_vdot(a: PyTree, b: PyTree) -> Tensor:
     """The inner product of two trees, as if each were one vector.
 
@@ -115,6 +117,7 @@ def tree_vdot(a: PyTree, b: PyTree) -> Tensor:
     return found if torch.float64 in dtypes else found.float()
 
 
+@never_compiled
 def tree_norm(values: PyTree) -> Tensor:
     """The 2-norm of a tree, as if it were one vector; as `tree_vdot`.
 
@@ -126,6 +129,7 @@ def tree_norm(values: PyTree) -> Tensor:
     return tree_vdot(values, values).real.sqrt()
 
 
+@never_compiled
 def tree_random_like(values: PyTree, seed: int | Tensor, distribution: str = "normal") -> PyTree:
     """A tree of random numbers that lives as `values` does.
 
@@ -192,6 +196,7 @@ def _counter(seed: Any) -> Tensor:
     )
 
 
+@never_compiled
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """`params + updates`, leaf by leaf, in the params' dtypes; None in `updates` changes nothing.
 

@@ -130,6 +130,39 @@ def test_so_does_a_compiled_whole_and_what_surrounds_them(
     run_ranks(2, _train, stage, how, True, more, timeout=200)
 
 
+def _loop(stage: int, made_inside: bool) -> None:
+    torch._dynamo.reset()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net, plain = _module(""), _module("")
+    engine = fzero.Engine(net, fzero.optim.sgd(0.1), fzero.Config(stage, clip_norm=0.5))
+    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager")
+    def iteration(x: Tensor) -> Tensor:
+        loss = engine(2 * x)
+        (engine.backward(loss) if made_inside else loss.backward())
+        engine.step()
+        return loss
+
+    for i in range(3):
+        loss = iteration(data(rank, i))
+        opt.zero_grad()
+        losses = [plain(2 * data(r, i)) for r in range(world)]
+        (sum(losses) / world).backward()  # pyright: ignore
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        opt.step()
+        torch.testing.assert_close(loss, losses[rank])
+    found = engine.full_params()
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(found[name], value.detach())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_a_compiled_loop_trains_as_a_plain_one(stage: int, made_inside: bool) -> None:
+    run_ranks(2, _loop, stage, made_inside, timeout=200)
+
+
 def _frees(how: str) -> None:
     torch._dynamo.reset()
     made: list[Any] = []

@@ -226,3 +226,55 @@ def test_a_dict_of_labels_means_the_leaves_of_an_ordered_dict_by_their_keys():
     opt = optim.multi_transform({"slow": optim.sgd(0.5), "fast": optim.sgd(2.0)}, labels)
     opt.apply_(clone(params), opt.init(params), params)
     assert {key: float(x[0]) for key, x in params.items()} == {"a": 0.5, "b": -1.0, "c": -1.0}
+
+
+@every_optimizer
+@pytest.mark.parametrize("how", ["torch.func.grad", "backward"])
+def test_update_can_be_differentiated(name, how):
+    opt = OPTIMIZERS[name]()
+    params = random_tree([(3, 5), (7,)], 0, torch.float64)
+    leaves, spec = tree.flatten(params)
+    weights = gradients(params, 9)
+
+    def loss(*leaves):
+        params = tree.unflatten(spec, leaves)
+        state = opt.init(tree.map(torch.Tensor.detach, params))
+        for _ in range(3):
+            # a gradient that depends on the parameters, and so on the updates before
+            grads = tree.map(lambda x, w: x * x * w + x, params, weights)
+            updates, state = opt.update(grads, state, params)
+            params = plus(params, updates)
+        return sum(leaf.square().sum() for leaf in tree.leaves(params))
+
+    if how == "backward":
+        own = [leaf.clone().requires_grad_() for leaf in leaves]
+        loss(*own).backward()
+        found = [leaf.grad for leaf in own]
+    else:
+        found = torch.func.grad(loss, argnums=tuple(range(len(leaves))))(*leaves)
+    step = 1e-6
+    for i, leaf in enumerate(leaves):
+        along = torch.randn(leaf.shape, dtype=leaf.dtype)
+
+        def at(distance, i=i, leaf=leaf, along=along):
+            return loss(*leaves[:i], leaf + distance * along, *leaves[i + 1 :])
+
+        difference = (at(step) - at(-step)) / (2 * step)
+        assert_close((found[i] * along).sum(), difference, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("make", [optim.sgd, optim.adam, optim.adamw, optim.lion, optim.lamb])
+def test_so_can_a_learning_rate(make):
+    params = random_tree([(3, 5), (7,)], 0, torch.float64)
+    grads = gradients(params, 1)
+
+    def loss(lr):
+        opt = make(lr)
+        updates, _ = opt.update(grads, opt.init(params), params)
+        return sum(leaf.square().sum() for leaf in tree.leaves(plus(params, updates)))
+
+    lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    loss(lr).backward()
+    difference = (loss(lr.detach() + 1e-6) - loss(lr.detach() - 1e-6)) / 2e-6
+    assert_close(lr.grad, difference, rtol=1e-5, atol=1e-7)
+    assert_close(torch.func.grad(loss)(lr.detach()), difference, rtol=1e-5, atol=1e-7)
