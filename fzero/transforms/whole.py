@@ -17,15 +17,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fzero.distributed.dtensor import dtensor_spec, from_spec
-from fzero.distributed.ragged import RaggedDTensor, redistribute, runs_on_rows
+from fzero.distributed.ragged import RaggedDTensor, runs_on_rows
 from fzero.errors import ShardError
 from fzero.functional.uncompiled import not_compiled_alone
+from fzero.transforms.view_copies import (
+    ViewCopies,
+    dtensors,
+    full_local,
+    gives_views,
+    whole_dtensor,
+    written,
+)
 
 
 class WholeLeaves(TorchDispatchMode):
@@ -42,6 +48,10 @@ class WholeLeaves(TorchDispatchMode):
     ...     torch.nn.functional.mse_loss(x, x * 3).full_tensor()
     tensor(4.)
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies = ViewCopies()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -63,27 +73,10 @@ class WholeLeaves(TorchDispatchMode):
         if _in_parts(func) and not _is_sound(func, args, kwargs):
             with self:  # inference mode: its parts come one by one otherwise
                 return func.decompose(*args, **kwargs)
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
-        ragged = [x for x in tensors if isinstance(x, RaggedDTensor)]
-        plain = [x for x in tensors if not isinstance(x, RaggedDTensor)]
-        if not any(map(_is_apart, plain)):
-            try:
-                return func(*args, **kwargs)  # a RaggedDTensor knows what to do beside whole ones
-            except NotImplementedError:  # of DTensors that are whole, by an older torch
-                if ragged:
-                    raise
-                return _on_full(func, args, kwargs)
-        if ragged and (_gives_views(func) or runs_on_rows(func, args, kwargs)):
-            return func(*args, **kwargs)
-        if not _is_sound(func, args, kwargs):
-            return _on_full(func, args, kwargs)
-        try:
-            return _with_partial(func, args, kwargs)
-        except RuntimeError as error:
-            # torch's advice, which it has for shards alone
-            if _gives_views(func) and "redistribut" in str(error):
-                raise _no_view(func) from error
-            raise
+        self._copies.refresh((args, kwargs))
+        found = _run(func, args, kwargs)
+        self._copies.note(func, args, kwargs, found)
+        return found
 
 
 # ------------------------------------------------------------------------------- which rules hold
@@ -134,11 +127,7 @@ def _is_known(func: Any) -> bool:
     # what is random stays as random as it was
     kinds = {torch.Tag.pointwise, torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}
     kinds |= {tag for tag in [getattr(torch.Tag, "reduction", None)] if tag is not None}
-    return name in _SOUND or bool(kinds & {*func.tags}) or _gives_views(func)
-
-
-def _gives_views(func: Any) -> bool:
-    return any(out.alias_info and not out.alias_info.is_write for out in func._schema.returns)
+    return name in _SOUND or bool(kinds & {*func.tags}) or gives_views(func)
 
 
 @functools.cache
@@ -149,6 +138,30 @@ def _in_parts(func: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------- how they are run
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+    ragged = [x for x in tensors if isinstance(x, RaggedDTensor)]
+    plain = [x for x in tensors if not isinstance(x, RaggedDTensor)]
+    if not any(map(_is_apart, plain)):
+        try:
+            return func(*args, **kwargs)  # a RaggedDTensor knows what to do beside whole ones
+        except NotImplementedError:  # of DTensors that are whole, by an older torch
+            if ragged:
+                raise
+            return _on_full(func, args, kwargs)
+    if ragged and (gives_views(func) or runs_on_rows(func, args, kwargs)):
+        return func(*args, **kwargs)
+    if not _is_sound(func, args, kwargs):
+        return _on_full(func, args, kwargs)
+    try:
+        return _with_partial(func, args, kwargs)
+    except RuntimeError as error:
+        # torch's advice, which it has for shards alone
+        if gives_views(func) and "redistribut" in str(error):
+            raise _no_view(func) from error
+        raise
+
+
 def _with_partial(func: Any, args: Any, kwargs: Any) -> Any:
     """By torch's rule. What is open, a sum over ranks, keeps its place and nothing else."""
     name = func._schema.name
@@ -205,45 +218,30 @@ def _no_view(func: Any) -> ShardError:
 
 def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
     """On full tensors; what is written comes back into the shards."""
-    if _gives_views(func):
+    if gives_views(func):
         raise _no_view(func)
     if plain := _plain((args, kwargs)):
         raise _mixed(func, plain)
     whole: dict[int, Tensor] = {}
     mesh = next(x.device_mesh for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor))
-    replicated = [Replicate()] * mesh.ndim
 
     # not as DTensors that are whole on all ranks: an older torch has no rule for some operators
     def full(x: Any) -> Any:
         if not isinstance(x, DTensor):
             return x
         if id(x) not in whole:
-            with torch.no_grad():
-                detached: Any = x.detach()
-                whole[id(x)] = redistribute(detached, mesh, replicated)._local_tensor
+            whole[id(x)] = full_local(x)
         return whole[id(x)]
 
     found = func(*tree_map(full, args), **tree_map(full, kwargs))
     given: dict[int, Tensor] = {}
-    for i, arg in enumerate(func._schema.arguments):
-        if arg.alias_info is None or not arg.alias_info.is_write:
-            continue
-        for x in tree_leaves(args[i] if i < len(args) else kwargs.get(arg.name)):
-            if isinstance(x, DTensor):
-                new = whole[id(x)]
-                if new.shape != x.shape:
-                    raise ShardError(
-                        f"{func} gives a DTensor of shape {tuple(x.shape)} the shape "
-                        f"{tuple(new.shape)}; use what returns a new tensor."
-                    )
-                x.copy_(_whole_dtensor(new, mesh))
-                given[id(new)] = x
-    return tree_map(lambda out: given.get(id(out), _whole_dtensor(out, mesh)), found)
-
-
-def _whole_dtensor(x: Any, mesh: DeviceMesh) -> Any:
-    """A tensor that every rank has, as a DTensor; what is none as it is."""
-    if not isinstance(x, Tensor):
-        return x
-    spec = dtensor_spec(mesh, [Replicate()] * mesh.ndim, x.shape, x.stride(), x.dtype)
-    return from_spec(x, spec)
+    for x in dtensors(written(func, args, kwargs)):
+        new = whole[id(x)]
+        if new.shape != x.shape:
+            raise ShardError(
+                f"{func} gives a DTensor of shape {tuple(x.shape)} the shape "
+                f"{tuple(new.shape)}; use what returns a new tensor."
+            )
+        x.copy_(whole_dtensor(new, mesh))
+        given[id(new)] = x
+    return tree_map(lambda out: given.get(id(out), whole_dtensor(out, mesh)), found)
