@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fzero.distributed.dtensor import settled
 from fzero.distributed.ragged import RaggedDTensor, runs_on_rows
 from fzero.errors import ShardError
 from fzero.functional.uncompiled import not_compiled_alone
@@ -98,10 +99,35 @@ def _is_sound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether torch has a rule of its own for this operator, of a kind that holds."""
     if not _has_rule(func) or not _is_known(func):
         return False
+    if _needs_elements(func, args, kwargs) and any(map(_is_empty_somewhere, dtensors(args))):
+        return False  # that rank alone would raise, and the others wait for it
     # an empty list of dims stands for all of them, or for none: rules take it for none
     named = zip(func._schema.arguments, args, strict=False)
     dims = next((x for arg, x in named if arg.name == "dim"), kwargs.get("dim"))
     return not isinstance(dims, list | tuple) or len(dims) > 0
+
+
+def _needs_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether it is a reduction that nothing has none of, as a maximum, but for sums."""
+    name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_")
+    if name in ("norm", "linalg_vector_norm"):
+        given = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+        order = 2 if given is None else given
+        return not isinstance(order, int | float) or not 0 <= order < float("inf")
+    tag = getattr(torch.Tag, "reduction", None)
+    return name in ("max", "amax", "amin") or (tag in func.tags and name not in ("sum", "mean"))
+
+
+def _is_empty_somewhere(x: DTensor) -> bool:
+    """Whether some rank has nothing of a tensor that has elements; every rank knows."""
+    rows = list(x.shape)
+    for axis, placement in enumerate(x.placements):
+        if placement.is_shard():
+            dim, ranks = placement.dim, x.device_mesh.size(axis)  # pyright: ignore
+            rows[dim] -= -(-rows[dim] // ranks) * (ranks - 1)  # of the last, as torch.chunk has it
+            if rows[dim] <= 0 < x.numel():
+                return True
+    return False
 
 
 def _has_rule(func: Any) -> bool:
@@ -167,6 +193,14 @@ def _with_partial(func: Any, args: Any, kwargs: Any) -> Any:
     name = func._schema.name
     if name == "aten::empty_like" and isinstance(args[0], DTensor):
         return func(_closed(args[0]), *args[1:], **kwargs)
+    if _meets_others(func, args, kwargs):
+        if any(map(_is_open, dtensors(written(func, args, kwargs)))):
+            raise ShardError(
+                f"{func} writes into a sum over ranks that isn't made yet, which can't hold "
+                "what may be each rank's own. Use the operator that gives a new tensor (x * y for "
+                "x.mul_(y))."
+            )
+        args, kwargs = tree_map(lambda x: settled(x) if _is_open(x) else x, (args, kwargs))
     if name == "aten::fill_" and _is_open(args[0]):
         raise ShardError(
             f"{func} writes into a sum over ranks that isn't made yet, where each rank's value "
@@ -174,6 +208,30 @@ def _with_partial(func: Any, args: Any, kwargs: Any) -> Any:
             "(torch.full_like), or write into x + 0."
         )
     return func(*args, **kwargs)
+
+
+def _meets_others(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a sum that is open is combined with a tensor that may be each rank's own.
+
+    A plain one, or what was made of one: torch takes both for the same on all ranks, multiplies
+    each rank's share by its own, and adds those up.
+    """
+    name = func._schema.name
+    if name == "aten::is_same_size":
+        return False
+    lists = [x for x in (args if name.startswith("aten::_foreach_") else ()) if _is_list(x)]
+    alone = [x for x in args if not any(x is one for one in lists)]
+    # lists are combined place by place
+    for together in zip(*lists, strict=False) if lists else [()]:
+        tensors = [x for x in tree_leaves((together, alone, kwargs)) if isinstance(x, Tensor)]
+        own = any(not isinstance(x, DTensor) or not _is_apart(x) for x in tensors)
+        if own and any(map(_is_open, tensors)):
+            return True
+    return False
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, list | tuple)
 
 
 def _is_apart(x: DTensor) -> bool:

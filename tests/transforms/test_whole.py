@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -217,6 +218,116 @@ def test_tree_map_is_that_of_whole_leaves() -> None:
     assert run_ranks(2, _outside_of_jit) == [True, True]
 
 
+# a sum over shards (or mean, or maximum) and what is this rank's own
+MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "times": lambda p, x: p.sum() * x,
+    "times from the left": lambda p, x: x * p.sum(),
+    "plus": lambda p, x: p.sum() + x,
+    "minus": lambda p, x: x - p.sum(),
+    "over": lambda p, x: p.sum() / x,
+    "under": lambda p, x: x / p.sum(),
+    "power": lambda p, x: p.sum() ** x,
+    "mean": lambda p, x: p.mean() * x,
+    "max": lambda p, x: p.max() * x,
+    "norm": lambda p, x: torch.linalg.vector_norm(p) + x,
+    "one element": lambda p, x: p.sum() * x.view(1),
+    "where": lambda p, x: torch.where(x > 1.5, p.sum(), -p.sum()),
+    "where own": lambda p, x: torch.where(p.sum() > 3, x, p.sum()),
+    "lerp": lambda p, x: torch.lerp(p.sum(), x, 0.5),
+    "addcmul": lambda p, x: torch.addcmul(p.sum(), x, p.mean()),
+    "maximum": lambda p, x: torch.maximum(p.sum(), x * 20),
+    "compared": lambda p, x: (p.sum() > x * 10) * 1.0,
+    "stack": lambda p, x: torch.stack([p.sum(), x]),
+    "cat": lambda p, x: torch.cat([p.sum().view(1), x.view(1)]),
+    "lists": lambda p, x: torch._foreach_mul([p.sum(), p.mean()], [x, x])[1],
+    "twice": lambda p, x: p.sum() * x * p.sum(),
+    "of both": lambda p, x: p.sum() * (p.mean() + x) + p.sum(),
+    "numbers": lambda p, x: (p.sum() * 2.0 + 1) / 3 + 0 * x,
+    "in place": lambda p, x: p.sum().clone().mul_(x),
+    "into its own": lambda p, x: x.clone().add_(_value(p.sum())),
+    "rows, by a sum": lambda p, x: (p * p.sum()).sum() * x,
+}
+
+
+def _value(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _of_own(cfg: fzero.Config) -> list[str]:
+    rank, wrong = dist.get_rank(), []
+    for shape in [(5, 7), (1, 7)]:
+        leaf, x = _leaf(shape, 0), torch.tensor(rank + 1.0, dtype=F64)
+        params = {"w": leaf.clone()}
+        params = fzero.shard(params, cfg) if cfg.stage == 3 else params
+
+        def every(tree: Any, x: Tensor) -> Any:
+            return {name: f(tree["w"], x) for name, f in MIXED.items()}
+
+        found, wanted = fzero.jit(every, cfg)(params, x), every({"w": leaf}, x)
+        mapped = fzero.tree_map(lambda p, x=x: list(every({"w": p}, x).values()), params)["w"]
+        mapped = dict(zip(MIXED, mapped, strict=True))
+        for name in MIXED:
+            if not _close(found[name], wanted[name]) or not _close(mapped[name], wanted[name]):
+                wrong.append(f"{name} of {shape}")
+    return wrong
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize(
+    ("stage", "layout"),
+    [(0, "rows"), (3, "rows"), pytest.param(3, "flat", marks=NEEDS_RAGGED)],
+)
+def test_what_is_a_ranks_own_stays_its_own_beside_sums(
+    stage: Any, layout: Any, executor: Any
+) -> None:
+    cfg = fzero.Config(stage=stage, layout=layout, executor=executor)
+    assert run_ranks(2, _of_own, cfg) == [[], []]
+
+
+# of nothing there is none of these, and one of three ranks has nothing of two elements
+WITHOUT_IDENTITY: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: x.amax(),
+    "amin of rows": lambda x: x.amin(0),
+    "max": lambda x: x.max(),
+    "max of rows": lambda x: x.max(0).values,
+    "aminmax": lambda x: torch.stack(list(x.aminmax())),
+    "largest": lambda x: x.abs().max(),
+    "argmin": lambda x: x.argmin(),
+    "median": lambda x: x.median(),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "std": lambda x: x.std(),
+    "prod": lambda x: x.prod(),
+    "mean": lambda x: x.mean(),
+    "lists": lambda x: torch._foreach_max([x])[0],  # pyright: ignore
+    "norms of lists": lambda x: torch.stack(list(torch._foreach_norm([x, x], float("inf")))),
+} | {
+    f"norm {order}": lambda x, order=order: torch.linalg.vector_norm(x, order)
+    for order in (float("inf"), -float("inf"), -1.0, 0.0, 0.5, 2.0)
+}
+
+
+def _of_two(cfg: fzero.Config) -> list[str]:
+    leaf, wrong = torch.tensor([-3.0, -4.0], dtype=F64), []
+    shards = fzero.shard({"w": leaf.clone()}, cfg)
+
+    def every(x: Tensor) -> Any:
+        return {name: f(x) for name, f in WITHOUT_IDENTITY.items()}
+
+    found, wanted = fzero.jit(lambda tree: every(tree["w"]), cfg)(shards), every(leaf)
+    mapped = fzero.tree_map(every, shards)["w"]
+    for name, value in wanted.items():
+        if not _close(found[name], value) or not _close(mapped[name], value):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize("layout", ["rows", pytest.param("flat", marks=NEEDS_RAGGED)])
+def test_reductions_hold_where_a_rank_has_nothing(layout: Any, executor: Any) -> None:
+    cfg = fzero.Config(stage=3, layout=layout, executor=executor)
+    assert run_ranks(3, _of_two, cfg) == [[], [], []]
+
+
 def _refused() -> None:
     cfg = fzero.Config(stage=3, layout="rows", executor="eager")
     x = fzero.shard({"w": _leaf((5, 7), 0)}, cfg)["w"]
@@ -225,6 +336,11 @@ def _refused() -> None:
             x.unfold(0, 1, 1)
         with pytest.raises(ShardError, match=r"aten.fill_.Scalar writes into a sum over ranks"):
             x.sum().fill_(1.0)
+        for write in (lambda s: s.mul_(torch.tensor(2.0)), lambda s: s.add_(x.sum() * 0 + 1)):
+            with pytest.raises(ShardError, match=r"can't hold what may be each rank's own"):
+                write(x.sum())
+        # lists are combined place by place
+        torch._foreach_mul_([x.sum(), x.sum() * torch.tensor(2.0)], 2.0)
         # torch has a rule for these, which an even split is taken by
         with pytest.raises(ShardError, match=r"aten.view.default gives a view of a DTensor"):
             fzero.shard({"w": _leaf((5, 3), 0)}, cfg)["w"].flatten()
