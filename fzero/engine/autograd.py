@@ -114,7 +114,7 @@ class Watcher:
     is how one that was never called learns of it.
     """
 
-    done = True  # of an object without __init__, as torch.compile makes one to trace with
+    done = True  # of an object without its __init__, as torch.compile makes one to trace with
 
     def __init__(self, ended: Callable[[], None], raised: Callable[[], None]) -> None:
         self.ended, self.raised = ended, raised
@@ -122,8 +122,8 @@ class Watcher:
 
     @never_compiled
     def __call__(self) -> None:
-        self.done = True
         self.ended()
+        self.done = True  # not before: one that was interrupted on its way is over as well
 
     def __del__(self) -> None:
         if not self.done:

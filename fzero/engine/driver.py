@@ -448,10 +448,12 @@ class Driver:
                 "a scaler. No gradient was changed."
             )
         phases.refuse_to_unscale(self.rules, self.state)
+        self.reducer.refuse_half_done("a GradScaler was to divide an engine's gradients")
         self.journal.enter("unscale")
         finite = self.reducer.unscale(factor)
         self.losses.unscale(factor)
         self.on(events.GradientsUnscaled(finite))
+        self.reducer.unscaled()
         return finite
 
     # --- events and actions ---
@@ -463,20 +465,21 @@ class Driver:
             BackwardError: it was out of order; nothing has changed.
         """
         self._tell_taken()
-        busy, self._busy = self._busy, True
-        before = self.state
+        busy, before, begun = self._busy, self.state, False
         try:
+            self._busy = True
             actions = self._move(event)
-        finally:
             self._busy = busy
-        try:
             for action in actions:
+                begun = True
                 self._do(action)
         except BaseException:
-            # a step that failed before it used its gradients up can be called again; of a task
-            # that failed at its end, TaskRaised is to find that it was open
+            self._busy = busy
+            # where nothing was done, nothing has happened; a step that failed before it used its
+            # gradients up can be called again; of a task that failed at its end, TaskRaised is to
+            # find that it was open
             untouched = isinstance(event, events.StepCalled) and self.reducer.present
-            if isinstance(event, events.TaskEnded) or untouched:
+            if not begun or isinstance(event, events.TaskEnded) or untouched:
                 self.state = before
                 self._quiet, self._awaited = phases.untold(self.rules, before)
             raise
@@ -613,11 +616,11 @@ class Driver:
             self._leave()
 
     def _end_task(self, task: int) -> None:
-        # the commit forgets in which order they came
-        arrived = [] if self._is_ordered else list(self.reducer.arrived)
-        running, node = self.state.task, self._node
-        self._node = None
+        running, arrived = self.state.task, list[int]()
         try:
+            if not self._is_ordered:  # the commit forgets in which order they came
+                arrived += self.reducer.arrived
+            node, self._node = self._node, None
             brought = running is not None and running.brought
             if not brought and node is not None and accumulates(node):
                 brought = True  # a backward, which has reached no parameter of ours
@@ -669,8 +672,8 @@ class Driver:
         self._cut_short = 0
         self.writes.see()
         refuses = self.cfg.nonfinite_policy == "raise"  # and leaves everything as it is
-        grads = self.reducer.for_update(reduces=self.rules.reduces, in_place=not refuses)
         losses, sums = self.losses.of_step(), self.reducer.sums_held
+        grads = self.reducer.for_update(reduces=self.rules.reduces, in_place=not refuses)
         if not refuses:
             self._clear()  # before the update, which then is alone with their memory
         self.journal.enter("update")

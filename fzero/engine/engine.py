@@ -394,6 +394,7 @@ class Engine:
                     "engine.step() needs an optimizer, and this engine was made without one. Pass "
                     "it: fzero.Engine(model, fzero.optim.adamw(3e-4), cfg)."
                 )
+            driver.reducer.refuse_half_done("engine.step() was called")
             driver.on(events.StepCalled(boundary))
         if self._face is not None:
             self._face.stepped()

@@ -41,6 +41,7 @@ def _check(
     driver: Driver, parts: Parts, index: int, value: Tensor, shape: tuple[int, ...], asked: str
 ) -> None:
     phases.refuse_inside(driver.state, f"{asked}()")
+    parts.reducer.refuse_half_done(f"{asked}() was called")
     leaf = parts.reducer.leaves[index]
     if not leaf.trainable:
         raise ShardError(f"{asked}({leaf.name!r}): the parameter is frozen, and has no gradient.")

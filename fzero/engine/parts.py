@@ -82,6 +82,7 @@ class Parts(NamedTuple):
 
     def full_grad(self, index: int) -> Tensor | None:
         """The unscaled gradient of a leaf so far, or None; a collective that changes nothing."""
+        self.reducer.refuse_half_done("a gradient was asked for")
         self.journal.enter("full_grad")
         total = self.reducer.full(index, reduces=self.rules.reduces)
         scale = self.stepper.opt_state.loss_scale

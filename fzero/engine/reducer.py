@@ -22,17 +22,39 @@ A raise makes what was adopted early, and what was used unreduced, again.
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.distributed.transport import Handle, Transport
-from fzero.errors import FzeroError, RankMismatchError
+from fzero.errors import BackwardError, FzeroError, RankMismatchError
 from fzero.layout import LeafLayout, Together
 
 # Reductions that are under way at once: each holds its bucket twice.
 _UNDER_WAY = 1
+
+
+@dataclass
+class Held:
+    """The gradients of a step between two tasks: dropped all at once, by one assignment.
+
+    Attributes:
+        unreduced: full, and this rank's own.
+        reduced: summed over ranks.
+        present: leaves that have a gradient of this rank.
+        reductions: that are in `reduced`.
+        dropped: a digest of what was taken out of them, in whatever order.
+        changes: what is being done to them in place; whoever finds it set finds them half done.
+    """
+
+    unreduced: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    reduced: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    present: set[int] = field(default_factory=set[int])
+    reductions: int = 0
+    dropped: int = 0
+    changes: str = ""
 
 
 class Reducer:
@@ -76,15 +98,26 @@ class Reducer:
         self.early: dict[int, dict[int, Tensor]] = {}
         self.adopted: set[int] = set()  # forwards, by the running task
         self.borrowed: dict[int, list[tuple[Tensor, Tensor | float]]] = {}  # with their factors
-        self.unreduced: dict[int, Tensor] = {}
+        self.held = Held()
         self.used: set[int] = set()  # of the unreduced ones, by the running task
         self.handles: list[tuple[Sequence[int], Handle]] = []
         self.landed: dict[int, Tensor] = {}
-        self.reduced: dict[int, Tensor] = {}
-        self.reductions = 0  # that are in `reduced`
-        self.dropped = 0  # a digest of what was taken out of them, in whatever order
         self.arrived: dict[int, None] = {}  # leaves of the running task, in order
-        self.present: set[int] = set()  # leaves that have a gradient of this rank
+
+    @property
+    def unreduced(self) -> dict[int, Tensor]:
+        """As `Held` has them."""
+        return self.held.unreduced
+
+    @property
+    def reduced(self) -> dict[int, Tensor]:
+        """As `Held` has them."""
+        return self.held.reduced
+
+    @property
+    def present(self) -> set[int]:
+        """As `Held` has them."""
+        return self.held.present
 
     def group(self, leaves: Sequence[LeafLayout], buckets: Sequence[Sequence[int]]) -> None:
         """From now on reduce these together, as a constructor's arguments."""
@@ -129,16 +162,18 @@ class Reducer:
     def commit(self) -> None:
         """The running task has ended well."""
         self._land(0)
-        self.present |= self.arrived.keys()
+        for index, grad in self.landed.items():
+            if grad.dtype != self.sums[index]:
+                self.landed[index] = grad.to(self.sums[index])
+        held = self.held
+        held.changes = "a backward, which adds to them,"
+        held.present |= self.arrived.keys()
         self.arrived.clear()
         for index in self.used:
             del self.unreduced[index]
         self.used.clear()
-        for index, grad in self.landed.items():
-            if grad.dtype != self.sums[index]:
-                self.landed[index] = grad.to(self.sums[index])
         if self.landed:
-            self.reductions += 1
+            held.reductions += 1
         _add(self.reduced, self.landed, in_place=True)  # reductions make their results: ours alone
         # what is pending at the end is extra, or of a task that is not synced
         for index in [*self.borrowed]:
@@ -151,6 +186,7 @@ class Reducer:
                 self.pending[index] = self.pending[index].to(self.sums[index])
         # where none were expected, these may be in memory that others hold, too
         _add(self.unreduced, self.pending, in_place=self.accumulates)
+        held.changes = ""
 
     def discard(self) -> None:
         """The running task has raised: everything is as before it."""
@@ -173,10 +209,23 @@ class Reducer:
 
     def clear(self) -> None:
         """No gradients."""
-        self.unreduced.clear()
-        self.reduced.clear()
-        self.present.clear()
-        self.reductions = self.dropped = 0
+        self.held = Held()
+
+    def refuse_half_done(self, what: str) -> None:
+        """Raise if something broke off while it changed the gradients in place.
+
+        Args:
+            what: happened, as messages say it.
+
+        Raises:
+            BackwardError: something did; nothing has changed.
+        """
+        if self.held.changes:
+            raise BackwardError(
+                f"{what}, and {self.held.changes} broke off half-way (an interrupt, or out of "
+                "memory): some gradients have changed and others haven't. Drop them on every rank "
+                "with engine.zero_grad(), and run this step's forwards and backwards again."
+            )
 
     def has(self, index: int) -> bool:
         """Whether a leaf has a gradient anywhere; see [Note: where a gradient is]."""
@@ -203,7 +252,7 @@ class Reducer:
     def drop(self, index: int) -> None:
         """No gradient of this leaf."""
         if index in self.reduced:
-            self.dropped += (index + 1) * (self.reductions + 1)
+            self.held.dropped += (index + 1) * (self.held.reductions + 1)
         self.replace(index, None)
 
     def replace(self, index: int, grad: Tensor | None, *, reduced: bool = False) -> None:
@@ -218,13 +267,14 @@ class Reducer:
     @property
     def sums_held(self) -> int:
         """A number for the reductions that gradients are of, the same on all ranks."""
-        return (self.reductions + 1009 * self.dropped) % 2**31
+        return (self.held.reductions + 1009 * self.held.dropped) % 2**31
 
     def unscale(self, factor: Tensor) -> bool:
         """Multiply all that is held between two tasks by a 0-d tensor; all ranks must do so.
 
         Returns:
-            Whether all of it was finite, on every rank.
+            Whether all of it was finite, on every rank. Until `unscaled()` is called it counts as
+            half done.
 
         Raises:
             RankMismatchError: ranks have different factors; nothing has changed.
@@ -245,6 +295,7 @@ class Reducer:
                 "and gradients are added up over ranks. Make them with the same arguments, and "
                 "load the same state into all of them. No gradient was changed."
             )
+        self.held.changes = "a GradScaler, which divides them,"
         # those may be in memory that others hold, too, where no sums are expected
         for held, in_place in ((self.reduced, True), (self.unreduced, self.accumulates)):
             if held and in_place:
@@ -253,6 +304,10 @@ class Reducer:
                 products = torch._foreach_mul(list(held.values()), factor)
                 held.update(zip(list(held), products, strict=True))
         return bad_ranks == 0
+
+    def unscaled(self) -> None:
+        """What `unscale` did is noted."""
+        self.held.changes = ""
 
     def zeros(self, index: int, *, full: bool) -> Tensor:
         """The sum of a leaf without a gradient."""
@@ -274,6 +329,7 @@ class Reducer:
         if reduces or self.share == 1 or not grads:
             return grads
         if in_place:
+            self.held.changes = "an update, which scales them,"
             torch._foreach_mul_(grads, self.share)
             return grads
         return list(torch._foreach_mul(grads, self.share))

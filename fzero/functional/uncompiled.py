@@ -50,30 +50,27 @@ def never_compiled(fn: Callable[P, T]) -> Callable[P, T]:
     whose line warnings name.
     """
     if set_eval_frame is None:
-        return torch.compiler.disable(fn, reason=_REASON)
+        disabled: Any = torch.compiler.disable(fn, reason=_REASON)
+        return disabled
 
-    @not_compiled_alone
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        before = set_eval_frame(None)
-        try:
-            return fn(*args, **kwargs)
-        finally:
-            set_eval_frame(before)
+        return uncompiled(fn, *args, **kwargs)
 
+    found: Any = not_compiled_alone(run)
     # what torch.compile looks for before it traces a call
-    run._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
-    run._torchdynamo_disable_msg = _REASON  # pyright: ignore[reportFunctionMemberAccess]
-    return run
+    found._torchdynamo_disable, found._torchdynamo_disable_msg = True, _REASON
+    return found
 
 
-def uncompiled(fn: Callable[..., T], *args: Any) -> T:
+@not_compiled_alone
+def uncompiled(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `fn` returns; torch.compile takes up no frame of it, whoever calls."""
     if set_eval_frame is None:
         disabled: Any = torch.compiler.disable(fn)
-        return disabled(*args)
+        return disabled(*args, **kwargs)
     before = set_eval_frame(None)
     try:
-        return fn(*args)
+        return fn(*args, **kwargs)
     finally:
         set_eval_frame(before)

@@ -26,8 +26,8 @@ from fzero.functional.differentiate import is_differentiated
 from fzero.functional.functionalize import calls_noted
 from fzero.functional.held import held_over
 from fzero.functional.memory import storage_of
-from fzero.inference import outside_inference, with_versions
 from fzero.functional.uncompiled import never_compiled
+from fzero.inference import outside_inference, with_versions
 from fzero.numerics.casts import refuse_outer_autocast
 from fzero.numerics.rng import mix
 from fzero.program import Program

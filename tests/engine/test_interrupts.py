@@ -1,7 +1,10 @@
 """An engine that is interrupted, as by Ctrl-C: it goes on, or says that an update was cut off."""
 
+import contextlib
 import copy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,3 +139,119 @@ def test_a_forward_that_runs_is_none_that_is_over() -> None:
     engine = fzero.Engine(Calls(3, 4), fzero.optim.sgd(0.1))
     _iterate(engine)
     assert len(told) == 1
+
+
+HERE = str(Path(fzero.engine.__file__).parent)
+BATCHES = [X, 2 * X + 1]
+
+
+class _AtLine:
+    """Ctrl-C at the n-th line of the engine's own code that runs."""
+
+    def __init__(self, number: int) -> None:
+        self.left, self.where = number, ""
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(HERE) else None
+
+    def _line(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._line
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                yield
+        finally:
+            sys.settrace(before)
+
+
+def _accumulating(stage: int) -> fzero.Engine:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    cfg = fzero.Config(stage, accum_steps=2, clip_norm=0.5)
+    return fzero.Engine(module, fzero.optim.sgd(0.1, momentum=0.9), cfg)
+
+
+def _backward(engine: fzero.Engine, i: int) -> None:
+    engine(BATCHES[i].double()).square().mean().backward()
+
+
+def _whole(engine: fzero.Engine) -> fzero.Engine:
+    _backward(engine, 0)
+    _backward(engine, 1)
+    engine.step()
+    return engine
+
+
+def _close(engine: fzero.Engine, *others: fzero.Engine) -> bool:
+    found = engine.full_params()
+    return any(
+        all(torch.equal(found[name], x) for name, x in other.full_params().items())
+        for other in others
+    )
+
+
+EVERY = [
+    (stage, stride)
+    if stride > 1
+    else pytest.param(stage, stride, marks=pytest.mark.slow, id=f"{stage}-all")
+    for stride in (7, 1)
+    for stage in range(4)
+]
+
+
+@pytest.mark.parametrize(("stage", "stride"), EVERY)
+def test_wherever_a_backward_breaks_off_zero_grad_begins_anew(stage: int, stride: int) -> None:
+    once = _whole(_accumulating(stage))
+    number, hit = 1 + stage % stride, 0
+    while True:
+        engine, at = _accumulating(stage), _AtLine(number)
+        _backward(engine, 0)
+        with at.interrupting():
+            _backward(engine, 1)
+        if not at.where:
+            break
+        hit += 1
+        engine.zero_grad()
+        assert _close(_whole(engine), once), at.where
+        number += stride
+    assert hit * stride > 100
+
+
+@pytest.mark.parametrize(("stage", "stride"), EVERY)
+def test_wherever_a_step_breaks_off_another_is_exact_or_refused(stage: int, stride: int) -> None:
+    once, twice = _whole(_accumulating(stage)), _whole(_whole(_accumulating(stage)))
+    number, told = 1 + stage % stride, list[str]()
+    while True:
+        engine, at = _accumulating(stage), _AtLine(number)
+        kept = copy.deepcopy(engine.state)
+        _backward(engine, 0)
+        _backward(engine, 1)
+        with at.interrupting():
+            engine.step()
+        if not at.where:
+            break
+        try:
+            engine.step()
+            told.append("exact")
+            assert _close(engine, once), at.where
+        except (fzero.BackwardError, ShardError) as error:
+            told.append(type(error).__name__)
+            engine.zero_grad()
+        try:
+            _whole(engine)
+        except ShardError:  # the update had begun to write
+            told[-1] = "ShardError"
+            engine.state = kept
+            _whole(engine)
+        assert _close(engine, once, twice), at.where
+        number += stride
+    assert {"exact", "ShardError"} <= set(told) <= {"exact", "BackwardError", "ShardError"}
