@@ -31,7 +31,7 @@ def refuse_surroundings(what: str) -> None:
             f"{what} was called inside of a transform of torch.func (grad, vmap, jvp, ...), and a "
             "whole step has neither a derivative nor a rule for batches: it writes over its state, "
             "and runs collectives. Transform inside of the model function; take several steps in "
-            "a loop; to differentiate through an update, write the step of fzero.value_and_grad, "
+            "a loop; to differentiate through an update, write the step of torch.func.grad, "
             "opt.update and fzero.apply_updates on plain tensors."
         )
     # whatever else is in force, what torch makes now is one of these
