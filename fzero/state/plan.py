@@ -271,11 +271,15 @@ class Plan:
         for x, (kind, shape, dtype), path in zip(leaves, wanted, sharding.paths, strict=True):
             split = issubclass(kind, DTensor)
             if not isinstance(x, Tensor) or isinstance(x, DTensor) != split:
-                wanted = "a DTensor" if split else "a plain tensor"
+                wanted, way = (
+                    ("a DTensor", "fzero.shard(params, step_fn.cfg) splits full ones")
+                    if split
+                    else ("a plain tensor, whole on every rank", "fzero.unshard(params) gives such")
+                )
                 raise ShardError(
                     f"params{path} is a {type(x).__name__}, and at stage {self.cfg.stage} it must "
-                    f"be {wanted}. Pass what step_fn.init or the last call of step_fn returned; "
-                    "full parameters go through step_fn.init first."
+                    f"be {wanted}. Pass what step_fn.init or the last call of step_fn returned, "
+                    f"changed as you like: {way}."
                 )
             if local_tensor(x).shape != shape or x.dtype != dtype:
                 raise ShardError(
