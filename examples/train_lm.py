@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import fzero
+from fzero.checkpoint import sample_order
 
 cli = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 cli.add_argument("--stage", type=int, default=3, help="ZeRO stage, 0 to 3")
@@ -29,7 +30,7 @@ cli.add_argument("--precision", help="as in fzero.Config; float32 if not given")
 cli.add_argument("--accum", type=int, default=1, help="micro-batches per step")
 cli.add_argument("--steps", type=int, default=400)
 cli.add_argument("--size", default="small", choices=["tiny", "small", "medium"])
-cli.add_argument("--batch", type=int, default=12, help="windows per step, over all ranks")
+cli.add_argument("--batch", type=int, help="windows a step, over all ranks; about 12 if not given")
 cli.add_argument("--optimizer", default="adamw", choices=["adamw", "muon", "adafactor", "lamb"])
 cli.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
 cli.add_argument("--seed", type=int, default=0)
@@ -45,6 +46,13 @@ rank, local_rank, world = (
     int(os.environ.get(name, default))
     for name, default in [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)]
 )
+parts = world * max(args.accum, 1)  # of a batch, all of one size
+if args.batch is None:
+    args.batch = -(-12 // parts) * parts
+    if rank == 0 and args.batch > 12:
+        print(f"--batch {args.batch}: the first multiple of {parts} from 12 on")
+if args.batch % parts:
+    cli.error(f"--batch {args.batch} must be a multiple of {parts}: {world} ranks, --accum")
 device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
 context, (width, depth) = 128, {"tiny": (32, 2), "small": (128, 4), "medium": (256, 8)}[args.size]
 
@@ -63,12 +71,7 @@ def windows_of(paths: list[Path]) -> Tensor:
 train, valid = windows_of([f for i, f in enumerate(files) if i % 10]), windows_of(files[::10])
 valid = valid[torch.linspace(0, len(valid) - 1, 512 // world * world).long()].long().to(device)
 order = partial(
-    fzero.checkpoint.sample_order,
-    samples=len(train),
-    batch=args.batch,
-    seed=args.seed,
-    rank=rank,
-    world=world,
+    sample_order, samples=len(train), batch=args.batch, seed=args.seed, rank=rank, world=world
 )
 
 

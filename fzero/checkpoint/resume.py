@@ -57,11 +57,13 @@ def sample_order(
     ):
         if not isinstance(value, int) or value < least:
             raise ConfigError(f"sample_order: {name}={value!r} must be an int >= {least}.")
-    if rank >= world or batch % world:
+    if rank >= world:
+        raise ConfigError(f"sample_order: rank={rank} must be below world={world}.")
+    if batch % world:
         raise ConfigError(
-            f"sample_order: batch={batch}, rank={rank}, world={world}: the rank must be below the "
-            "world, and the batch a multiple of it. Choose a batch that all worlds divide, such as "
-            "12 for 2, 3 and 4 ranks."
+            f"sample_order: batch={batch} must be a multiple of world={world}, for ranks see parts "
+            f"of the same size. Choose one, such as {-(-batch // world) * world}; one that several "
+            "worlds divide, as 2, 3 and 4 do 12, is the same batch in each of them."
         )
     mine = batch // world
     first = step * batch + rank * mine

@@ -4,12 +4,16 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+
+from fzero.checkpoint import sample_order
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_lm.py"
@@ -72,6 +76,57 @@ def test_the_first_losses_are_those_of_an_untrained_model(alone: Run, two_ranks:
     uniform = math.log(256)
     for rows in (alone.rows, two_ranks.rows):
         assert rows[0]["loss"] == pytest.approx(uniform, abs=0.5)
+
+
+def batch_of(world: int, *flags: str) -> int:
+    """The batch that the example comes to on one of `world` ranks, without starting them."""
+    until_data, _, _ = EXAMPLE.read_text().partition("# ---- data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(EXAMPLE), *flags])
+        for name, value in (("WORLD_SIZE", world), ("RANK", world - 1), ("LOCAL_RANK", 0)):
+            patch.setenv(name, str(value))
+        names: dict[str, Any] = {}
+        exec(until_data, names)
+    return names["args"].batch
+
+
+@pytest.mark.parametrize("world", range(1, 18))
+def test_the_batch_can_be_shared_among_any_ranks(world: int) -> None:
+    batch = batch_of(world)
+    whole, *parts = (
+        sample_order(3, samples=1000, batch=batch, rank=rank, world=ranks)
+        for ranks in (1, world)
+        for rank in range(ranks)
+    )
+    assert torch.equal(torch.cat(parts), whole)
+    assert batch == 12 or (12 % world and 12 < batch < 12 + world)
+    assert batch_of(world, "--accum", "3") % (3 * world) == 0
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        batch_of(8, "--batch", "12")
+    said = capsys.readouterr().err
+    assert "--batch 12 must be a multiple of 8: 8 ranks, --accum" in said
+
+
+def test_what_the_launch_files_start_fits_their_ranks() -> None:
+    slurm, yaml, page = (
+        (ROOT / name).read_text()
+        for name in (
+            "examples/launch/slurm.sbatch",
+            "examples/launch/kubernetes.yaml",
+            "docs/machines.md",
+        )
+    )
+    (pods,) = re.findall(r"args: \[(.*)\]", yaml)
+    (usage,), (torchrun,) = (
+        re.findall(r"^#? *examples/train_lm\.py (.*)$", text, re.M) for text in (slurm, page)
+    )
+    for flags in (shlex.split(pods.replace(",", " ")), usage.split(), torchrun.split()):
+        assert batch_of(16, *flags) == 16
+    # the batch script sends a signal that only this flag listens to
+    assert "--save-on-signal" in usage
 
 
 def test_is_short_enough_to_read() -> None:
