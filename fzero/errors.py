@@ -51,6 +51,10 @@ class CheckpointError(FzeroError):
     """A checkpoint that cannot be written, read or trusted."""
 
 
+# how a step function keeps what a call changes, for messages that lead there
+STATEFUL = "model_fn(params, state, batch) -> (loss, new_state), after step_fn.init(params, state)"
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in one line of at most 200 characters; its class where it says nothing.
 

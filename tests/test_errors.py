@@ -366,6 +366,24 @@ def test_a_result_that_is_no_loss_is_described(model_fn: Callable[..., Any], sai
         step_fn(*state, X)
 
 
+@pytest.mark.parametrize("given", ["none", "left out", "left out, loss alone", "taken by mistake"])
+def test_whoever_loses_buffers_is_told_how_a_step_keeps_them(given: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    apply, params = fzero.functionalize(module)
+    with_state, _, buffers = fzero.functionalize(module, buffers=True)
+    model_fn = {
+        "none": lambda p, x: apply(p, x).mean(),
+        "left out": lambda p, x: with_state(p, buffers, x),
+        "left out, loss alone": lambda p, x: with_state(p, buffers, x)[0].mean(),
+        "taken by mistake": lambda p, s, x: with_state(p, s, x),
+    }[given]
+    step_fn = _make(model_fn)
+    state = step_fn.init(params, *[buffers] * given.startswith("left out"))
+    said = r"model_fn\(params, state, batch\) -> \(loss, new_state\), after step_fn.init\(params, "
+    with pytest.raises(FzeroError, match=said):
+        step_fn(*state, X)
+
+
 def test_has_aux_without_aux_is_described() -> None:
     step_fn = _make(has_aux=True)
     state = _state(step_fn)

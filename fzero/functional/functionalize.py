@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fzero.errors import FzeroError, ShardError, TraceError, arguments_by_name
+from fzero.errors import STATEFUL, FzeroError, ShardError, TraceError, arguments_by_name
 from fzero.functional.differentiate import nodes_behind
 from fzero.functional.fit import check_device, check_fit, check_structure
 from fzero.functional.opaque import wrap_forwards
@@ -120,8 +120,9 @@ def functionalize(module: nn.Module, *, buffers: bool = False) -> Any:
                 raise TraceError(
                     f"The call changed buffer {name!r} of {kind_of(module)}, and its new value has "
                     "nowhere to go: a pure function returns what it changes. Use `apply, params, "
-                    "buffers = functionalize(module, buffers=True)` and keep the buffers that "
-                    "`apply(params, buffers, ...)` returns, or call `module.eval()` first."
+                    "state = functionalize(module, buffers=True)` and keep the new state of "
+                    "`out, state = apply(params, state, ...)`; in a step function it is the model "
+                    f"state, {STATEFUL}. Or call `module.eval()` first."
                 )
         return as_output(out)
 

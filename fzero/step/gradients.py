@@ -17,7 +17,7 @@ from fzero import tree, zero
 from fzero.config import Config
 from fzero.distributed.mesh import Axes
 from fzero.eager.lazy import changed_in_place, written_already
-from fzero.errors import FzeroError, ShardError
+from fzero.errors import STATEFUL, FzeroError, ShardError
 from fzero.numerics.casts import cast
 from fzero.program import Program
 from fzero.program.categories import BATCH, GRADIENTS, PARAMETERS, RESULTS, SCALE, STATE
@@ -327,10 +327,10 @@ def _check_takes(model_fn: ModelFn, stateful: bool) -> None:
         name = getattr(model_fn, "__name__", type(model_fn).__name__)
         raise FzeroError(
             f"the model function {name}{signature} can't be called with ({', '.join(given)}): "
-            f"{error}. init was given {'a' if stateful else 'no'} model state: a model function is "
-            "called as model_fn(params, batch), and as model_fn(params, model_state, batch) after "
-            "step_fn.init(params, model_state). What else it needs, give it by a closure or "
-            "functools.partial, or in the batch, which may be a tuple or a dict."
+            f"{error}. init was given {'a' if stateful else 'no'} model state. A model function is "
+            f"model_fn(params, batch) -> loss, and with model state {STATEFUL}. What else it "
+            "needs, give it by a closure or functools.partial, or in the batch, which may be a "
+            "tuple or a dict."
         ) from None
 
 
@@ -340,9 +340,10 @@ def _taken_apart(result: Any, cfg: Config, stateful: bool) -> tuple[Any, Any, An
     if len(form) == 1:
         if isinstance(result, (tuple, list)):
             raise FzeroError(
-                f"the model function returned a {type(result).__name__} of {len(result)}, and must "
-                "return the loss alone. To return more, set Config(has_aux=True), or pass model "
-                "state to step_fn.init(params, model_state)."
+                f"the model function returned a {type(result).__name__} of {len(result)}, and one "
+                "of (params, batch) must return the loss alone. What changes from call to call, "
+                f"such as BatchNorm's buffers, is model state: {STATEFUL}. What is only told is "
+                "aux: Config(has_aux=True) and model_fn(params, batch) -> (loss, aux)."
             )
         return result, None, None
     if not isinstance(result, tuple) or len(result) != len(form):

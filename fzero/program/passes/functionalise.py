@@ -27,7 +27,7 @@ from torch.fx.graph import CodeGen
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_iter
 
-from fzero.errors import FzeroError, TraceError, first_line
+from fzero.errors import STATEFUL, FzeroError, TraceError, first_line
 from fzero.program.dynamic import marked
 from fzero.program.graph import (
     copy_graph,
@@ -327,6 +327,7 @@ def _refuse_constant(operand: fx.Node, node: fx.Node) -> None:
         raise TraceError(
             f"the model function changes a tensor in place that it closed over ({node.target} on a "
             f"tensor of shape {shape}); a step is a pure function, so the change would be lost. "
-            "Pass it as model state: apply, params, buffers = fzero.functionalize(module, "
-            "buffers=True) and step_fn.init(params, buffers)."
+            "Take it as an argument and return the new one. A step has model state for that: "
+            f"{STATEFUL}. A module's comes of apply, params, state = fzero.functionalize(module, "
+            "buffers=True); pass the state that model_fn is given to apply(params, state, ...)."
         )
