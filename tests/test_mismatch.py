@@ -177,7 +177,7 @@ def _first_call() -> tuple[str | None, list[Tensor]]:
 def test_another_branch_in_the_first_call_is_named_and_the_next_call_is_right() -> None:
     (message, params), (other, _) = run_ranks(2, _first_call)
     assert message == other
-    assert "ranks differ in the step function's collectives at line" in str(message)
+    assert "ranks differ in the step function's collectives at row" in str(message)
     assert "unused" in str(message)
     step_fn = fzero.make_train_step(_loss, SGD)
     expected, _ = step_fn(*step_fn.init(_params()), X)

@@ -99,7 +99,7 @@ def first_difference(what: str, by_rank: Sequence[Items], ranks: Sequence[int]) 
 
     Args:
         what: what the items describe.
-        by_rank: each rank's items.
+        by_rank: each rank's items; a path of "" where there is but one.
         ranks: their global ranks.
 
     >>> first_difference("config", [[("stage", "1")], [("stage", "2")]], [0, 1])
@@ -109,20 +109,20 @@ def first_difference(what: str, by_rank: Sequence[Items], ranks: Sequence[int]) 
     paths = dict.fromkeys(path for items in by_rank for path, _ in items)
     different = [path for path in paths if len({d.get(path) for d in found}) > 1]
     if different:
-        where = f"at {different[0]}"
+        where = f" at {different[0]}" if different[0] else ""
         values = [d.get(different[0], _ABSENT) for d in found]
         more = f" ({len(different)} of {len(paths)} entries differ)" if len(paths) > 1 else ""
     else:  # the same entries in another order, or one of them twice
         rows = list(itertools.zip_longest(*by_rank, fillvalue=("", _ABSENT)))
         number, row = next((i, row) for i, row in enumerate(rows) if len(set(row)) > 1)
-        where = f"in the order of its entries, at entry {number}"
+        where = f" in the order of its entries, at entry {number}"
         values = [path or value for path, value in row]
         more = ""
     holders: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
     listing = "; ".join(f"{ranks_text(who)}: {value}" for value, who in holders.items())
-    return f"ranks differ in {what} {where}: {listing}{more}. It must be the same on all."
+    return f"ranks differ in {what}{where}: {listing}{more}. It must be the same on all."
 
 
 def _digest(text: bytes) -> bytes:

@@ -103,7 +103,7 @@ class Journal:
         expected = self.before[at] if self.on_track else self.next.get(self.phase)
         self.on_track &= expected == phase
         if expected != phase:
-            self._meet(f"after {self.phase}", phase)
+            self._meet(f"after {self.phase}", phase, calls=True)
         else:
             self.circle.limit = self.limit
             self.circle.announce(f"{self.name}, {phase}", self._hint)
@@ -148,12 +148,12 @@ class Journal:
         self.turn += self.position == 0
         return f"{self.phase} {self.turn}"
 
-    def _meet(self, where: str, line: str) -> None:
+    def _meet(self, where: str, line: str, *, calls: bool = False) -> None:
         key = f"{self.name}, {where}"
         if self.owner is ENGINE:  # whose passes have no number that would tell meetings apart
             self.count += 1
             key = f"{key} (meeting {self.count})"
-        rendezvous(key, line, self.mesh, self.limit, self._hint)
+        rendezvous(key, line, self.mesh, self.limit, self._hint, calls=calls)
 
     @property
     def _hint(self) -> str:

@@ -12,7 +12,13 @@ from fzero.errors import RankMismatchError
 
 
 def rendezvous(
-    key: str, text: str, mesh: Mesh, timeout: float | None = None, hint: str = ""
+    key: str,
+    text: str,
+    mesh: Mesh,
+    timeout: float | None = None,
+    hint: str = "",
+    *,
+    calls: bool = False,
 ) -> None:
     """Return once every rank of `mesh` has come to `key` with the same text; no collectives.
 
@@ -26,6 +32,7 @@ def rendezvous(
         timeout: seconds to wait for them while they live and are nowhere else; None: the process
             group's.
         hint: what the user can do about a difference, besides.
+        calls: whether the texts say what is called, and not which collectives that runs.
 
     Raises:
         RankMismatchError: names a rank that is elsewhere, gone or late, or the first line that
@@ -40,15 +47,26 @@ def rendezvous(
     circle.limit = timeout
     texts = circle.meet(key, text, hint)
     if len(set(texts)) > 1:
-        items = [[(f"line {i}", line) for i, line in enumerate(t.split("\n"))] for t in texts]
-        advice = (
-            " Give every rank a batch of the same structure, shapes and dtypes in the same call."
-        )
-        joins = who_joins(dict(zip(mesh.ranks, texts, strict=True)))
+        lines = [t.split("\n") for t in texts]
+        if len({first for first, *_ in lines}) > 1:  # other meetings altogether
+            items, calls = [[("", ": ".join(t[:2]))] for t in lines], True
+        elif max(map(len, lines)) == 2:
+            items = [[("", line)] for _, line in lines]
+        else:
+            rows = [enumerate(t[1:], 1) for t in lines]
+            items = [[(f"row {i} of the collectives", line) for i, line in row] for row in rows]
+        by_rank = dict(zip(mesh.ranks, texts, strict=True))
+        advice = who_joins(by_rank) or (_CALLS if calls else _BATCHES) + hint
         raise RankMismatchError(
-            f"{first_difference(key, items, mesh.ranks)} Their collectives would not match."
-            f"{joins or advice + hint}"
+            f"{first_difference(key, items, mesh.ranks)} Their collectives would not match.{advice}"
         )
+
+
+_CALLS = (
+    " All ranks must call the same functions and methods in the same order, also those that only "
+    "read (full_grad, state_dict): look for one under `if rank == 0:`, or a loop that is longer."
+)
+_BATCHES = " Give every rank a batch of the same structure, shapes and dtypes in the same call."
 
 
 def says(key: str, text: str, mesh: Mesh, rank: int = 0, timeout: float | None = None) -> str:

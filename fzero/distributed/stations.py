@@ -118,14 +118,20 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def differ(*pairs: tuple[int, Station]) -> str:
-    """The message about two ranks at different stations of one number."""
+def differ(*pairs: tuple[int, Station], hint: str = "") -> str:
+    """The message about two ranks at different stations of one number.
+
+    Args:
+        pairs: rank, and where it was.
+        hint: what to say besides where nothing more special is known.
+    """
     (one, here), (other, there) = sorted(pairs)
     what = [f"rank {one} came to {here.text!r}", f"rank {other} to {there.text!r}"]
     if here.text == there.text:  # they parted before, or brought other texts
         what[1] += " by another way"
-    joins = who_joins({rank: station.text for rank, station in pairs})
-    return f"{what[0]}, and {what[1]}: their collectives would not match.{joins or ADVICE}"
+    texts = {rank: station.text for rank, station in pairs}
+    advice = who_joins(texts) or who_freezes(texts) or ADVICE + hint
+    return f"{what[0]}, and {what[1]}: their collectives would not match.{advice}"
 
 
 def who_joins(texts: Mapping[int, str]) -> str:
@@ -149,6 +155,28 @@ def who_joins(texts: Mapping[int, str]) -> str:
     )
 
 
+def who_freezes(texts: Mapping[int, str]) -> str:
+    """What to say where only some ranks have changed what is trained; "" otherwise.
+
+    Args:
+        texts: what each rank is about to do.
+
+    >>> who_freezes({0: "engine 1, forward", 1: COMPARES_TRAINED})  # doctest: +ELLIPSIS
+    ' requires_grad of some parameter has changed on rank 1 and not on rank 0. Freeze ...'
+    """
+    at = [rank for rank, text in texts.items() if text == COMPARES_TRAINED]
+    others = [rank for rank in texts if rank not in at]
+    if not at or not others:
+        return ""
+    return (
+        f" requires_grad of some parameter has changed on {ranks_text(at)} and not on "
+        f"{ranks_text(others)}. {FREEZE_ALIKE}"
+    )
+
+
+TRAINED = "what is trained"  # as `agree` calls it
+COMPARES_TRAINED = f"a comparison of {TRAINED}"
+FREEZE_ALIKE = "Freeze and unfreeze the same parameters on every rank, before the same forward."
 _JOIN = re.compile(r"\bjoin$|^engine\.join\b")
 
 

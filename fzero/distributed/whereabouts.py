@@ -342,8 +342,8 @@ class Circle:
             mine = self._passed(there.number)
             # where the one that is behind stands: the other has been there, and remembers
             if mine is not None and mine.chain != there.chain:
-                text = differ((self.rank, mine), (rank, there))
-                self._give_up(text + (hints[rank] or self.hint))
+                hint = hints[rank] or self.hint
+                self._give_up(differ((self.rank, mine), (rank, there), hint=hint))
         behind = {r: there for r, there in stations.items() if there.number < self.here.number}
         for rank, there in behind.items():
             if there.left:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.distributed.agree import agree
 from fzero.distributed.mesh import is_simulated
+from fzero.distributed.stations import FREEZE_ALIKE, TRAINED
 from fzero.errors import FzeroError
 from fzero.layout import LeafLayout
 from fzero.optim.counts import own_counts
@@ -25,8 +26,6 @@ from fzero.state.opt_state import LocalState, OptState
 from fzero.state.plan import Plan
 from fzero.step.update_program import UpdateProgram
 from fzero.tree import PyTree
-
-_HINT = "Freeze and unfreeze the same parameters on every rank, before the same forward."
 
 
 class Wishes:
@@ -84,7 +83,7 @@ class Wishes:
             return
         flags = zip(self.indices, self.asked, strict=True)
         items = [(self.leaves[i].name, f"requires_grad={asked}") for i, asked in flags]
-        agree("what is trained", items, plan.mesh, plan.cfg.timeout, _HINT)
+        agree(TRAINED, items, plan.mesh, plan.cfg.timeout, FREEZE_ALIKE)
 
 
 @dataclass

@@ -186,7 +186,7 @@ class Agreement:
         if collectives == self.collectives:
             return
         if self.collectives is None:
-            lines = [(f"line {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
+            lines = [(f"row {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
             agree(f"the {self.what}'s collectives", lines, mesh, self.timeout)
             if not circle_of(mesh).alone:
                 # ranks make their functions in the same order: the n-th is the same on all

@@ -245,7 +245,7 @@ def _alone(stage: int) -> None:
             engine(data(dist.get_rank(), i)).square().mean().backward()
             engine.step()
 
-    with pytest.raises(fzero.RankMismatchError):
+    with pytest.raises(fzero.RankMismatchError, match=r"requires_grad.* changed on rank 1 and not"):
         train()
 
 

@@ -73,6 +73,28 @@ def test_every_rank_is_told(when: str) -> None:
         assert seconds < 3 + 5
 
 
+def reads_alone() -> str:
+    """One rank looks at a gradient, and the other updates."""
+    torch.distributed.init_process_group("gloo")
+    rank, _ = here()
+    engine = fzero.Engine(build(Raises), SGD(), fzero.Config(stage=3))
+    engine(data(rank)).square().mean().backward()
+    try:
+        if rank == 0:
+            engine.full_grad("a.weight")
+        engine.step()
+    except fzero.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_one_rank_reads_is_a_call_that_all_must_make() -> None:
+    for message in run_fresh(2, reads_alone, timeout=60):
+        assert "rank 0: full_grad; rank 1: update. It must be the same on all" in message
+        assert "All ranks must call the same functions and methods" in message
+        assert "Give every rank a batch" not in message
+
+
 def goes_on_alone() -> None:
     """One rank calls backward once more, and the other updates."""
     torch.distributed.init_process_group("gloo")
