@@ -30,6 +30,7 @@ class Stepped(Protocol):
     def device(self) -> torch.device: ...
 
 
+_RATE = "engine.optimizer.param_groups[0]['lr']"
 _FOR_ANY = (
     "Save it on every rank, in a file of its own; or for any rank, stage and world by "
     "fzero.checkpoint.save(path, *engine.state)."
@@ -43,9 +44,14 @@ class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
     a dict's own `update` and `items` would go past them.
     """
 
-    def __init__(self, engine: "weakref.ref[Stepped]", given: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        engine: "weakref.ref[Stepped]",
+        driver: "weakref.ref[Driver]",
+        given: Mapping[str, Any],
+    ) -> None:
         dict.__init__(self, given)
-        self.engine = engine
+        self.engine, self.driver = engine, driver
 
     def __getitem__(self, key: str) -> Any:
         engine = self.engine()
@@ -65,9 +71,9 @@ class Group(MutableMapping[str, Any], dict[str, Any]):  # pyright: ignore
         return any(key == x for x in self)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        engine = self.engine()
-        if key == "lr" and engine is not None:
-            engine.lr = value
+        engine, driver = self.engine(), self.driver()
+        if key == "lr" and driver is not None:
+            driver.stepper.set_rate(value, _RATE, " (a scheduler of torch does that)")
         elif key == "momentum" and key in self and engine is not None:
             engine.momentum = value
         elif key in _numbers_of_optimizers():
@@ -125,7 +131,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if engine.momentum is not None:  # of Adam, too: of two betas the second is not set here
             numbers["momentum"] = engine.momentum
         super().__init__(list(engine.parameters()), numbers)
-        groups = [Group(self._engine, group) for group in self.param_groups]
+        groups = [Group(self._engine, self._driver, group) for group in self.param_groups]
         self.param_groups = groups  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property

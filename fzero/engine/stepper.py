@@ -14,6 +14,7 @@ from fzero.errors import ConfigError, FzeroError, ShardError
 from fzero.inference import makes_normal
 from fzero.layout import LeafLayout
 from fzero.numerics.loss_scale import LossScaleState, Watch, at_minimum, exhausted
+from fzero.optim import check
 from fzero.optim.compose import MultiState
 from fzero.optim.counts import has_counts, own_counts
 from fzero.optim.inject import MOMENTA, InjectState
@@ -180,8 +181,18 @@ class Stepper:
         state = self.opt_state.inner
         return state.inner if isinstance(state, MultiState) else {}
 
-    def set_rate(self, lr: float | Tensor | Mapping[str, float | Tensor]) -> None:
+    def set_rate(
+        self,
+        lr: float | Tensor | Mapping[str, float | Tensor],
+        what: str = "engine.lr",
+        by: str = "",
+    ) -> None:
         """Write the learning rate of the next updates; of several, by label of `multi_transform`.
+
+        Args:
+            lr: the rate, or rates.
+            what: its user has assigned.
+            by: who may have done that, if not the user's own line.
 
         Raises:
             FzeroError: the optimizer has none in its state, or a schedule gives it; or rates
@@ -191,11 +202,11 @@ class Stepper:
         if isinstance(lr, Mapping):
             self._set_rates(lr)
             return
-        value = _number("engine.lr", lr)
+        value = _number(what, lr)
         rates = list(_injected(self.opt_state.inner, ("lr",)))
         if rates and len(now := self._rates(self.opt_state.inner)) > 1:
             raise FzeroError(
-                f"engine.lr was assigned {value}, and the optimizer has the rates {now}, which "
+                f"{what} was assigned {value}{by}, and the optimizer has the rates {now}, which "
                 "would all be that. Set those that change by label, engine.lr = {label: "
                 "rate}; all alike, engine.lr = dict.fromkeys(engine.lr, rate). A scheduler of "
                 "torch's drives one rate: use schedules of fzero.optim, one for each label."
@@ -203,11 +214,22 @@ class Stepper:
         # one that is the optimizer's own may be set to what it is
         if self._written([(self.opt_state.inner, value)]):
             return
+        now = self._rates(self.opt_state.inner)
+        maker = check.maker_of(self.plan.opt)
+        number, more = "3e-4", ""
+        if rates or self._is_scheduled():
+            why = "the optimizer's rate is given by its schedule, which each update asks again"
+            way = "with a number in place of it"
+        else:
+            number = f"{now[0]:g}" if now else number
+            why = f"the optimizer's rate is fixed{f' at {number}' if now else ''}, in its update"
+            way = "with a rate that can be set"
+            if maker:
+                more = f" Or pass fzero.optim.{maker} a schedule of fzero.optim."
         raise FzeroError(
-            "engine.lr was assigned, and the optimizer's rate is "
-            + ("given by a schedule" if rates or self._is_scheduled() else "a number of its own")
-            + ". Make it with a number, fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4)"
-            ": then it is a tensor of the state, and is read in each update."
+            f"{what} was assigned {value:g}{by}, and {why}. To set rates between steps make it "
+            f"{way}, fzero.optim.inject_hyperparams(fzero.optim.{maker or 'adamw'})(lr={number})"
+            f"{'' if maker else ' for example'}: then it is a tensor of the state.{more}"
         )
 
     def _is_scheduled(self) -> bool:

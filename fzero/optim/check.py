@@ -133,6 +133,24 @@ def numbers_of(opt: Any) -> dict[str, str]:
     return found
 
 
+def maker_of(opt: Any) -> str:
+    """Which of this library's optimizers with a learning rate one is; "" if it is none by itself.
+
+    >>> from fzero.optim import adamw, chain, sgd
+    >>> maker_of(sgd(0.1)), maker_of(adamw(0.1)), maker_of(chain(sgd(0.1)))
+    ('sgd', 'adamw', '')
+    """
+    update = opt.update
+    if not isinstance(update, types.FunctionType) or not update.__module__.startswith("fzero."):
+        return ""
+    cells = dict(zip(update.__code__.co_freevars, update.__closure__ or (), strict=True))
+    if "lr" not in cells:
+        return ""
+    if "name" in cells:  # Adam's two share a function
+        return str(cells["name"].cell_contents)
+    return update.__qualname__.partition(".")[0]
+
+
 def _scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
