@@ -127,12 +127,12 @@ def test_a_rate_that_an_optimizer_has_of_its_own_may_be_set_to_what_it_is() -> N
     engine = _engine(1)
     engine.lr = 0.01
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
-    with pytest.raises(FzeroError, match="a number of its own"):
+    with pytest.raises(FzeroError, match=r"rate is fixed at 0\.01"):
         engine.lr = 0.02
     for rate, said in (
-        (fzero.optim.cosine(0.01, 10), "by a schedule"),
-        (torch.tensor(0.1), "of its own"),
+        (fzero.optim.cosine(0.01, 10), "by its schedule"),
+        (torch.tensor(0.1), r"fixed at 0\.1"),
     ):
         model = nn.Linear(2, 1)
-        with pytest.raises(FzeroError, match=rf"{said}\. Make it with a number, .*inject_hyperp"):
+        with pytest.raises(FzeroError, match=rf"{said}, .*inject_hyperp"):
             fzero.Engine(model, fzero.optim.adamw(rate)).lr = 0.02
