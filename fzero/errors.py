@@ -11,7 +11,7 @@ import re
 import reprlib
 import sys
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
@@ -79,11 +79,68 @@ def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> Non
     known = list(known)
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=2)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            near = meant(name, known) or " or ".join(map(repr, get_close_matches(name, known, n=2)))
+            hint = f" Did you mean {near}?" if near else ""
             raise ConfigError(
                 f"{what} has no field {name!r}.{hint} Its fields: {', '.join(known)}."
             )
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """What of `known` goes by another name elsewhere, for a message; "" if nothing does.
+
+    >>> meant("betas", ["lr", "b1", "b2"]), meant("init_value", ["peak", "steps"]), meant("x", [])
+    ("'b1' and 'b2'", "'peak'", '')
+    """
+    known = list(known)
+    for here in _ELSEWHERE.get(name, ()):
+        words = here.split()
+        if set(words) <= set(known):
+            return " and ".join(map(repr, words))
+    return ""
+
+
+# as torch.optim, optax, transformers, Lightning, accelerate and DeepSpeed call what is here
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("lr", "value"),
+    "betas": ("b1 b2",),
+    "beta1": ("b1",),
+    "beta2": ("b2",),
+    "epsilon": ("eps",),
+    # optax's schedules: where there is a start of its own, that is meant
+    "init_value": ("start", "peak", "value"),
+    "peak_value": ("peak",),
+    "end_value": ("end",),
+    "decay_steps": ("total_steps", "steps"),
+    "transition_steps": ("steps",),
+    "T_max": ("steps",),
+    "eta_min": ("end",),
+    "num_warmup_steps": ("warmup_steps",),
+    "num_training_steps": ("total_steps", "steps"),
+    # of a config
+    "gradient_accumulation_steps": ("accum_steps",),
+    "accumulate_grad_batches": ("accum_steps",),
+    "max_grad_norm": ("clip_norm",),
+    "gradient_clipping": ("clip_norm",),
+    "gradient_clip_val": ("clip_norm",),
+    "mixed_precision": ("precision",),
+    "dtype": ("precision",),
+    "zero_stage": ("stage",),
+    "device_mesh": ("mesh",),
+    "cpu_offload": ("offload",),
+}
+
+NO_PARAMETERS = (
+    "Parameters and groups are not passed here, as torch.optim has them: {0}(3e-4) is for any, and "
+    "init(params) takes them. Groups are fzero.optim.multi_transform."
+)
+
+
+def is_many(value: Any) -> bool:
+    """Whether this looks like parameters or groups where a number belongs."""
+    return (
+        isinstance(value, Iterable) and not isinstance(value, str) and not hasattr(value, "shape")
+    )
 
 
 def fields_by_name(cls: type[T]) -> type[T]:
@@ -193,7 +250,7 @@ def arguments_by_name(fn: Callable[P, T], name: str = "") -> Callable[P, T]:
             # what came as far as a line of the function is not about its arguments
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
-            raise ConfigError(_misfit(fn, name, str(error), kwargs)) from None
+            raise ConfigError(_misfit(fn, name, str(error), args, kwargs)) from None
 
     return call
 
@@ -218,7 +275,9 @@ def _one_less(number: re.Match[str]) -> str:
     return str(int(number[0]) - 1)
 
 
-def _misfit(fn: Callable[..., Any], name: str, complaint: str, given: dict[str, Any]) -> str:
+def _misfit(
+    fn: Callable[..., Any], name: str, complaint: str, args: Sequence[Any], given: dict[str, Any]
+) -> str:
     name = _called(fn, name)
     takes = inspect.signature(fn).parameters
     known = [x for x in takes.values() if x.name != "self"]
@@ -229,9 +288,11 @@ def _misfit(fn: Callable[..., Any], name: str, complaint: str, given: dict[str, 
     found = f"{complaint.replace(fn.__qualname__, name)}."
     for unknown in [x for x in given if x not in names][:1]:
         near = get_close_matches(unknown, names, n=2) or [x for x in names if x in unknown]
-        hints = [f"Did you mean {x!r}?" for x in near[:1]]
+        hints = [f"Did you mean {x}?" for x in [meant(unknown, names), *map(repr, near)] if x][:1]
         hints = [f"It is a field of {x}(...)." for x in _owners(fn, unknown)] or hints
         found = " ".join([f"{name} has no argument {unknown!r}.", *hints])
+    if names[:1] == ["lr"] and ("params" in given or ("lr" in given and any(map(is_many, args)))):
+        found = f"{found} {NO_PARAMETERS.format(name)}"
     plain = [x.replace(annotation=inspect.Parameter.empty) for x in known]
     return f"{found} Call it as {name}{inspect.Signature(plain)}."
 

@@ -230,11 +230,28 @@ def test_a_state_that_was_not_donated_is_taken_again() -> None:
         ),
         (
             lambda: fzero.optim.adamw(1e-3, betas=(0.9, 0.95)),  # pyright: ignore
-            r"adamw has no argument 'betas'. Call it as adamw\(lr, b1=0.9, b2=0.999, ",
+            r"adamw has no argument 'betas'. Did you mean 'b1' and 'b2'\? Call it as adamw\(lr, b1",
         ),
         (
             lambda: fzero.optim.adamw(nn.Linear(1, 1).parameters(), lr=1e-3),  # pyright: ignore
-            r"adamw\(\) got multiple values for argument 'lr'. Call it as adamw\(lr, ",
+            r"adamw\(\) got multiple values for argument 'lr'. Parameters and groups are not "
+            r"passed here, as torch.optim has them: adamw\(3e-4\).* Call it as adamw\(lr, ",
+        ),
+        (
+            lambda: fzero.optim.cosine(init_value=1e-3, decay_steps=9),  # pyright: ignore
+            r"cosine has no argument 'init_value'. Did you mean 'peak'\?",
+        ),
+        (
+            lambda: fzero.optim.warmup_cosine(init_value=0.0),  # pyright: ignore
+            r"warmup_cosine has no argument 'init_value'. Did you mean 'start'\?",
+        ),
+        (
+            lambda: Config(gradient_accumulation_steps=2),  # pyright: ignore
+            r"Config has no field 'gradient_accumulation_steps'. Did you mean 'accum_steps'\?",
+        ),
+        (
+            lambda: Config(max_grad_norm=1.0),  # pyright: ignore
+            r"Config has no field 'max_grad_norm'. Did you mean 'clip_norm'\?",
         ),
         (
             lambda: fzero.optim.sgd(),  # pyright: ignore
@@ -255,6 +272,31 @@ def test_an_argument_that_does_not_fit_is_told_with_those_that_do(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         call()
+
+
+@pytest.mark.parametrize(
+    "name", ["sgd", "adam", "adamw", "lion", "lamb", "adafactor", "muon", "injected"]
+)
+def test_every_optimizer_that_is_called_as_torchs_says_where_parameters_go(name: str) -> None:
+    optim = fzero.optim
+    make = optim.inject_hyperparams(optim.adamw) if name == "injected" else getattr(optim, name)
+    for given in (nn.Linear(1, 1).parameters(), [{"params": [torch.ones(1)]}]):
+        calls = [((given,), {"lr": 1e-3}), ((given,), {}), ((), {"params": given, "lr": 1e-3})]
+        for args, named in calls:
+            with pytest.raises(ConfigError, match="Parameters and groups are not passed here"):
+                make(*args, **named)
+    if name != "injected":
+        with pytest.raises(ConfigError, match=r"no argument 'learning_rate'. Did you mean 'lr'\?"):
+            make(learning_rate=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("AdamW", "adamw"), ("SGD", "sgd"), ("cosine_decay_schedule", "cosine")]
+)
+def test_optimizers_go_by_the_names_of_others_to_a_hint(name: str, said: str) -> None:
+    with pytest.raises(AttributeError, match=rf"Did you mean fzero\.optim\.{said}\?"):
+        getattr(fzero.optim, name)
+    assert not hasattr(fzero.optim, "nothing_like_it")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ for the norm of the whole tree; `lamb` and `adafactor` sum norms and means of wh
 ranks; `muon` has each matrix on one rank.
 """
 
+from difflib import get_close_matches
+from typing import Any
+
 from fzero.optim.adafactor import FactoredState, adafactor
 from fzero.optim.adam import AdamState, adam, adamw, scale_by_adam
 from fzero.optim.adapt import as_optimizer
@@ -98,3 +101,21 @@ __all__ = [
     "warmup_linear",
     "warmup_lr",
 ]
+
+# as optax calls them
+_ELSEWHERE = {
+    "cosine_decay_schedule": "cosine",
+    "linear_schedule": "linear",
+    "constant_schedule": "constant",
+    "exponential_decay": "exponential",
+    "join_schedules": "join",
+    "warmup_cosine_decay_schedule": "warmup_cosine",
+    "global_norm": "tree_global_norm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    lower = name.lower()
+    near = [_ELSEWHERE[lower]] if lower in _ELSEWHERE else get_close_matches(lower, __all__, n=1)
+    hint = f" Did you mean fzero.optim.{near[0]}?" if near and not name.startswith("_") else ""
+    raise AttributeError(f"module 'fzero.optim' has no attribute {name!r}.{hint}")

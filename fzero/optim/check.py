@@ -5,13 +5,12 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from fzero.errors import ConfigError, shown
+from fzero.errors import NO_PARAMETERS, ConfigError, is_many, shown
 
 
 def non_negative(where: str, **fields: Any) -> None:
@@ -49,19 +48,9 @@ def learning_rate(where: str, lr: Any) -> None:
     """`lr` is a finite number of at least 0, or a schedule; or a 0-d tensor, which nobody reads."""
     rule = "a finite number >= 0, or a schedule: a function of the step, such as optim.cosine(...)"
     fits = callable(lr) or _scalar(lr) or (_number(lr) and lr >= 0)
-    if not fits and _is_many(lr):
-        rule += _NO_PARAMETERS.format(where)
+    if not fits and is_many(lr):
+        rule = f"{rule}. {NO_PARAMETERS.format(where)}".removesuffix(".")
     _require(where, "lr", lr, fits, rule)
-
-
-def _is_many(value: Any) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str | Tensor)
-
-
-_NO_PARAMETERS = (
-    ". Parameters and groups are not passed here, as torch.optim has them: {0}(3e-4) is for any, "
-    "and init(params) takes them. Groups are fzero.optim.multi_transform"
-)
 
 
 def decay(where: str, weight_decay: Any) -> None:

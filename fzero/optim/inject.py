@@ -77,7 +77,11 @@ def inject_hyperparams(
     """
 
     def make(*args: Any, **kwargs: Any) -> Optimizer:
-        given = inspect.signature(factory).bind(*args, **kwargs)
+        try:
+            given = inspect.signature(factory).bind(*args, **kwargs)
+        except TypeError:
+            factory(*args, **kwargs)  # ours say better what they take
+            raise
         if momentum:
             _fill_in_momentum(factory, given)
         # what is wrong with a number is told now, not of the tensor that it becomes
