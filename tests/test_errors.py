@@ -98,7 +98,9 @@ def test_parameters_of_another_structure_are_named(stage: int) -> None:
 def test_full_parameters_at_stage_3_are_sent_through_init() -> None:
     step_fn = _make(stage=3)
     _, opt_state = _state(step_fn)
-    with pytest.raises(ShardError, match=r"params\['b'\] is a Tensor.*must be a DTensor.*init.*fzero.shard"):
+    with pytest.raises(
+        ShardError, match=r"params\['b'\] is a Tensor.*must be a DTensor.*init.*fzero.shard"
+    ):
         step_fn(_params(), opt_state, X)
 
 
@@ -106,7 +108,9 @@ def test_full_parameters_at_stage_3_are_sent_through_init() -> None:
 def test_shards_at_a_lower_stage_are_refused(stage: int) -> None:
     step_fn = _make(stage=stage)
     _, opt_state = _state(step_fn)
-    with pytest.raises(ShardError, match=r"params\['b'\] is a DTensor.*must be a plain tensor.*fzero.unshard"):
+    with pytest.raises(
+        ShardError, match=r"params\['b'\] is a DTensor.*must be a plain tensor.*fzero.unshard"
+    ):
         step_fn(fzero.shard(_params()), opt_state, X)
 
 
