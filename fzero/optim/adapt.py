@@ -212,6 +212,8 @@ def _complaint(obj: Any, missing: list[str]) -> str:
         )
     if isinstance(obj, type) or callable(obj):
         return f"opt is {name} itself, but {rule}. Call it first: {name}(...)."
+    if kind.__module__.startswith("fzero.config"):
+        return f"opt is {name}, but {rule}. A Config goes by its name, cfg=..., or comes after opt."
     if type(obj) in (list, tuple):
         return (
             f"opt is {name}, a {type(obj).__name__}, but {rule}. Several, one after another, are "

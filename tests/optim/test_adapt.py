@@ -7,7 +7,7 @@ import torch
 import torchopt
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero import optim, tree
+from fzero import Config, optim, tree
 from fzero.errors import ConfigError
 from tests.optim.zoo import assert_close, clone, gradients, plus, random_tree, same
 
@@ -183,6 +183,7 @@ def test_a_state_that_changes_its_shape_is_named(new, message):
     ("wrong", "message"),
     [
         (object(), "lacks init and update"),
+        (Config(), r"opt is Config\(.*A Config goes by its name, cfg="),
         ([optim.sgd(0.1), optim.sgd(0.2)], r"\[Optimizer\(...\), .*\], a list,.*chain\(\*tr"),
         (optim.adamw, r"Call it first: adamw\(...\)"),
         (Swapping, r"Call it first: Swapping\(...\)"),
@@ -190,7 +191,7 @@ def test_a_state_that_changes_its_shape_is_named(new, message):
         (torch.optim.AdamW, r"torch.optim.AdamW, .*Pass fzero.optim.adamw\(...\)"),
         (NamedTuple("Half", [("init", object)])(lambda params: ()), "lacks update"),
     ],
-    ids=["object", "several", "factory", "class", "torch", "torch class", "half"],
+    ids=["object", "config", "several", "factory", "class", "torch", "torch class", "half"],
 )
 def test_what_is_no_optimizer_is_told_what_is_missing(wrong, message):
     with pytest.raises(ConfigError, match=message):
