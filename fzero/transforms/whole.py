@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -75,7 +76,17 @@ class WholeLeaves(TorchDispatchMode):
             with self:  # inference mode: its parts come one by one otherwise
                 return func.decompose(*args, **kwargs)
         self._copies.refresh((args, kwargs))
-        found = _run(func, args, kwargs)
+        try:
+            found = _run(func, args, kwargs)
+        except DataDependentOutputException as error:
+            # torch reads sizes of such parts as values of a tensor, which has none while recorded
+            if not any(map(_is_strided, dtensors((args, kwargs)))):
+                raise
+            raise ShardError(
+                f"{func} needs other ranks' elements of a view that crosses a split (the flatten "
+                "of rows that ranks share), which torch can't stage out. Take the view of the full "
+                "tensor, x.full_tensor().flatten(), or use Config(executor='eager')."
+            ) from error
         self._copies.note(func, args, kwargs, found)
         return found
 
@@ -232,6 +243,10 @@ def _meets_others(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _is_list(x: Any) -> bool:
     return isinstance(x, list | tuple)
+
+
+def _is_strided(x: DTensor) -> bool:
+    return any("StridedShard" in type(placement).__name__ for placement in x.placements)
 
 
 def _is_apart(x: DTensor) -> bool:

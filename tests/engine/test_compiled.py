@@ -157,6 +157,10 @@ def _loop(stage: int, made_inside: bool) -> None:
         torch.testing.assert_close(found[name], value.detach())
 
 
+@pytest.mark.skipif(
+    torch.__version__ < TorchVersion("2.12"),
+    reason="Dynamo of torch 2.11 loses the fields of the driver's state: an IndexError in forward",
+)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("made_inside", [False, True])
 def test_a_compiled_loop_trains_as_a_plain_one(stage: int, made_inside: bool) -> None:

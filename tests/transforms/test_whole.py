@@ -362,3 +362,22 @@ def test_torch_says_what_it_has_rules_for() -> None:
     known = (aten.add.Tensor, aten.sum.default, aten.mm.default, aten.view.default)
     assert all(map(_has_rule, known))
     assert not _has_rule(aten.im2col.default)
+
+
+def _flattened() -> None:
+    full = {"w": _leaf((7, 5), 0)}
+    params = fzero.shard(full, fzero.Config(3, layout="rows"))
+    for fn in (lambda x: torch.softmax(x.flatten(), 0), lambda x: x.flatten().topk(2).values):
+        wanted = fn(full["w"])
+        if dist.get_world_size() == 1:
+            assert _close(_full(fzero.jit(lambda p, fn=fn: fn(p["w"]))(params)), wanted)
+            continue
+        with pytest.raises(ShardError, match="a view that crosses a split"):
+            fzero.jit(lambda p, fn=fn: fn(p["w"]))(params)
+        found = fzero.jit(lambda p, fn=fn: fn(p["w"].full_tensor()))(params)  # as it says
+        assert _close(_full(found), wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_needs_others_elements_of_a_flattened_leaf_says_so(ranks: int) -> None:
+    run_ranks(ranks, _flattened, timeout=100)
