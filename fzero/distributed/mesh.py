@@ -235,7 +235,7 @@ def _mesh_of_one(device_type: str) -> DeviceMesh:
     (1,))`, which starts a process group in a program that may want to start its own later.
     """
     mesh = DeviceMesh(device_type, [0], mesh_dim_names=("shard",), _init_backend=False, _rank=0)
-    mesh._dim_group_names = []  # without it torch.compile takes no DTensor
+    mesh._dim_group_names = []  # private, too: without it torch.compile takes no DTensor
     return mesh
 
 

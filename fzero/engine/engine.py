@@ -32,7 +32,7 @@ from fzero.errors import (
     arguments_by_name,
     check_flag,
 )
-from fzero.functional.surroundings import refuse_surroundings
+from fzero.functional.surroundings import refuse_fakes, refuse_transforms
 from fzero.functional.uncompiled import never_compiled
 from fzero.inference import makes_normal
 from fzero.numerics.casts import in_force, refuse_outer_autocast
@@ -109,7 +109,8 @@ class Engine:
         cast_inputs: bool = True,
     ) -> None:
         cfg = as_config("Engine", cfg)
-        refuse_surroundings("Engine")
+        refuse_transforms("Engine")
+        refuse_fakes("Engine")
         if cfg.memory_limit is not None:
             raise ConfigError(
                 f"Config.memory_limit={cfg.memory_limit!r}: an Engine runs operator by operator, "

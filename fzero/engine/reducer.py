@@ -165,8 +165,8 @@ class Reducer:
         for index, grad in self.landed.items():
             if grad.dtype != self.sums[index]:
                 self.landed[index] = grad.to(self.sums[index])
-        held = self.held
-        held.changes = "a backward, which adds to them,"
+        held, before = self.held, self.held.changes
+        held.changes = before or "a backward, which adds to them,"
         held.present |= self.arrived.keys()
         self.arrived.clear()
         for index in self.used:
@@ -186,7 +186,7 @@ class Reducer:
                 self.pending[index] = self.pending[index].to(self.sums[index])
         # where none were expected, these may be in memory that others hold, too
         _add(self.unreduced, self.pending, in_place=self.accumulates)
-        held.changes = ""
+        held.changes = before  # what was half done is so still
 
     def discard(self) -> None:
         """The running task has raised: everything is as before it."""

@@ -7,8 +7,8 @@ from fzero.errors import TraceError
 from fzero.functional.transforms import in_transform
 
 
-def refuse_surroundings(what: str) -> None:
-    """Raise if a step is called inside of a transform of `torch.func`, or where nothing has values.
+def refuse_transforms(what: str) -> None:
+    """Raise if a step is called inside of a transform of `torch.func`.
 
     A step writes over its state, and its collectives and fused kernels have neither a derivative
     nor a rule for batches: inside of a transform its numbers would be wrong, where they came.
@@ -20,8 +20,8 @@ def refuse_surroundings(what: str) -> None:
         TraceError: it is.
 
     Examples:
-        >>> refuse_surroundings("step_fn")
-        >>> torch.func.vmap(lambda x: refuse_surroundings("step_fn") or x)(torch.ones(2))
+        >>> refuse_transforms("step_fn")
+        >>> torch.func.vmap(lambda x: refuse_transforms("step_fn") or x)(torch.ones(2))
         Traceback (most recent call last):
         ...
         fzero.errors.TraceError: step_fn was called inside of a transform of torch.func ...
@@ -34,11 +34,21 @@ def refuse_surroundings(what: str) -> None:
             "a loop; to differentiate through an update, write the step of torch.func.grad, "
             "opt.update and fzero.apply_updates on plain tensors."
         )
+
+
+def refuse_fakes(what: str) -> None:
+    """Raise if tensors that are made here have no values.
+
+    Args:
+        what: was called, as messages name it.
+
+    Raises:
+        TraceError: they have none.
+    """
     # whatever else is in force, what torch makes now is one of these
     if isinstance(torch.empty(0), FakeTensor):
         raise TraceError(
             f"{what} was called under FakeTensorMode, where tensors have no values, and a step "
-            "needs them (it compares ranks' parameters, and lays them out in memory). For shapes, "
-            "collectives and memory without values, make parameters and batch under "
-            "torch.device('meta') and read step_fn.lower(...) or fzero.simulate."
+            "needs them. For shapes, collectives and memory without values, make parameters and "
+            "batch under torch.device('meta') and read step_fn.lower(...), or use fzero.simulate."
         )

@@ -8,7 +8,7 @@ ranks; `muon` has each matrix on one rank.
 """
 
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fzero.optim.adafactor import FactoredState, adafactor
 from fzero.optim.adam import AdamState, adam, adamw, scale_by_adam
@@ -114,8 +114,10 @@ _ELSEWHERE = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    lower = name.lower()
-    near = [_ELSEWHERE[lower]] if lower in _ELSEWHERE else get_close_matches(lower, __all__, n=1)
-    hint = f" Did you mean fzero.optim.{near[0]}?" if near and not name.startswith("_") else ""
-    raise AttributeError(f"module 'fzero.optim' has no attribute {name!r}.{hint}")
+if not TYPE_CHECKING:  # which knows by itself what is there
+
+    def __getattr__(name: str) -> Any:
+        lower = name.lower()
+        near = [_ELSEWHERE[lower]] if lower in _ELSEWHERE else get_close_matches(lower, __all__, 1)
+        hint = f" Did you mean fzero.optim.{near[0]}?" if near and not name.startswith("_") else ""
+        raise AttributeError(f"module 'fzero.optim' has no attribute {name!r}.{hint}")

@@ -18,7 +18,7 @@ from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import resolve_mesh
 from fzero.errors import ConfigError, FzeroError, ShardError, arguments_by_name
 from fzero.functional.memory import Apart
-from fzero.functional.surroundings import refuse_surroundings
+from fzero.functional.surroundings import refuse_fakes, refuse_transforms
 from fzero.functional.uncompiled import never_compiled
 from fzero.inference import makes_normal
 from fzero.numerics.casts import refuse_outer_autocast
@@ -161,7 +161,7 @@ class TrainStep:
             >>> {name: tuple(leaf.shape) for name, leaf in params.items()}
             {'weight': (2, 3), 'bias': (2,)}
         """
-        refuse_surroundings("step_fn.init")
+        refuse_transforms("step_fn.init")
         plan, params, opt_state = start(self.cfg, self.opt, params, model_state)
         self._use(plan)
         return params, opt_state
@@ -203,6 +203,7 @@ class TrainStep:
         """
         # before any collective of this call: here all ranks raise alike, or none
         self._watch.look()
+        refuse_fakes("step_fn")
         plan, leaves, local = self._unpack(params, opt_state)
         refuse_spent(opt_state)
         if self.cfg.donate:
@@ -355,7 +356,7 @@ class TrainStep:
     def _unpack(self, params: PyTree, opt_state: OptState) -> tuple[Plan, list[Tensor], LocalState]:
         """The plan for this tree, its local leaves, and the local leaves of the state."""
         refuse_outer_autocast()
-        refuse_surroundings("step_fn")
+        refuse_transforms("step_fn")
         plan = self._plan
         leaves, spec = tree.flatten(params, plan.known_params if plan else None)
         if not isinstance(opt_state, OptState):

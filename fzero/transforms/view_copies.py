@@ -60,8 +60,19 @@ class ViewCopies:
 
     def _outdate(self, base: DTensor) -> None:
         memory = _memory(base)
-        for copy in self._copies.values():
-            copy.outdated |= _memory(copy.base) == memory
+        for copy in self._all():
+            if not copy.outdated and _memory(copy.base) == memory:
+                copy.outdated = True
+                self._outdate(copy.itself)  # and the copies of what it has
+
+    def _all(self) -> Iterable["_Copy"]:
+        found: dict[_Copy, None] = {}
+        for one in self._copies.values():
+            copy: _Copy | None = one
+            while copy is not None and copy not in found:
+                found[copy] = None
+                copy = copy.above
+        return list(found)
 
     def _bring_back(self, copy: "_Copy") -> None:
         whole = full_local(copy.base)

@@ -72,8 +72,10 @@ class WholeLeaves(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(issubclass(kind, DTensor) for kind in types):
             return func(*args, **kwargs)
-        if _in_parts(func) and not _is_sound(func, args, kwargs):
-            with self:  # inference mode: its parts come one by one otherwise
+        # inference mode: its parts come one by one otherwise. Whole it may copy (`reshape`), on one
+        # rank and not on another, where the schema promises a view
+        if _in_parts(func) and (gives_views(func) or not _is_sound(func, args, kwargs)):
+            with self:
                 return func.decompose(*args, **kwargs)
         self._copies.refresh((args, kwargs))
         try:
@@ -131,12 +133,16 @@ def _needs_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> b
 
 def _is_empty_somewhere(x: DTensor) -> bool:
     """Whether some rank has nothing of a tensor that has elements; every rank knows."""
-    rows = list(x.shape)
+    rows = [{size} for size in x.shape]  # the sizes that ranks have
     for axis, placement in enumerate(x.placements):
         if placement.is_shard():
             dim, ranks = placement.dim, x.device_mesh.size(axis)  # pyright: ignore
-            rows[dim] -= -(-rows[dim] // ranks) * (ranks - 1)  # of the last, as torch.chunk has it
-            if rows[dim] <= 0 < x.numel():
+            # as torch.chunk has it: all but the last ones the same, rounded up
+            parts = {(size, -(-size // ranks)) for size in rows[dim]}
+            rows[dim] = {
+                min(most, max(size - i * most, 0)) for size, most in parts for i in range(ranks)
+            }
+            if 0 in rows[dim] and x.numel():
                 return True
     return False
 
