@@ -74,6 +74,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "transposed": lambda x: _set(x.transpose(0, -1), 0, 7),
     "by itself": lambda x: x[0:1].add_(x.sum(0)),
     "not a view": lambda x: x[0].clone().zero_(),
+    "a copy, or not": lambda x: x.transpose(0, -1).contiguous().zero_(),
     "sorted": lambda x: x[0:2].copy_(x[0:2].sort(0).values),
     "seen by views before": _before_and_after,
     "seen by other views": _each_other,
@@ -138,6 +139,37 @@ def test_what_is_written_through_a_view_is_written(world: int, layout: Any, way:
 @pytest.mark.parametrize("way", ["jit", "both"])
 def test_what_is_staged_out_writes_through_views(way: str) -> None:
     assert run_ranks(2, _lost, "rows", "traced", way, [(6, 5)]) == [[], []]
+
+
+def _under_inference(leaf: Tensor, fn: Callable[[Tensor], Any]) -> bool:
+    shards = fzero.shard({"w": leaf}, fzero.Config(stage=3, layout="rows"))
+    with torch.inference_mode():
+        found = fzero.tree_map(fn, shards)["w"].full_tensor()
+        return torch.equal(found, fn(leaf))
+
+
+def _copied(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.transpose(0, 1).contiguous().zero_()
+    return y
+
+
+def _reshaped(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.transpose(1, 2).reshape(len(y), -1).mul_(2)
+    return y
+
+
+def _copies() -> bool:
+    # of (3, 3) a rank's part of one row is contiguous however it lies
+    return all(_under_inference(_leaf((n, 3)), _copied) for n in (3, 4)) and all(
+        _under_inference(_leaf((n, 4, 5)), _reshaped) for n in (4, 5)
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_may_copy_is_no_view_under_inference_mode(world: int) -> None:
+    assert run_ranks(world, _copies, timeout=100) == [True] * world
 
 
 def _gradients(executor: Any) -> bool:

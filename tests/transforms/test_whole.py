@@ -1,20 +1,27 @@
 """What operators compute of DTensors under `WholeLeaves` is that of the whole tensors."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.torch_version import TorchVersion
 
 import fzero
 from fzero.distributed.ragged import is_supported
 from fzero.errors import ShardError
-from fzero.transforms.whole import WholeLeaves, _has_rule  # pyright: ignore[reportPrivateUsage]
+from fzero.transforms.whole import (
+    WholeLeaves,
+    _has_rule,  # pyright: ignore[reportPrivateUsage]
+    _is_empty_somewhere,  # pyright: ignore[reportPrivateUsage]
+)
 from tests.ranks import run_ranks
 
 NEEDS_RAGGED = pytest.mark.skipif(
@@ -381,3 +388,16 @@ def _flattened() -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_what_needs_others_elements_of_a_flattened_leaf_says_so(ranks: int) -> None:
     run_ranks(ranks, _flattened, timeout=100)
+
+
+@given(rows=st.integers(1, 40), ranks=st.tuples(st.integers(1, 4), st.integers(1, 4)))
+def test_every_rank_knows_whether_one_has_nothing(rows: int, ranks: tuple[int, int]) -> None:
+    mesh = SimpleNamespace(size=lambda axis: ranks[axis])
+    split: Any = SimpleNamespace(
+        shape=(rows, 2), numel=lambda: 2 * rows, placements=(Shard(0), Shard(0)), device_mesh=mesh
+    )
+    parts = [torch.ones(rows)]
+    for count in ranks:  # what torch.chunk doesn't give is empty
+        chunks = [part.chunk(count) for part in parts]
+        parts = [x for found in chunks for x in (*found, *[found[0][:0]] * (count - len(found)))]
+    assert _is_empty_somewhere(split) == any(len(part) == 0 for part in parts)
