@@ -199,6 +199,18 @@ def _close(engine: fzero.Engine, *others: fzero.Engine) -> bool:
     )
 
 
+def _broken_off(stage: int, stride: int) -> Iterator[tuple[fzero.Engine, str]]:
+    """Engines whose second backward was interrupted, each at another line, and where."""
+    for number in range(1 + stage % stride, 10**6, stride):
+        engine, at = _accumulating(stage), _AtLine(number)
+        _backward(engine, 0)
+        with at.interrupting():
+            _backward(engine, 1)
+        if not at.where:
+            return
+        yield engine, at.where
+
+
 EVERY = [
     (stage, stride)
     if stride > 1
@@ -210,19 +222,11 @@ EVERY = [
 
 @pytest.mark.parametrize(("stage", "stride"), EVERY)
 def test_wherever_a_backward_breaks_off_zero_grad_begins_anew(stage: int, stride: int) -> None:
-    once = _whole(_accumulating(stage))
-    number, hit = 1 + stage % stride, 0
-    while True:
-        engine, at = _accumulating(stage), _AtLine(number)
-        _backward(engine, 0)
-        with at.interrupting():
-            _backward(engine, 1)
-        if not at.where:
-            break
+    once, hit = _whole(_accumulating(stage)), 0
+    for engine, where in _broken_off(stage, stride):
         hit += 1
         engine.zero_grad()
-        assert _close(_whole(engine), once), at.where
-        number += stride
+        assert _close(_whole(engine), once), where
     assert hit * stride > 100
 
 
@@ -261,14 +265,8 @@ def test_wherever_a_step_breaks_off_another_is_exact_or_refused(stage: int, stri
 def test_wherever_a_backward_breaks_off_it_can_be_run_again_or_a_step_refuses(
     stage: int, stride: int
 ) -> None:
-    once, number, exact = _whole(_accumulating(stage)), 1 + stage % stride, 0
-    while True:
-        engine, at = _accumulating(stage), _AtLine(number)
-        _backward(engine, 0)
-        with at.interrupting():
-            _backward(engine, 1)
-        if not at.where:
-            break
+    once, exact = _whole(_accumulating(stage)), 0
+    for engine, where in _broken_off(stage, stride):
         before = engine.full_params()
         with contextlib.suppress(fzero.BackwardError):
             _backward(engine, 1)
@@ -277,9 +275,8 @@ def test_wherever_a_backward_breaks_off_it_can_be_run_again_or_a_step_refuses(
         found = engine.full_params()
         refused = all(torch.equal(found[name], x) for name, x in before.items())
         # one that comes when the gradients are added up finds that its backward counts
-        late = not at.where.startswith("reducer.py") and _close(engine, _counted_twice(stage))
-        assert refused or late or _close(engine, once), at.where
-        number += stride
+        late = not where.startswith("reducer.py") and _close(engine, _counted_twice(stage))
+        assert refused or late or _close(engine, once), where
     assert exact
 
 
