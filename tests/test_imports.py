@@ -28,7 +28,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "functional.uncompiled",
     ),
     "program": (
-        *("errors", "operators", "layout", "numerics.rng", "distributed"),
+        *("errors", "operators", "layout", "numerics.host", "numerics.rng", "distributed"),
         *("functional.islands", "functional.library", "functional.memory", "functional.opaque"),
         "functional.patch",
         *("functional.remat", "functional.remat_modules", "functional.torch_checkpoint"),
@@ -65,7 +65,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "simulate": ("simulation",),
     "checkpoint": (
-        *("errors", "tree", "distributed", "optim.counts", "state.opt_state", "state.follow"),
+        *("errors", "tree", "numerics.host", "distributed", "optim.counts"),
+        *("state.opt_state", "state.follow"),
     ),
     "engine": (
         *("errors", "tree", "inference", "layout", "numerics"),

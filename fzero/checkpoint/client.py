@@ -22,6 +22,7 @@ from fzero.checkpoint import background
 from fzero.checkpoint.format import disk, manifest
 from fzero.checkpoint.load import choose
 from fzero.errors import CheckpointError
+from fzero.numerics.host import on_host
 
 MAX_BYTES = 2**24  # of tensors, which make a manifest a third longer than they are
 
@@ -119,7 +120,7 @@ def _encoded(value: Any, where: str, room: list[int]) -> Any:
     if kind is bytes:
         return {"bytes": _text(value, where, room)}
     if kind is Tensor and value.layout == torch.strided and not value.is_quantized:
-        data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        data = on_host(value).flatten().view(torch.uint8)
         text = _text(bytes(disk.bytes_of(data)), where, room)
         return {"tensor": [manifest.dtype_name(value.dtype), list(value.shape), text]}
     raise CheckpointError(

@@ -78,6 +78,7 @@ def open_on_every_rank(
     # What is to be loaded may be what is still being written.
     background.wait()
     flat = flatten(params_like, opt_state_like)
+    _refuse_expanded(flat)
     ranks = ranks_of(flat.tensors.values(), timeout)
     _same_path(ranks, path)
     # One rank chooses: a save may come between the looks of two.
@@ -96,6 +97,20 @@ def open_on_every_rank(
             f"ranks see different checkpoints at {found}. All ranks must reach the same folder."
         )
     return Opened(flat, ranks, opened[0], shown)
+
+
+def _refuse_expanded(flat: Flat) -> None:
+    """Raise if several elements of what is to be read into are one."""
+    for key, x in (*flat.tensors.items(), *flat.rounded.items()):
+        x = local_tensor(x)
+        if x.numel() and any(
+            n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)
+        ):
+            raise CheckpointError(
+                f"{key} is an expanded tensor: several elements of it are one place in memory, and "
+                "different values can't be read into them. Give load its clone() or contiguous() "
+                "instead. Nothing was read."
+            )
 
 
 def _same_path(ranks: Ranks, path: Path) -> None:

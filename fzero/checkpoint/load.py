@@ -34,10 +34,11 @@ def load(
     step with `Config(donate=True)`; after an error don't use their values either.
 
     Args:
-        path: the folder that `save` was given (the newest whole checkpoint in it is taken), or one
-            checkpoint in it; the same on all ranks. Also a safetensors file, its index or the
-            folder with either; or a checkpoint of `torch.distributed.checkpoint`, FSDP2's for one,
-            whose parameters have the same names, after any one prefix.
+        path: the folder that `save` was given (the newest whole checkpoint in it is taken, also
+            beside other files), or one checkpoint in it; the same on all ranks. Also a safetensors
+            file, its index or the folder with either; or a checkpoint of
+            `torch.distributed.checkpoint`, FSDP2's for one, whose parameters have the same names,
+            after any one prefix.
         params_like: params as `TrainStep.init` gives them, or None.
         opt_state_like: the state likewise, or None to leave it aside.
         strict: False: leaves that are missing, extra or of another shape keep their values, and a
@@ -77,15 +78,21 @@ def load(
 def choose(path: Path) -> str:
     """Where the checkpoint is that `load` takes for a path; on the leading rank."""
     # one checkpoint itself, before a folder of them: whoever names a step means that step
-    if (path / manifest.NAME).exists() or (path / dcp.NAME).exists() or is_safetensors(path):
+    if (path / manifest.NAME).exists():
+        return str(path.absolute())
+    # a run's folder may have an export of its parameters in it: of the run, and not of now
+    if not folders.steps(path) and ((path / dcp.NAME).exists() or is_safetensors(path)):
         return str(path.absolute())
     newest = folders.latest(path)
     if newest is None:
+        beside = ""
+        if is_safetensors(path):
+            beside = " For the safetensors beside them pass the file, or its index: not the folder."
         raise folders.none_at(
             path,
-            " python -m fzero.checkpoint verify says what is there. A file of torch.save (.pt, "
-            ".bin) is read before: module.load_state_dict(torch.load(file, weights_only=True)), "
-            "then functionalize or Engine.",
+            f"{beside} python -m fzero.checkpoint verify says what is there. A file of torch.save "
+            "(.pt, .bin) is read before: module.load_state_dict(torch.load(file, "
+            "weights_only=True)), then functionalize or Engine.",
         )
     # absolute, for other ranks open it, wherever they were started
     return str(newest.absolute())

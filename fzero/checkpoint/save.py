@@ -56,6 +56,7 @@ from fzero.checkpoint.progress import Progress, progress
 from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
 from fzero.distributed.dtensor import local_tensor
 from fzero.errors import CheckpointError, arguments_by_name, users_line
+from fzero.numerics.host import on_host
 from fzero.state.follow import followed
 from fzero.state.opt_state import OptState, refuse_spent
 from fzero.tree import PyTree
@@ -446,7 +447,7 @@ def _value_of(flat: Flat, chunk: Chunk) -> Tensor:
 
 def _text(tensor: Tensor) -> str:
     """The first values, and a digest of all of them."""
-    values = tensor.detach().cpu().contiguous()
+    values = on_host(tensor)
     digest = hashlib.blake2b(disk.bytes_of(values), digest_size=8).hexdigest()
     shown = str(values.flatten()[:1000].tolist())
     return shown if values.numel() <= 1000 else f"{shown}, digest {digest}"

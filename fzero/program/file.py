@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.numerics.host import on_host
+
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -45,7 +47,7 @@ def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
     header: dict[str, Any] = {}
     chunks, end = [], 0
     for name, x in {_KEY: torch.frombuffer(text, dtype=torch.uint8), **tensors}.items():
-        flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        flat = on_host(x).reshape(-1).view(torch.uint8)
         start, end = end, end + flat.numel()
         header[name] = {
             "dtype": _NAMES[x.dtype],

@@ -29,6 +29,7 @@ from fzero.errors import FzeroError
 from fzero.functional.library import HEAP_TYPE, is_library_module, is_machinery
 from fzero.functional.outside import Walk, attributes_of, bytes_of, is_hooks
 from fzero.functional.reads import MISSING, Reads
+from fzero.numerics.host import on_host
 from fzero.numerics.precision import class_name
 from fzero.transforms.notes import Notes, Seen, ambient, tokens_of
 
@@ -376,7 +377,7 @@ def _digest(data: bytes) -> str:
 
 
 def _digest_of(x: Tensor) -> str:
-    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = on_host(x).reshape(-1).view(torch.uint8)
     return _digest(flat.numpy().tobytes())
 
 

@@ -47,6 +47,7 @@ def test_tensors_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...
     x = (torch.rand(shape) * 5).to(dtype)
     _same(decode(encode(x)), x)
     _same(decode(encode(x.mT if x.dim() > 1 else x)), x.mT if x.dim() > 1 else x)
+    _same(decode(encode(x.conj())), x.conj().resolve_conj())
 
 
 def test_generators_are_put_back(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fzero.checkpoint import load, save
 from fzero.checkpoint.flatten import flatten, keys
 from fzero.checkpoint.format.boxes import box_at
 from fzero.checkpoint.format.pieces import pieces
+from fzero.errors import CheckpointError
 
 
 class Pair(NamedTuple):
@@ -54,18 +55,29 @@ DTYPES = [
     torch.uint16,
 ]
 
+# those whose negation torch can write into memory
+LAZY = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
+
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 @st.composite
 def tensors(draw: Any) -> Tensor:
-    """Of any dtype, shape and strides, with any bits in it."""
+    """Of any dtype, shape and strides, with any bits in it, whose memory may hold other values."""
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes)
     draws = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (nbytes,), generator=draws)
     x = bits.to(torch.uint8).view(dtype).view(shape)
-    return x.t() if len(shape) == 2 and draw(st.booleans()) else x
+    x = x.t() if len(shape) == 2 and draw(st.booleans()) else x
+    return lazily(x) if draw(st.booleans()) else x
+
+
+def lazily(x: Tensor) -> Tensor:
+    """In this memory other values, where torch can tell them by a bit of the tensor."""
+    if x.is_complex():
+        return x.conj()
+    return torch._neg_view(x) if x.dtype in LAZY else x
 
 
 scalars = st.one_of(
@@ -85,25 +97,31 @@ trees = st.recursive(
 )
 
 
-def blank(of: Any) -> Any:
-    """The same tree with other values."""
-    return tree.map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else type(x)(0), of)
+def blank(of: Any, *, lazy: bool = False) -> Any:
+    """The same tree with other values; lazy ones if asked for."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return type(x)(0)
+        return lazily(torch.zeros_like(x)) if lazy else torch.zeros_like(x)
+
+    return tree.map(one, of)
 
 
 def bits(x: Any) -> Any:
     """Equal only for what is the same, bit for bit."""
     if not isinstance(x, Tensor):
         return type(x), x
-    flat = x.contiguous().flatten()
+    flat = x.contiguous().resolve_conj().resolve_neg().flatten()
     return x.dtype, tuple(x.shape), flat.view(torch.uint8).tolist()
 
 
 @settings(max_examples=40)
-@given(params=trees, opt_state=trees)
-def test_what_is_saved_is_what_is_loaded(params: Any, opt_state: Any) -> None:
+@given(params=trees, opt_state=trees, lazy=st.booleans())
+def test_what_is_saved_is_what_is_loaded(params: Any, opt_state: Any, lazy: bool) -> None:
     with tempfile.TemporaryDirectory() as run:
         save(run, params, opt_state)
-        found = load(run, blank(params), blank(opt_state))
+        found = load(run, blank(params, lazy=lazy), blank(opt_state, lazy=lazy))
     for ours, theirs in zip(found, (params, opt_state), strict=True):
         assert tree.flatten(ours)[1] == tree.flatten(theirs)[1]
         assert list(map(bits, tree.leaves(ours))) == list(map(bits, tree.leaves(theirs)))
@@ -200,3 +218,17 @@ def test_values_are_loaded_into_the_same_memory(tmp_path: Path) -> None:
 def test_leaves_that_cannot_be_stored_are_named(leaf: Any) -> None:
     with pytest.raises(fzero.CheckpointError, match=r"params\.x\.0"):
         flatten({"x": [leaf]}, None)
+
+
+def test_an_expanded_tensor_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    save(tmp_path, {"a": torch.ones(2), "w": torch.ones(3, 2)})
+    like = {"a": torch.zeros(2), "w": torch.zeros(2).expand(3, 2)}
+    with pytest.raises(CheckpointError, match=r"params\.w is an expanded tensor.*Nothing was read"):
+        load(tmp_path, like)
+    assert like["a"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("call", [save, load])
+def test_a_path_that_no_file_system_has_is_refused(call: Any) -> None:
+    with pytest.raises(CheckpointError, match="NUL"):
+        call("run\0", {"w": torch.ones(2)})

@@ -55,6 +55,8 @@ def test_what_has_no_values_is_compared_without() -> None:
         torch.randn(5, dtype=torch.complex128),
         torch.arange(9.0).view(3, 3).to(torch.float8_e4m3fn),  # rows of random ones may be alike
         torch.arange(9.0).view(3, 3).bfloat16(),
+        torch.randn(5, dtype=torch.complex64).conj(),
+        torch.randn(5, dtype=torch.complex64).conj().imag,
     ],
     ids=lambda x: str(x.dtype),
 )

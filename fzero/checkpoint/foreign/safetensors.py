@@ -235,8 +235,9 @@ _EXPORTED = re.compile(r"\.?model-\d{5,}-of-\d{5,}\.safetensors(\.[0-9a-f]{8})?(
 
 def is_safetensors(path: Path) -> bool:
     """Whether `path` is a safetensors file, an index of them, or a folder with either."""
-    inside = path.is_dir() and ((path / INDEX).exists() or (path / SINGLE).exists())
-    return inside or path.name.endswith((".safetensors", ".safetensors.index.json"))
+    if path.is_dir():
+        return (path / INDEX).exists() or (path / SINGLE).exists()
+    return path.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def open_safetensors(

@@ -13,16 +13,19 @@ from pathlib import Path
 from torch import Tensor
 
 from fzero.errors import CheckpointError
+from fzero.numerics.host import is_on_host
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
     """A user's path; what is none is refused.
 
     Raises:
-        CheckpointError: it is no path.
+        CheckpointError: it is no path, or one that no file system has.
     """
     if isinstance(path, str) or hasattr(path, "__fspath__"):
-        return Path(path)
+        if "\0" in str(found := Path(path)):
+            raise CheckpointError(f"path is {str(found)!r}, and no path has a NUL byte in it.")
+        return found
     raise CheckpointError(
         f"path is a {type(path).__name__}, and must be a str or a pathlib.Path: the folder of the "
         "run's checkpoints comes first, as in save(path, params, opt_state)."
@@ -127,9 +130,8 @@ def remove(path: Path) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, for as long as the tensor lives."""
-    assert tensor.is_contiguous()
-    assert tensor.device.type == "cpu"
+    """The memory of a tensor from `on_host`, for as long as the tensor lives."""
+    assert is_on_host(tensor)
     if tensor.nbytes == 0:
         return memoryview(b"")
     # Not `tensor.numpy()`: numpy is no dependency, and has no bfloat16.

@@ -210,8 +210,8 @@ def read(folder: Path) -> Manifest:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error}. A checkpoint is a folder with a {NAME}; pass one, or "
-            "the folder that holds them."
+            f"{path} cannot be read: {error}. A checkpoint is a folder with a {NAME}; of a "
+            "run's folder, which holds several, fzero.checkpoint.latest(folder) gives the newest."
         ) from error
     return loads(text, str(path))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fzero.checkpoint.format.disk import bytes_of
 from fzero.checkpoint.format.manifest import BLOCK
+from fzero.numerics.host import on_host
 
 PIECE = 4 * BLOCK
 
@@ -47,12 +48,12 @@ def pieces(shape: tuple[int, ...], itemsize: int, limit: int = PIECE) -> Iterato
 
 
 def stream(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor on any device and with any strides, row by row, a piece at a time.
+    """The bytes of a strided tensor's values, wherever they lie, row by row, a piece at a time.
 
     A piece may be looked at until the next one is asked for.
     """
     for piece in pieces(tuple(tensor.shape), tensor.element_size()):
-        part = piece.of(tensor).detach().cpu().contiguous()  # keeps the memory while we wait
+        part = on_host(piece.of(tensor))  # keeps the memory while we wait
         yield bytes_of(part)
 
 

@@ -24,6 +24,7 @@ from fzero.checkpoint.format.manifest import BLOCK, Extent, File
 from fzero.checkpoint.format.pieces import PIECE, pieces
 from fzero.checkpoint.format.writer import THREADS, OnBytes
 from fzero.errors import CheckpointError
+from fzero.numerics.host import is_on_host
 
 
 class Reader(StorageReader):
@@ -191,7 +192,7 @@ class Boxed(NamedTuple):
     def _start_in_file_order(self, offsets: Sequence[int], target: Tensor) -> int | None:
         """Where in the box the target's bytes start, if they follow each other there as here."""
         # the usual case, a leaf of the same job: then nothing is copied twice
-        same = target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous()
+        same = target.dtype == self.dtype and is_on_host(target)
         if not same or tuple(target.shape[1:]) != self.sizes[1:]:
             return None  # the same rows, whole: or else the bytes are scattered
         rows = offsets[0] if offsets else 0

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import fzero
-from fzero.checkpoint import export_safetensors, load
+from fzero.checkpoint import export_safetensors, load, load_partial, save
+from fzero.errors import CheckpointError
 from tests.checkpoint.cases import Job, full, make
 from tests.checkpoint.faults import watched
 from tests.ranks import run_ranks
@@ -144,6 +146,44 @@ def test_a_file_an_index_and_a_folder_load(which: str, tmp_path: Path) -> None:
     assert state is None
     for name, x in _tree().items():
         assert torch.equal(params[name], x), name
+
+
+@pytest.mark.parametrize("beside", ["safetensors", "dcp"])
+def test_an_export_beside_a_runs_checkpoints_is_not_taken_for_the_run(
+    beside: str, tmp_path: Path
+) -> None:
+    def like(value: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return {"w": torch.full((3,), value)}, {"m": torch.full((3,), value)}
+
+    save(tmp_path, *like(1.0), step=1)
+    if beside == "safetensors":
+        export_safetensors(tmp_path, like(1.0)[0])
+    else:
+        dcp.save(like(1.0)[0], checkpoint_id=tmp_path)
+    save(tmp_path, *like(2.0), step=2, client_state={"epoch": 2})
+    latest = fzero.checkpoint.latest(tmp_path)
+    assert latest is not None
+    assert latest.name == "step-00000002"
+    params, state = load(tmp_path, *like(0.0))
+    assert params["w"].tolist() == state["m"].tolist() == [2, 2, 2]
+    params, state, _ = load_partial(tmp_path, *like(0.0))
+    assert params["w"].tolist() == [2, 2, 2]
+    assert fzero.checkpoint.client_state(tmp_path) == {"epoch": 2}
+    # with none that is whole what is left is not a step of this run
+    for step in ("step-00000001", "step-00000002"):
+        (tmp_path / step / "manifest.json").write_text("{")
+    with pytest.warns(UserWarning, match="passed over"), pytest.raises(CheckpointError) as told:
+        load(tmp_path, *like(0.0))
+    assert ("pass the file" in str(told.value)) == (beside == "safetensors")
+    if beside == "safetensors":
+        file = tmp_path / "model.safetensors.index.json"
+        assert load(file, like(0.0)[0])[0]["w"].tolist() == [1, 1, 1]
+
+
+def test_a_run_may_be_called_as_a_file(tmp_path: Path) -> None:
+    run = tmp_path / "my.safetensors"
+    save(run, {"w": torch.ones(3)})
+    assert load(run, {"w": torch.zeros(3)})[0]["w"].tolist() == [1, 1, 1]
 
 
 def _load_shards(path: Path) -> list[Any]:
