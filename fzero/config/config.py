@@ -79,7 +79,8 @@ class Config:
             buffers would raise the peak.
             `fzero.passes.overlap` goes by estimated times and a cap in bytes instead.
         gather_together: globs over module names, each gathered as one (for modules that only some
-            ranks run).
+            ranks run). A Program gathers alike on all ranks in any case; the eager executor can't
+            do this at stage 3.
         opaque: globs over names of modules that run as plain PyTorch inside of the Program, one
             node each (see `fzero.opaque`); or "auto": the smallest that can't be recorded.
         executor: "traced" runs the Program as generated code; "inductor" compiles the operators

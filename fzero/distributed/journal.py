@@ -24,6 +24,11 @@ _GATHER = (
     " At stage 3, modules that only some ranks run must be named in Config(gather_together=[...]); "
     "evaluations that only some ranks run belong into engine.local_forward()."
 )
+_READ = (
+    " The eager executor gathers a leaf where it is read, which all ranks must do in one order: "
+    "what only some read (experts, adapters) belongs into fzero.opaque, with the traced executor, "
+    "or into an Engine with Config(gather_together=[...])."
+)
 # unless parameters are gathered
 _WITHOUT_COLLECTIVES = ("forward", "evaluation", "local_forward")
 _LONGEST = 1000  # phases that are remembered of what happens between two updates
@@ -44,8 +49,8 @@ class Owner(NamedTuple):
 
 
 ENGINE = Owner("engine", "engine", _GATHER)
-EAGER = Owner("eager", "eager step function")
-FUNCTION = Owner("function", "eager function")
+EAGER = Owner("eager", "eager step function", _READ)
+FUNCTION = Owner("function", "eager function", _READ)
 
 
 class Journal:

@@ -66,6 +66,13 @@ def start(
     check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
     cfg.check_frozen(tree.names(shapes))
     check_together(cfg.gather_together, tree.names(shapes))
+    if not inside and cfg.gather_together and cfg.executor == "eager" and cfg.stage == 3:
+        raise ConfigError(
+            f"Config.gather_together={cfg.gather_together!r} with executor='eager' at stage 3: "
+            "such a step gathers each leaf where the model function reads it, and all ranks must "
+            "read the same. For modules that only some ranks run use stage 2, or the traced "
+            "executor with Config(opaque=...) or fzero.opaque around them, or an Engine."
+        )
     if not inside and cfg.frozen == ():
         _warn_of_untrained(leaves, tree.names(shapes))
     device = leaves[0].device if leaves else torch.device("cpu")

@@ -53,8 +53,8 @@ def tree_map(fn: Callable[..., Any], values: PyTree, *rest: PyTree) -> PyTree:
             "structure. Where one has more, take its part of the other's: {name: more[name] for "
             "name in fewer}."
         ) from None
-    with ReadWhole(), WholeLeaves():
-        made = tree.unflatten(spec, list(map(fn, leaves, *columns)))
+    with ReadWhole(), WholeLeaves() as whole:
+        made = whole.renewed(tree.unflatten(spec, list(map(fn, leaves, *columns))))
     # of what is staged out sums are added before they travel, and settled where they are needed
     return made if get_proxy_mode() is not None else tree.map(settled, made)
 

@@ -7,11 +7,16 @@ written into that, or into its base afterwards, the other doesn't see.
 Which views those are is told by the memory of local tensors, and it is the same ones on all ranks.
 What is written into one comes back into its base by the view itself, taken of the full base; what
 is written into its base it gets anew when it is next used. Both cost all-gathers.
+
+[Note: outdated views] Not all that uses a view is an operator: `full_tensor`, a norm of a tree, a
+step read its local tensor. So from a write into its base on a view is of a class where reading that
+brings it up to date, and makes it what it was. Not at once: whether a view that nobody uses is
+still there is up to the collector, and may differ between ranks.
 """
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
@@ -57,12 +62,13 @@ class ViewCopies:
                 above = _Copy(alias(out), alias(base), func, args[1:], kwargs, i, above)
             if above is not None:
                 self._copies[out] = above
+                above.views[out] = None
 
     def _outdate(self, base: DTensor) -> None:
         memory = _memory(base)
         for copy in self._all():
             if not copy.outdated and _memory(copy.base) == memory:
-                copy.outdated = True
+                copy.outdate()
                 self._outdate(copy.itself)  # and the copies of what it has
 
     def _all(self) -> Iterable["_Copy"]:
@@ -79,7 +85,7 @@ class ViewCopies:
         copy.view_of(whole).copy_(full_local(copy.itself))
         copy.base.copy_(whole_dtensor(whole, copy.base.device_mesh))
         self._outdate(copy.base)
-        copy.outdated = False
+        copy.renewed()
         if copy.above is not None:
             self._bring_back(copy.above)
 
@@ -94,6 +100,7 @@ class _Copy:
     place: int  # among the views that `func` gives
     above: Optional["_Copy"]  # of which its base is a view
     outdated: bool = False
+    views: Any = field(default_factory=WeakTensorKeyDictionary)  # that users have of its memory
 
     def view_of(self, base: Any) -> Any:
         return tree_leaves(self.func(base, *self.args, **self.kwargs))[self.place]
@@ -103,8 +110,49 @@ class _Copy:
             self.above.refresh()
             # what it has got anew it has for those below, too
         if self.outdated:
-            self.itself._local_tensor.copy_(self.view_of(self.base)._local_tensor)
-            self.outdated = False
+            with torch.no_grad():
+                self.itself._local_tensor.copy_(self.view_of(self.base)._local_tensor)
+            self.renewed()
+
+    def outdate(self) -> None:
+        """Its base has been written into; see [Note: outdated views]."""
+        self.outdated = True
+        for view in self.views:
+            kind: Any = type(view)
+            if not issubclass(kind, _Outdated):
+                vars(view)[_COPY] = self
+                view.__class__ = _outdated(kind)
+
+    def renewed(self) -> None:
+        """It has what its base has."""
+        self.outdated = False
+        for view in self.views:
+            kind: Any = type(view)
+            if issubclass(kind, _Outdated):
+                view.__class__ = kind.was
+                vars(view).pop(_COPY, None)
+
+
+_COPY = "fzero_view_copy"
+# The descriptor: private, as is the attribute that it is of, which DTensor has no other name for.
+_LOCAL: Any = DTensor._local_tensor
+
+
+class _Outdated:
+    __slots__ = ()
+    was: type[DTensor]
+
+
+@functools.cache
+def _outdated(kind: type[DTensor]) -> Any:
+    """A class of DTensors like `kind` that are brought up to date when they are read."""
+
+    def read(self: Any) -> Tensor:
+        vars(self)[_COPY].refresh()
+        return _LOCAL.__get__(self)
+
+    members = {"__slots__": (), "was": kind, "_local_tensor": property(read, _LOCAL.__set__)}
+    return type(kind.__name__, (_Outdated, kind), members)
 
 
 # --------------------------------------------------------------------------- what operators do
@@ -143,7 +191,7 @@ def dtensors(given: Any) -> Iterable[DTensor]:
 
 
 def _memory(x: DTensor) -> int:
-    local = x._local_tensor
+    local = _LOCAL.__get__(x)  # as it is: see [Note: outdated views]
     # of a collective on its way, that of what it will have written
     return getattr(local, "elem", local).untyped_storage()._cdata
 

@@ -55,6 +55,12 @@ class WholeLeaves(TorchDispatchMode):
         super().__init__()
         self._copies = ViewCopies()
 
+    def renewed(self, given: Any) -> Any:
+        """The same, once views among it have what was written into their bases; on all ranks."""
+        # outside nobody sees to it that they all read them
+        self._copies.refresh(given)
+        return given
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled parts of a function stay compiled: DTensors are none of theirs."""

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 import fzero
-from fzero import FzeroError, RankMismatchError, TraceError
+from fzero import ConfigError, FzeroError, RankMismatchError, TraceError
 from fzero.optim import sgd
 from tests.laws.models import Case, Mixed, Normed, Odd, error, train_ours, train_plain
 from tests.ranks import fake_ranks, run_fresh, run_ranks
@@ -714,6 +714,17 @@ def test_ranks_that_gather_different_leaves_raise_at_stage_3() -> None:
     for message in run_ranks(2, _gather_own_leaf):
         assert "all_gather of a" in message
         assert "all_gather of b" in message
+        assert "fzero.opaque" in message
+
+
+def test_modules_that_some_ranks_run_are_no_matter_of_an_eager_step_at_stage_3() -> None:
+    params = {"experts": [{"w": torch.ones(3)}] * 2}
+    together = {"gather_together": ["experts"]}
+    for cfg in (_eager(stage=2, **together), fzero.Config(stage=3, **together)):
+        fzero.make_train_step(lambda params, x: x.sum(), sgd(0.1), cfg).init(params)
+    cfg = _eager(stage=3, **together)
+    with pytest.raises(ConfigError, match=r"gather_together.*opaque.*Engine"):
+        fzero.make_train_step(lambda params, x: x.sum(), sgd(0.1), cfg).init(params)
 
 
 def _gather_own_leaf() -> str:

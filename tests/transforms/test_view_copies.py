@@ -2,12 +2,13 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import fzero
 from fzero.distributed.ragged import is_supported
@@ -139,6 +140,64 @@ def test_what_is_written_through_a_view_is_written(world: int, layout: Any, way:
 @pytest.mark.parametrize("way", ["jit", "both"])
 def test_what_is_staged_out_writes_through_views(way: str) -> None:
     assert run_ranks(2, _lost, "rows", "traced", way, [(6, 5)]) == [[], []]
+
+
+# what uses a view and is no operator of torch's; an operator beside them
+READS: dict[str, Callable[[Any], Any]] = {
+    "returned": lambda v: v,
+    "returned, a view of it": lambda v: v[1:],
+    "an operator": lambda v: v + 0,
+    "full": lambda v: v.full_tensor() if isinstance(v, DTensor) else v,
+    "elsewhere": lambda v: (
+        v.redistribute(placements=[Replicate()]) if isinstance(v, DTensor) else v
+    ),
+    "local": lambda v: v.to_local() if isinstance(v, DTensor) else v,  # it is whole everywhere
+    "norm": lambda v: fzero.tree_norm([v]),
+    "vdot": lambda v: fzero.tree_vdot([v], [v]),
+    "updates": lambda v: fzero.apply_updates([v], [v])[0],
+    "updated": lambda v: fzero.optim.sgd(0.1).update([v], fzero.optim.sgd(0.1).init([v]), [v])[0][
+        0
+    ],
+    "mapped": lambda v: fzero.tree_map(lambda x: x, [v])[0],
+    "differentiated": lambda v: (
+        fzero.grad(lambda p: (p[0] ** 3).sum(), CFG)([v])[0] if isinstance(v, DTensor) else 3 * v**2
+    ),
+}
+CFG = fzero.Config(stage=3, layout="rows")
+
+
+def _outdated(executor: Any, way: str) -> list[str]:
+    """By which readers a view is not what was written into its base."""
+    leaf, found = _leaf((6, 5)), []
+    cfg = replace(CFG, executor=executor)
+    for name, read in READS.items():
+
+        def fn(x: Tensor, read: Any = read) -> Any:
+            y = x.clone()
+            view = y[1:4]
+            y.mul_(2)
+            first = read(view)
+            y[0:2].add_(1)  # and once more
+            return first, read(view)
+
+        shards = fzero.shard({"w": leaf}, cfg)
+        if way == "jit":
+            given = fzero.jit(lambda tree, fn=fn: fn(tree["w"]), cfg)(shards)
+        else:
+            given = fzero.tree_map(fn, shards)["w"]
+        wanted = fn(leaf)
+        # a view that is returned twice is one, and has what was written last
+        wanted = [x.clone() for x in wanted]
+        if not _close(given, wanted):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("way", ["jit", "tree_map"])
+@pytest.mark.parametrize("executor", ["eager", "traced"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_whoever_reads_a_view_sees_what_was_written(world: int, executor: Any, way: str) -> None:
+    assert run_ranks(world, _outdated, executor, way) == [[]] * world
 
 
 def _under_inference(leaf: Tensor, fn: Callable[[Tensor], Any]) -> bool:
