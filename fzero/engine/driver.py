@@ -604,7 +604,8 @@ class Driver:
     def _take_all(self) -> None:
         factor, writes = self._correction.factor, self.reducer.accumulates
         grads = take_left(self._hooked, alone=writes or factor is not None)
-        self._correction.apply([*grads.values()])
+        if factor is not None:
+            self._correction.apply([*grads.values()])
         self.reducer.take_all(grads)
 
     # --- a task is over ---

@@ -133,7 +133,7 @@ class Reducer:
     def take_all(self, grads: dict[int, Tensor]) -> None:
         """Gradients of many leaves for the running task."""
         self.arrived.update(dict.fromkeys(grads))
-        _add(self.pending, grads, in_place=True)
+        self.pending = _sum(self.pending, grads, in_place=True)
 
     def take_early(self, index: int, forward: int, grad: Tensor) -> None:
         """A gradient for the task that will reach this forward."""
@@ -172,9 +172,10 @@ class Reducer:
         for index in self.used:
             del self.unreduced[index]
         self.used.clear()
-        if self.landed:
+        landed, self.landed = self.landed, {}
+        if landed:
             held.reductions += 1
-        _add(self.reduced, self.landed, in_place=True)  # reductions make their results: ours alone
+        held.reduced = _sum(held.reduced, landed, in_place=True)  # our own: reductions made them
         # what is pending at the end is extra, or of a task that is not synced
         for index in [*self.borrowed]:
             self.pending[index] = self._brought(index)
@@ -184,8 +185,9 @@ class Reducer:
         for index in self.wider:
             if index in self.pending:
                 self.pending[index] = self.pending[index].to(self.sums[index])
+        pending, self.pending = self.pending, {}
         # where none were expected, these may be in memory that others hold, too
-        _add(self.unreduced, self.pending, in_place=self.accumulates)
+        held.unreduced = _sum(held.unreduced, pending, in_place=self.accumulates)
         held.changes = before  # what was half done is so still
 
     def discard(self) -> None:
@@ -415,14 +417,15 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _add(total: dict[int, Tensor], more: dict[int, Tensor], *, in_place: bool) -> None:
-    """Add one to the other, which is empty then."""
-    both = [index for index in more if index in total] if total else []
-    if both:
+def _sum(total: dict[int, Tensor], more: dict[int, Tensor], *, in_place: bool) -> dict[int, Tensor]:
+    """Both added up, in one of these dicts: of neither anything may be used again."""
+    if not total:  # of a thousand small tensors to copy a dict is a hundredth of a backward
+        return more
+    if both := [index for index in more if index in total]:
         old, new = [total[i] for i in both], [more.pop(i) for i in both]
         if in_place:
             torch._foreach_add_(old, new)
         else:
             total.update(zip(both, torch._foreach_add(old, new), strict=True))
     total.update(more)
-    more.clear()
+    return total
