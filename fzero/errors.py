@@ -311,6 +311,8 @@ def _owners(fn: Callable[..., Any], field: str) -> Iterator[str]:
 def users_line() -> int:
     """The `stacklevel` with which a warning names the line that called into this package."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "fzero":
+    # contextlib's frames lie between a context manager here and whoever enters it
+    ours = "fzero", "contextlib"
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
         frame, level = frame.f_back, level + 1
     return level
