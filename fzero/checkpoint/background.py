@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from torch.distributed import ProcessGroup
 from fzero.checkpoint.lineage import Heads
 from fzero.checkpoint.ranks import Ranks
 from fzero.distributed.teardown import before_teardown, is_told
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, users_line
 
 
 class Background:
@@ -26,7 +27,7 @@ class Background:
         self._lock = threading.RLock()  # of what follows
         self._turn, self._whose = threading.Lock(), 0
         self._thread: threading.Thread | None = None
-        self._what = ""
+        self._what, self._told = "", ""
         self._error: BaseException | None = None
         self._ranks: dict[tuple[int, ...], tuple[ProcessGroup | None, Ranks]] = {}
 
@@ -51,13 +52,13 @@ class Background:
             finally:
                 self._whose = 0
 
-    def start(self, job: Callable[[], None], what: str) -> None:
-        """Run `job` on a thread; the last one has been waited for."""
+    def start(self, job: Callable[[], str], what: str) -> None:
+        """Run `job` on a thread, and warn of what it returns; the last one has been waited for."""
         assert self._thread is None
 
         def run() -> None:
             try:
-                job()
+                self._told = job()
             # whatever ends the thread, the next save has to hear of it
             except BaseException as error:
                 self._error = error
@@ -71,15 +72,18 @@ class Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return once nothing is being written; raise what the last save raised."""
+        """Return once nothing is being written; raise or warn as the last save did."""
         with self._lock:  # whoever else waits, waits as long
             if self._thread is None:
                 return
             self._thread.join()
             error, self._thread, self._error = self._error, None, None
+            told, self._told = self._told, ""
             atexit.unregister(self._at_exit)
         if error is not None:
             raise error
+        if told:
+            warnings.warn(told, stacklevel=users_line())
 
     def release(self) -> None:
         """Return once nothing is being written, for its groups are about to be destroyed.
@@ -102,6 +106,8 @@ class Background:
     def _at_exit(self) -> None:
         try:
             self.wait()
+        except Warning as told:  # a user's filter makes errors of them
+            sys.stderr.write(f"fzero: {self._what}: {told}\n")
         except BaseException as error:
             # Nobody is left to raise it to.
             sys.stderr.write(f"fzero: {self._what} failed: {error}\n")
@@ -116,8 +122,8 @@ def turn() -> contextlib.AbstractContextManager[None]:
     return _background.turn()
 
 
-def start(job: Callable[[], None], what: str) -> None:
-    """Run a save's `job` on a thread."""
+def start(job: Callable[[], str], what: str) -> None:
+    """Run a save's `job` on a thread; what it returns is warned of at the next call."""
     _background.start(job, what)
 
 

@@ -6,8 +6,10 @@ plan               lock the folder, make .step-42.<id>.saving/
 copy (asynchronous only)
 write own file, fsync
                    write manifest.json, fsync, fsync folder
-                   rename to step-42 (or swap with what is there), fsync parent
-                   remove what `keep` lets go, and what was swapped
+                   rename to step-42 (or swap with what is there)
+──────────────────────────────────────────────────────────────── from here on it is there
+                   fsync parent
+                   remove what was swapped, and what `keep` lets go
 """
 
 import contextlib
@@ -40,6 +42,7 @@ from fzero.checkpoint.flatten import Flat, Scalar, flatten, placement_of
 from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.boxes import Chunk, plan_save
 from fzero.checkpoint.format.folders import (
+    clear,
     entries,
     hold,
     is_whole,
@@ -68,9 +71,14 @@ _UNWRITTEN = (
     "the checkpoint was not written, and earlier ones are as they were",
     "See that the disk has room and that all ranks reach the same folder, then save again.",
 )
+_UNSYNCED = (
+    "the checkpoint is there, but {} could not be synced: {}. {} is found, and a crash of the "
+    "machine may undo that, so no older one was removed. See to the disk and save again, this step "
+    "with overwrite=True."
+)
 _UNREMOVED = (
-    "the checkpoint is there, but older ones could not be removed",
-    "Remove them by hand.",
+    "the checkpoint is there, but some of what should go could not be removed",
+    "Each save tries again; remove by hand what stays.",
 )
 
 
@@ -105,7 +113,7 @@ def save(
             that this process was resumed from. Damaged ones count for nothing and are left alone.
         overwrite: replace a checkpoint of this step that is there. It stays, whole, until the new
             one takes its place at once. Without it that is an error, unless what is there is
-            damaged.
+            damaged. Of a link to elsewhere, here as for `keep`, the link goes and nothing else.
         asynchronous: return once this rank's share is copied to the host, and write it from a
             thread. Training may go on at once; `dist.destroy_process_group()` waits for it. An
             error is raised by the next `save`, `load` or `wait`, or else printed when the program
@@ -121,8 +129,13 @@ def save(
     Raises:
         CheckpointError: on every rank: ranks differ, a leaf or `client_state` can't be stored, the
             step is there already and whole, another process keeps saving to this folder, the disk
-            is full, a rank is gone. Earlier ones are as they were.
+            is full, a rank is gone. Earlier ones are as they were, and this one is not there unless
+            the message says that it is.
         ShardError: the process group of the leaves was destroyed.
+
+    Warns:
+        UserWarning: on every rank: the checkpoint is there, but what `keep` lets go or an earlier
+            save has left could not be removed. With `asynchronous` as errors are raised.
 
     Examples:
         >>> import tempfile
@@ -175,7 +188,7 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
     total = sum(x.nbytes for x in mine.values())
     lock = contextlib.ExitStack()  # of the leading rank's lock
     try:
-        folder, replaces, lineage = on_every_rank(
+        folder, replaces, lineage, left = on_every_rank(
             ranks,
             "whether the folder is there",
             lambda: _prepare(ranks, where, step, overwrite, lock),
@@ -194,18 +207,32 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
         shown = progress(f"saving step {step}", total, shown=ranks.leads)
         metadata = _metadata(flat, step, lineage, chunks, ranks, client)
         job = Job(
-            ranks, where, Path(folder), step, keep, replaces, metadata, chunks, mine, shown, lock
+            ranks,
+            where,
+            Path(folder),
+            step,
+            keep,
+            replaces,
+            metadata,
+            chunks,
+            mine,
+            shown,
+            lock,
+            left,
         )
+        told = ""
         if asynchronous:
             # Without a pool: it may go on while the interpreter ends, which starts no threads then.
             background.start(job, f"the save of step {step} to {where}")
         else:
             with ThreadPoolExecutor(1) as pool:
-                job(pool)
+                told = job(pool)
     except BaseException:
         # for a job that never ran; one that did has let go, and to close twice does nothing
         lock.close()
         raise
+    if told:
+        warnings.warn(told, stacklevel=users_line())
     return step_folder(where, step)
 
 
@@ -242,6 +269,7 @@ class Job:
         mine: by index in `chunks`, what this rank writes.
         progress: told of what is written.
         lock: what is let go in the end.
+        left: what earlier saves have left and could not be removed, and why.
     """
 
     ranks: Ranks
@@ -255,22 +283,27 @@ class Job:
     mine: dict[int, Tensor]
     progress: Progress
     lock: contextlib.ExitStack
+    left: list[str]
 
-    def __call__(self, pool: Executor | None = None) -> None:
+    def __call__(self, pool: Executor | None = None) -> str:
         """Write this rank's share; on the leading rank publish the whole.
 
         Args:
             pool: see `Writer`.
 
+        Returns:
+            What to warn of, the same on every rank; "" if nothing.
+
         Raises:
-            CheckpointError: on every rank; nothing has become visible then.
+            CheckpointError: on every rank; nothing has become visible then, or it says so.
         """
         with self.lock:
-            self._run(pool)
+            return self._run(pool)
 
-    def _run(self, pool: Executor | None) -> None:
+    def _run(self, pool: Executor | None) -> str:
         ranks, folder, there = self.ranks, self.folder, step_folder(self.path, self.step)
         writer = Writer(folder, f"rank-{ranks.index:05d}.safetensors", self.progress, pool)
+        published, replaced = False, None
 
         def write() -> list[Any]:
             planner = _Planner(self.chunks, self.mine, self.metadata)
@@ -279,28 +312,51 @@ class Job:
             # those
             return [result.storage_data for result in results]
 
-        def finish(by_rank: Sequence[Any]) -> None:
-            if ranks.leads:
-                writer.finish(self.metadata, self._results(by_rank))
-                # the name comes last: what has it has its manifest, and all that the manifest names
-                publish(folder, there, replaces=self.replaces)
+        def finish(by_rank: Sequence[Any]) -> str:
+            nonlocal published, replaced
+            if not ranks.leads:
+                return ""
+            writer.finish(self.metadata, self._results(by_rank))
+            # the name comes last: what has it has its manifest, and all that the manifest names
+            replaced = publish(folder, there, replaces=self.replaces)
+            published = True
+            # only now: a lineage must not name what was never published
+            background.heads.saved(self.path, self.step)
+            try:
+                disk.sync_folder(self.path)
+            except OSError as error:
+                # no failure to write it, which all would be told: it is there
+                return str(error)
+            return ""
 
-        def let_go() -> None:
-            if ranks.leads and self.keep is not None:
-                retain(self.path, self.keep, {self.step, background.heads.resumed(self.path)})
+        def let_go() -> list[str]:
+            if not ranks.leads:
+                return []
+            left = self.left + ([] if replaced is None else clear(replaced))
+            if self.keep is not None:
+                never = {self.step, background.heads.resumed(self.path)}
+                left += retain(self.path, self.keep, never)
+            return left
 
         try:
             by_rank = on_every_rank(ranks, "what they wrote", write, _UNWRITTEN)
             self.progress.close()
-            on_every_rank(ranks, "whether it is published", lambda: finish(by_rank), _UNWRITTEN)
+            unsynced = on_every_rank(
+                ranks, "whether it is published", lambda: finish(by_rank), _UNWRITTEN
+            )[0]
         except CheckpointError:
-            if ranks.leads:  # a full disk needs the room back
+            # a full disk needs the room back; once swapped, the old one is there
+            if ranks.leads and not published:
                 with contextlib.suppress(OSError):
                     disk.remove(folder)
             raise
-        # only now: a lineage must not name what was never published
+        # on the others, too: one of them may lead the ranks of another mesh
         background.heads.saved(self.path, self.step)
-        on_every_rank(ranks, "whether older ones are removed", let_go, _UNREMOVED)
+        if unsynced:
+            # an error, as of every other sync; and nothing goes for one that a crash may take away
+            raise CheckpointError(_UNSYNCED.format(self.path, unsynced, there.name))
+        left = on_every_rank(ranks, "whether older ones are removed", let_go, _UNREMOVED)[0]
+        return f"{_UNREMOVED[0]}: {'; '.join(left)}. {_UNREMOVED[1]}" if left else ""
 
     def _results(self, by_rank: Sequence[Sequence[Any]]) -> list[list[WriteResult]]:
         """What all ranks wrote, as `torch.distributed.checkpoint` passes it on."""
@@ -377,11 +433,12 @@ def _agree(flat: Flat, ranks: Ranks, asked: dict[str, str]) -> None:
 
 def _prepare(
     ranks: Ranks, path: Path, step: int, overwrite: bool, lock: contextlib.ExitStack
-) -> tuple[str, bool, dict[str, Any]] | None:
+) -> tuple[str, bool, dict[str, Any], list[str]] | None:
     """Make room for it, on the leading rank.
 
     Returns:
-        The folder to write into, whether it replaces what is there, and its lineage.
+        The folder to write into, whether it replaces what is there, its lineage, and what earlier
+        saves have left that could not be removed.
     """
     if not ranks.leads:
         return None
@@ -391,19 +448,22 @@ def _prepare(
     # half of what the other ranks wait for this one
     lock.callback(hold(path, (ranks.timeout or _PATIENCE) / 2))
     # under the lock: what lies about now belongs to nobody who still writes
-    sweep(path)
+    left = sweep(path)
+    found = entries(path)
     there = step_folder(path, step)
-    if not overwrite and is_whole(there):
+    # or put aside for it, with a disk that doesn't let `sweep` put it back
+    taken = next((entry.folder for entry in found if entry.step == step), there)
+    if not overwrite and is_whole(taken):
         raise CheckpointError(
-            f"{there} is there already, and a checkpoint that is whole is replaced by choice only. "
+            f"{taken} is there already, and a checkpoint that is whole is replaced by choice only. "
             "Pass overwrite=True (a run that went back to an earlier step comes to later ones "
             "again), save another step, or remove that folder first."
         )
     folder = saving_folder(path, step)
     disk.make_folder(folder)
-    lineage = following(entries(path), step, background.heads.parent(path))
+    lineage = following(found, step, background.heads.parent(path))
     # what is there now is damaged, or not wanted
-    return str(folder), there.exists(), lineage._asdict()
+    return str(folder), os.path.lexists(there), lineage._asdict(), left
 
 
 def _metadata(

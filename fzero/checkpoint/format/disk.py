@@ -119,14 +119,22 @@ def lock(folder: Path) -> int | None:
 def unlock(opened: int) -> None:
     """Let a folder go."""
     if opened != -1:
-        fcntl.flock(opened, fcntl.LOCK_UN)  # closing would leave it to a process that was forked
-        os.close(opened)
+        try:
+            # closing alone would leave it to a process that was forked
+            fcntl.flock(opened, fcntl.LOCK_UN)
+        finally:
+            os.close(opened)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, if it is there."""
-    if path.exists():
+    """Remove a folder with all that is in it, or a file, if it is there.
+
+    Of a link the link goes, and what it points to stays.
+    """
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -2,7 +2,7 @@
 
 step-00000042/                  manifest.json, rank-00000.safetensors, ...
 .step-00000043.<id>.saving/     being written; what a killed save leaves, removed by the next one
-.step-00000041.<id>.removing/   on its way out
+.step-00000041.<id>.removing/   on its way out, or what is left of it that cannot be removed
 .step-00000042.<id>.replaced/   the old one, while a new one takes its place in two renames; what a
                                 kill leaves counts as step 42, and the next save renames it back
 
@@ -10,8 +10,12 @@ step-00000042/                  manifest.json, rank-00000.safetensors, ...
 older ones are removed. It is gone with the process. Where the file system has no locks, the id in a
 name keeps two saves from writing into one folder, and the rename lets one of them win: the other
 one's folder is gone, or its name is taken, and it says so.
+
+[Note: what stays] What can't be removed stops no save: a folder that somebody has open over NFS,
+protects or owns. `sweep` and `retain` say where it is and why, and the next save tries again.
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -30,6 +34,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 _SAVING = re.compile(r"\.step-\d{8,}(\.[0-9a-f]{8})?\.saving")
 _REMOVING = re.compile(r"\.step-\d{8,}(\.[0-9a-f]{8})?\.removing")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.[0-9a-f]{8}\.replaced")
+_LEFT = _SAVING, _REMOVING, _REPLACED
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
@@ -184,16 +189,28 @@ def hold(path: Path, seconds: float) -> Callable[[], None]:
             )
         # asked again and again: a lock that is waited for has no time limit
         time.sleep(0.02)
-    return lambda: disk.unlock(lock)
+
+    def let_go() -> None:
+        # what it was held for is done
+        with contextlib.suppress(OSError):
+            disk.unlock(lock)
+
+    return let_go
 
 
-def publish(folder: Path, there: Path, *, replaces: bool) -> None:
+def publish(folder: Path, there: Path, *, replaces: bool) -> Path | None:
     """Give a checkpoint that is written the name that it is found by.
+
+    Its last act on the disk: once it returns the checkpoint is there, if it raises it is not.
 
     Args:
         folder: it is in.
         there: its name from now on.
-        replaces: what has that name goes; it is never half there.
+        replaces: what has that name makes room; it is never half there.
+
+    Returns:
+        Where what had the name is now. It can go once the folder of both is synced: a crash before
+        may bring the old name back.
 
     Raises:
         CheckpointError: the name was taken meanwhile, and is not to be replaced.
@@ -203,7 +220,7 @@ def publish(folder: Path, there: Path, *, replaces: bool) -> None:
         disk.rename(folder, there)
     except OSError:
         # the name is free, so it is the disk that failed
-        if not there.exists():
+        if not os.path.lexists(there):
             raise
         if not replaces:
             raise CheckpointError(
@@ -211,59 +228,107 @@ def publish(folder: Path, there: Path, *, replaces: bool) -> None:
                 "process save a step, or pass overwrite=True."
             ) from None
         # once swapped, the old one lies where the new one was written
-        old = folder
-        if not disk.exchange(folder, there):
-            old = _hidden(there, "replaced")
-            disk.rename(there, old)
-            try:
-                disk.rename(folder, there)
-            except OSError:
-                # back: readers must find the one that was there, not a gap
-                disk.rename(old, there)
-                raise
-        disk.sync_folder(there.parent)
-        # only now: a crash before the sync may bring the old name back
-        disk.remove(old)
-    else:
-        disk.sync_folder(there.parent)
+        if disk.exchange(folder, there):
+            return folder
+        old = _hidden(there, "replaced")
+        disk.rename(there, old)
+        try:
+            disk.rename(folder, there)
+        except OSError:
+            # back: readers must find the one that was there, not a gap
+            disk.rename(old, there)
+            raise
+        return old
+    return None
 
 
-def sweep(path: Path) -> None:
-    """Remove what saves and removals that were cut short have left."""
-    if not path.is_dir():
-        return
-    for entry in list(path.iterdir()):
+def sweep(path: Path) -> list[str]:
+    """Remove what saves and removals that were cut short have left.
+
+    Returns:
+        What stays after all, and why; see [Note: what stays].
+    """
+    left: list[str] = []
+    there = [x for x in path.iterdir() if any(w.fullmatch(x.name) for w in _LEFT)]
+    if there:
+        # what took the place of one of them may never have been synced; see `publish`
+        disk.sync_folder(path)
+    for entry in there:
         match = _REPLACED.fullmatch(entry.name)
         # killed between two renames: the old one is the only one there is of its step
-        if match is not None and not step_folder(path, int(match[1])).exists():
-            disk.rename(entry, step_folder(path, int(match[1])))
+        if match is not None and not os.path.lexists(step_folder(path, int(match[1]))):
+            try:
+                disk.rename(entry, step_folder(path, int(match[1])))
+            except OSError as error:
+                left += _stays(entry, error)
         elif match is not None or _REMOVING.fullmatch(entry.name):
-            disk.remove(entry)
-        elif _SAVING.fullmatch(entry.name):
+            left += clear(entry)
+        else:
             # renamed first: whoever writes there after all can't publish what is left of it
-            drop(entry)
+            left += drop(entry)
+    return left
 
 
-def retain(path: Path, keep: int, never: Collection[int | None] = ()) -> None:
+def retain(path: Path, keep: int, never: Collection[int | None] = ()) -> list[str]:
     """Remove all whole checkpoints but the first `keep` in the order of `latest`.
 
-    What isn't whole counts for nothing, and is left alone.
+    What isn't whole counts for nothing, and is left alone. Of one that is a link to elsewhere the
+    link goes.
 
     Args:
         never: steps of those that stay in any case.
+
+    Returns:
+        What stays after all, and why; see [Note: what stays].
     """
-    there = [entry for entry in ranked(entries(path)) if is_whole(entry.folder)]
+    try:
+        there = [entry for entry in ranked(entries(path)) if is_whole(entry.folder)]
+    except OSError as error:
+        return _stays(path, error)
+    left: list[str] = []
     # Least wanted first: if it is cut short, the better ones are left.
     for entry in reversed(there[keep:]):
         if entry.step not in never:
-            drop(entry.folder)
+            left += drop(entry.folder)
+    return left
 
 
-def drop(folder: Path) -> None:
-    """Remove a checkpoint: under its own name it is never half there, not even while it goes."""
+def drop(folder: Path) -> list[str]:
+    """Remove a checkpoint: under its own name it is never half there, not even while it goes.
+
+    One that cannot be removed has its name again if nothing of it is gone. Else it stays under the
+    other, which is no checkpoint's.
+
+    Returns:
+        Where it stays and why, if it does.
+    """
     gone = _hidden(folder, "removing")
-    disk.rename(folder, gone)
-    disk.remove(gone)
+    at = folder
+    try:
+        disk.rename(folder, gone)
+        at = gone
+        disk.remove(gone)
+    except OSError as error:
+        if at == gone and _STEP.fullmatch(folder.name) and is_whole(gone):
+            with contextlib.suppress(OSError):
+                disk.rename(gone, folder)
+                at = folder
+        return _stays(at, error)
+    return []
+
+
+def clear(left: Path) -> list[str]:
+    """Remove what is no checkpoint any more; what `drop` returns."""
+    try:
+        disk.remove(left)
+    except OSError as error:
+        return _stays(left, error)
+    return []
+
+
+def _stays(path: Path, error: OSError) -> list[str]:
+    # without the file inside, whose path has another id each time: one warning, not one a save
+    return [f"{path} ({error.strerror or error})"] if os.path.lexists(path) else []
 
 
 def _hidden(folder: Path, why: str) -> Path:
