@@ -180,6 +180,12 @@ def _is_known(func: Any) -> bool:
 
 
 @functools.cache
+def _reshapes(func: Any) -> bool:
+    """Whether it changes a tensor and not its memory, by what a rank has of it."""
+    return torch.Tag.inplace_view in func.tags and func._schema.name != "aten::detach_"
+
+
+@functools.cache
 def _in_parts(func: Any) -> bool:
     """Whether autograd would have taken it apart, as it does outside of inference mode."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd  # pyright: ignore
@@ -189,6 +195,16 @@ def _in_parts(func: Any) -> bool:
 # -------------------------------------------------------------------------------- how they are run
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+    if func is torch.ops.aten.as_strided.default:
+        raise ShardError(
+            f"{func} takes a DTensor for memory, of which each rank has its part. Use other views: "
+            "x.diagonal().fill_(v) for x.fill_diagonal_(v), which is made of it; or call "
+            "x.full_tensor() first."
+        )
+    if _reshapes(func) and any(
+        not p.is_replicate() and not p.is_partial() for x in tensors for p in x.placements
+    ):
+        raise _no_reshape(func)
     ragged = [x for x in tensors if isinstance(x, RaggedDTensor)]
     plain = [x for x in tensors if not isinstance(x, RaggedDTensor)]
     if not any(map(_is_apart, plain)):
@@ -301,10 +317,20 @@ def _no_view(func: Any) -> ShardError:
     )
 
 
+def _no_reshape(func: Any) -> ShardError:
+    return ShardError(
+        f"{func} gives a DTensor another shape, or other strides, in place, which its parts on "
+        "several ranks and the views of it don't follow. Use what returns a new tensor (x = x.t() "
+        "for x.t_())."
+    )
+
+
 def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
     """On full tensors; what is written comes back into the shards."""
     if gives_views(func):
         raise _no_view(func)
+    if _reshapes(func):  # their memory, which views share, must stay as it is
+        raise _no_reshape(func)
     if plain := _plain((args, kwargs)):
         raise _mixed(func, plain)
     whole: dict[int, Tensor] = {}

@@ -1,5 +1,6 @@
 """What operators compute of DTensors under `WholeLeaves` is that of the whole tensors."""
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -333,6 +334,60 @@ def _of_two(cfg: fzero.Config) -> list[str]:
 def test_reductions_hold_where_a_rank_has_nothing(layout: Any, executor: Any) -> None:
     cfg = fzero.Config(stage=3, layout=layout, executor=executor)
     assert run_ranks(3, _of_two, cfg) == [[], [], []]
+
+
+# what they do to a square leaf, whose shape stays
+RESHAPERS: dict[str, Callable[[Tensor], Any]] = {
+    "t_": lambda y: y.t_(),
+    "transpose_": lambda y: y.transpose_(0, 1),
+    "transpose_ (swapaxes_)": lambda y: y.swapaxes_(0, 1),
+    "as_strided_": lambda y: y.as_strided_((2, 2), (1, 2)),
+    "squeeze_": lambda y: y.squeeze_(),
+    "squeeze_ of a dim": lambda y: y.squeeze_(0),
+    "unsqueeze_": lambda y: y.unsqueeze_(0),
+    "resize_": lambda y: y.resize_(2, 2),
+    "as_strided": lambda y: y.as_strided((2, 2), (1, 2)),
+    "as_strided (fill_diagonal_)": lambda y: y.fill_diagonal_(3.0),
+}
+
+
+def _reshaped() -> None:
+    cfg = fzero.Config(stage=3, layout="rows", executor="eager")
+    x = fzero.shard({"w": torch.arange(4.0).view(2, 2)}, cfg)["w"]
+    makers = (lambda: x.clone(), lambda: x.cumsum(0))  # parts, and the same on all ranks
+    modes = (torch.no_grad, torch.inference_mode)
+    for name, make, mode in itertools.product(RESHAPERS, makers, modes):
+        f = RESHAPERS[name]
+        with WholeLeaves(), mode():
+            y = make()
+            view, before = y[0], y.full_tensor().clone()
+            try:
+                f(y)
+            except ShardError as error:
+                refused = str(error)
+            else:
+                refused = ""
+            changed = before.clone()
+            first = changed[0]
+            if refused:
+                assert f"aten.{name.split()[0]}." in refused
+            else:
+                f(changed)
+            assert torch.equal(_full(y), changed), name
+            assert torch.equal(_full(view), first), name
+    # each rank's one row is none of the leaf's dims of one
+    rows = fzero.shard({"w": torch.arange(6.0).view(2, 1, 3)}, cfg)["w"]
+    with WholeLeaves():
+        with pytest.raises(
+            ShardError, match=r"aten.squeeze_.default gives a DTensor another shape"
+        ):
+            rows.clone().squeeze_()
+        assert rows.clone().detach_().requires_grad_().requires_grad
+        assert rows.squeeze().shape == (2, 3)
+
+
+def test_what_changes_a_shape_in_place_is_refused_or_right() -> None:
+    run_ranks(2, _reshaped)
 
 
 def _refused() -> None:
