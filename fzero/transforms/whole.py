@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fzero.distributed.dtensor import settled
 from fzero.distributed.ragged import RaggedDTensor, runs_on_rows
 from fzero.errors import ShardError
 from fzero.functional.uncompiled import not_compiled_alone
+from fzero.transforms.open_sums import by_rule, is_apart
 from fzero.transforms.view_copies import (
     ViewCopies,
     dtensors,
@@ -207,7 +207,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         raise _no_reshape(func)
     ragged = [x for x in tensors if isinstance(x, RaggedDTensor)]
     plain = [x for x in tensors if not isinstance(x, RaggedDTensor)]
-    if not any(map(_is_apart, plain)):
+    if not any(map(is_apart, plain)):
         try:
             return func(*args, **kwargs)  # a RaggedDTensor knows what to do beside whole ones
         except NotImplementedError:  # of DTensors that are whole, by an older torch
@@ -219,7 +219,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if not _is_sound(func, args, kwargs):
         return _on_full(func, args, kwargs)
     try:
-        return _with_partial(func, args, kwargs)
+        return by_rule(func, args, kwargs)
     except RuntimeError as error:
         # torch's advice, which it has for shards alone
         if gives_views(func) and "redistribut" in str(error):
@@ -227,72 +227,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         raise
 
 
-def _with_partial(func: Any, args: Any, kwargs: Any) -> Any:
-    """By torch's rule. What is open, a sum over ranks, keeps its place and nothing else."""
-    name = func._schema.name
-    if name == "aten::empty_like" and isinstance(args[0], DTensor):
-        return func(_closed(args[0]), *args[1:], **kwargs)
-    if _meets_others(func, args, kwargs):
-        if any(map(_is_open, dtensors(written(func, args, kwargs)))):
-            raise ShardError(
-                f"{func} writes into a sum over ranks that isn't made yet, which can't hold "
-                "what may be each rank's own. Use the operator that gives a new tensor (x * y for "
-                "x.mul_(y))."
-            )
-        args, kwargs = tree_map(lambda x: settled(x) if _is_open(x) else x, (args, kwargs))
-    if name == "aten::fill_" and _is_open(args[0]):
-        raise ShardError(
-            f"{func} writes into a sum over ranks that isn't made yet, where each rank's value "
-            "would be added to the others'. Use the operator that gives a new tensor "
-            "(torch.full_like), or write into x + 0."
-        )
-    return func(*args, **kwargs)
-
-
-def _meets_others(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a sum that is open is combined with a tensor that may be each rank's own.
-
-    A plain one, or what was made of one: torch takes both for the same on all ranks, multiplies
-    each rank's share by its own, and adds those up.
-    """
-    name = func._schema.name
-    if name == "aten::is_same_size":
-        return False
-    lists = [x for x in (args if name.startswith("aten::_foreach_") else ()) if _is_list(x)]
-    alone = [x for x in args if not any(x is one for one in lists)]
-    # lists are combined place by place
-    for together in zip(*lists, strict=False) if lists else [()]:
-        tensors = [x for x in tree_leaves((together, alone, kwargs)) if isinstance(x, Tensor)]
-        own = any(not isinstance(x, DTensor) or not _is_apart(x) for x in tensors)
-        if own and any(map(_is_open, tensors)):
-            return True
-    return False
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, list | tuple)
-
-
 def _is_strided(x: DTensor) -> bool:
     return any("StridedShard" in type(placement).__name__ for placement in x.placements)
-
-
-def _is_apart(x: DTensor) -> bool:
-    return not all(p.is_replicate() for p in x.placements)
-
-
-def _is_open(x: Any) -> bool:
-    return isinstance(x, DTensor) and any(p.is_partial() for p in x.placements)
-
-
-def _closed(x: DTensor) -> DTensor:
-    """A DTensor of which nobody reads the values, with its sums made."""
-    if not _is_open(x):
-        return x
-    closed = [Replicate() if p.is_partial() else p for p in x.placements]
-    return DTensor.from_local(
-        x._local_tensor, x.device_mesh, closed, run_check=False, shape=x.shape, stride=x.stride()
-    )
 
 
 def _mixed(func: Any, plain: Sequence[Tensor]) -> RuntimeError:
