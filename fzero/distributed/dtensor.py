@@ -135,6 +135,35 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.redistribute(placements=closed)
 
 
+def beside(tensor: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+    """An operand placed as the DTensor of one row (column) that it is written into.
+
+    Torch's rules take no dim of size 1 for split, so what is written would have to move, which
+    they refuse. Nothing is sent but what is open or lies otherwise; of any other size they do it.
+
+    Args:
+        tensor: a DTensor whose shape broadcasts to that of `written`; anything else comes back.
+
+    >>> beside(torch.ones(1), torch.zeros(1))
+    tensor([1.])
+    """
+    if not isinstance(tensor, DTensor) or not isinstance(written, DTensor) or tensor is written:
+        return tensor
+    one = any(isinstance(p, Shard) and written.shape[p.dim] == 1 for p in written.placements)
+    ahead = written.dim() - tensor.dim()
+    if not one or ahead < 0:
+        return tensor
+    placements = [
+        Shard(goal.dim - ahead)
+        if type(goal) is Shard
+        and goal.dim >= ahead
+        and tensor.shape[goal.dim - ahead] == written.shape[goal.dim]
+        else (own if own == goal else Replicate())
+        for own, goal in zip(tensor.placements, written.placements, strict=True)
+    ]
+    return redistribute(tensor, tensor.device_mesh, placements)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, sharing its memory; any other tensor as it is.
 

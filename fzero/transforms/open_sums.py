@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fzero.distributed.dtensor import settled
+from fzero.distributed.dtensor import beside, settled
 from fzero.errors import ShardError
 from fzero.transforms.view_copies import dtensors, gives_views, written
 
@@ -37,6 +37,7 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """
     if func._schema.name == "aten::empty_like" and isinstance(args[0], DTensor):
         return func(_unread(args[0]), *args[1:], **kwargs)
+    args, kwargs = _beside_written(func, args, kwargs)
     if not any(map(_is_open, dtensors((args, kwargs)))):
         return _kept(func, func(*args, **kwargs))
     into = written(func, args, kwargs)
@@ -212,3 +213,21 @@ def _placed(local: Tensor, like: DTensor, placements: Sequence[Placement]) -> DT
     return DTensor.from_local(
         local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def _beside_written(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Operands as torch's rules want them where a leaf of one row is written into."""
+    into = written(func, args, kwargs)
+    if not any(map(is_apart, dtensors(into))):
+        return args, kwargs
+    goal = into[0]
+
+    def placed(x: Any) -> Any:
+        if any(x is one for one in into):
+            return x
+        if _is_list(goal):  # combined place by place
+            alike = _is_list(x) and len(x) == len(goal)
+            return [beside(a, b) for a, b in zip(x, goal, strict=True)] if alike else x
+        return beside(x, goal) if isinstance(x, DTensor) and isinstance(goal, DTensor) else x
+
+    return tuple(map(placed, args)), {name: placed(x) for name, x in kwargs.items()}

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fzero.distributed.dtensor import dtensor_spec, from_spec
+from fzero.distributed.dtensor import beside, dtensor_spec, from_spec
 from fzero.distributed.ragged import redistribute
 
 
@@ -83,7 +83,7 @@ class ViewCopies:
     def _bring_back(self, copy: "_Copy") -> None:
         whole = full_local(copy.base)
         copy.view_of(whole).copy_(full_local(copy.itself))
-        copy.base.copy_(whole_dtensor(whole, copy.base.device_mesh))
+        copy.base.copy_(beside(whole_dtensor(whole, copy.base.device_mesh), copy.base))
         self._outdate(copy.base)
         copy.renewed()
         if copy.above is not None:

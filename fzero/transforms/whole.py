@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fzero.distributed.dtensor import beside
 from fzero.distributed.ragged import RaggedDTensor, runs_on_rows
 from fzero.errors import ShardError
 from fzero.functional.uncompiled import not_compiled_alone
@@ -289,6 +290,6 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
                 f"{func} gives a DTensor of shape {tuple(x.shape)} the shape "
                 f"{tuple(new.shape)}; use what returns a new tensor."
             )
-        x.copy_(whole_dtensor(new, mesh))
+        x.copy_(beside(whole_dtensor(new, mesh), x))
         given[id(new)] = x
     return tree_map(lambda out: given.get(id(out), whole_dtensor(out, mesh)), found)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.torch_version import TorchVersion
 
 import fzero
@@ -334,6 +335,61 @@ def _of_two(cfg: fzero.Config) -> list[str]:
 def test_reductions_hold_where_a_rank_has_nothing(layout: Any, executor: Any) -> None:
     cfg = fzero.Config(stage=3, layout=layout, executor=executor)
     assert run_ranks(3, _of_two, cfg) == [[], [], []]
+
+
+# operands that lie otherwise than what is written, or are broadcast to it
+WRITERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "an element": lambda y, x: y.__setitem__(0, 0),
+    "a row of its own": lambda y, x: y.__setitem__(0, y[-1].clone()),
+    "rows times 2": lambda y, x: y[:1].mul_(2),
+    "a number": lambda y, x: y.div_(x.sum()),
+    "copied": lambda y, x: y.copy_(x.softmax(0)),
+    "copied of another dtype": lambda y, x: y.copy_(x.float().cumsum(0)),
+    "broadcast": lambda y, x: y.add_(x[-1]),
+    "minus its mean": lambda y, x: y.sub_(y.mean(0, keepdim=True)),
+    "sorted": lambda y, x: y.add_(x.sort(0).values),
+    "lerp": lambda y, x: y.lerp_(x.softmax(0), 0.5),
+    "lerp of weights": lambda y, x: y.lerp_(x.cumsum(0), x.softmax(0)),
+    "addcmul": lambda y, x: y.addcmul_(x.cumsum(0), x * 2),
+    "masked": lambda y, x: y.masked_fill_(x.cumsum(0) > 1, 0.0),
+    "on the full": lambda y, x: y.cumsum_(0),
+    "out": lambda y, x: torch.add(x.cumsum(0), x, out=y),
+    "lists": lambda y, x: torch._foreach_add_([y, x.clone()], [x.cumsum(0), x]),
+    "itself": lambda y, x: y.mul_(y),
+}
+
+
+def _of_one_row() -> list[str]:
+    wrong = []
+    for ranks, placements in [
+        ((2,), [Shard(0)]),
+        ((2,), [Shard(1)]),
+        ((1, 2), [Replicate(), Shard(0)]),
+        ((2, 1), [Shard(0), Shard(1)]),
+        ((2, 1), [Shard(0), Shard(0)]),
+    ]:
+        mesh = init_device_mesh("cpu", ranks)
+        for shape in [(1,), (1, 4), (4, 1), (1, 1), (4,)]:
+            if any(p.is_shard(1) for p in placements) and len(shape) < 2:
+                continue
+            full = _leaf(shape, 0)
+            shard: Any = distribute_tensor(full, mesh, placements)
+            for name, write in WRITERS.items():
+                wanted, y = full.clone(), shard.clone()
+                write(wanted, full)
+                try:
+                    with WholeLeaves():
+                        write(y, shard)
+                except Exception as error:
+                    wrong.append(f"{name} {shape} {placements}: {error}")
+                    continue
+                if y.placements != tuple(placements) or not _close(y, wanted):
+                    wrong.append(f"{name} {shape} {placements}")
+    return wrong
+
+
+def test_a_leaf_of_one_row_is_written_in_place() -> None:
+    assert run_ranks(2, _of_one_row) == [[], []]
 
 
 # what they do to a square leaf, whose shape stays
