@@ -50,6 +50,9 @@ class Opened:
         """
         source = replace(self.source, metadata=_as_wanted(self.source.metadata, self.flat, cut))
         on_every_rank(
+            self.ranks, "what is written to", lambda: _refuse_expanded(self.flat, skip), _UNOPENED
+        )
+        on_every_rank(
             self.ranks, "whether they have read it", lambda: _read(self.flat, source, skip), UNREAD
         )
         self.shown.close()
@@ -78,7 +81,6 @@ def open_on_every_rank(
     # What is to be loaded may be what is still being written.
     background.wait()
     flat = flatten(params_like, opt_state_like)
-    _refuse_expanded(flat)
     ranks = ranks_of(flat.tensors.values(), timeout)
     _same_path(ranks, path)
     # One rank chooses: a save may come between the looks of two.
@@ -99,10 +101,12 @@ def open_on_every_rank(
     return Opened(flat, ranks, opened[0], shown)
 
 
-def _refuse_expanded(flat: Flat) -> None:
+def _refuse_expanded(flat: Flat, skip: Set[str]) -> None:
     """Raise if several elements of what is to be read into are one."""
     for key, x in (*flat.tensors.items(), *flat.rounded.items()):
         x = local_tensor(x)
+        if key in skip:
+            continue
         if x.numel() and any(
             n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)
         ):

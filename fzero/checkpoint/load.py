@@ -81,13 +81,17 @@ def choose(path: Path) -> str:
     if (path / manifest.NAME).exists():
         return str(path.absolute())
     # a run's folder may have an export of its parameters in it: of the run, and not of now
-    if not folders.steps(path) and ((path / dcp.NAME).exists() or is_safetensors(path)):
+    a_run = any((step / manifest.NAME).exists() for step in folders.steps(path))
+    of_torch = (path / dcp.NAME).exists()
+    if not a_run and (of_torch or is_safetensors(path)):
         return str(path.absolute())
     newest = folders.latest(path)
     if newest is None:
         beside = ""
         if is_safetensors(path):
             beside = " For the safetensors beside them pass the file, or its index: not the folder."
+        elif of_torch:
+            beside = " Move the checkpoint of torch.distributed.checkpoint to a folder of its own."
         raise folders.none_at(
             path,
             f"{beside} python -m fzero.checkpoint verify says what is there. A file of torch.save "

@@ -312,8 +312,8 @@ def jit(
 
     def body(*args: Any, **kwargs: Any) -> Any:
         reads = ReadWhole() if _EAGERLY.get() else contextlib.nullcontext()
-        with held_over(), reads, WholeLeaves() as whole:
-            return whole.renewed(fn(*args, **kwargs))
+        with held_over(), reads, WholeLeaves():
+            return fn(*args, **kwargs)
 
     return Function(name, body, fn, cfg, donate_argnums=numbers, takes_parts=False)
 

@@ -11,7 +11,8 @@ is written into its base it gets anew when it is next used. Both cost all-gather
 [Note: outdated views] Not all that uses a view is an operator: `full_tensor`, a norm of a tree, a
 step read its local tensor. So from a write into its base on a view is of a class where reading that
 brings it up to date, and makes it what it was. Not at once: whether a view that nobody uses is
-still there is up to the collector, and may differ between ranks.
+still there is up to the collector, and may differ between ranks. So who reads it must do so on all
+of them, `to_local` included; what is returned is brought up to date at once.
 """
 
 import functools
@@ -110,8 +111,10 @@ class _Copy:
             self.above.refresh()
             # what it has got anew it has for those below, too
         if self.outdated:
-            with torch.no_grad():
-                self.itself._local_tensor.copy_(self.view_of(self.base)._local_tensor)
+            local = self.itself._local_tensor
+            # what was made under inference mode may be written there alone
+            with torch.inference_mode(local.is_inference()), torch.no_grad():
+                local.copy_(self.view_of(self.base)._local_tensor)
             self.renewed()
 
     def outdate(self) -> None:
@@ -151,7 +154,12 @@ def _outdated(kind: type[DTensor]) -> Any:
         vars(self)[_COPY].refresh()
         return _LOCAL.__get__(self)
 
-    members = {"__slots__": (), "was": kind, "_local_tensor": property(read, _LOCAL.__set__)}
+    def shown(self: Any, **_: Any) -> str:
+        # by one rank alone, as in a message or a debugger
+        return f"{kind.__name__}(outdated: {_LOCAL.__get__(self)}, {self._spec})"
+
+    members: dict[str, Any] = {"__slots__": (), "was": kind, "__repr__": shown}
+    members["_local_tensor"] = property(read, _LOCAL.__set__)
     return type(kind.__name__, (_Outdated, kind), members)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fzero import tree
 from fzero.distributed.dtensor import beside
 from fzero.distributed.ragged import RaggedDTensor, runs_on_rows
 from fzero.errors import ShardError
@@ -59,7 +60,7 @@ class WholeLeaves(TorchDispatchMode):
     def renewed(self, given: Any) -> Any:
         """The same, once views among it have what was written into their bases; on all ranks."""
         # outside nobody sees to it that they all read them
-        self._copies.refresh(given)
+        self._copies.refresh(tree.leaves(given))
         return given
 
     @classmethod

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fzero
 from fzero import tree
-from fzero.checkpoint import load, save
+from fzero.checkpoint import load, load_partial, save
 from fzero.checkpoint.flatten import flatten, keys
 from fzero.checkpoint.format.boxes import box_at
 from fzero.checkpoint.format.pieces import pieces
@@ -226,6 +226,11 @@ def test_an_expanded_tensor_is_refused_before_anything_is_read(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"params\.w is an expanded tensor.*Nothing was read"):
         load(tmp_path, like)
     assert like["a"].tolist() == [0, 0]
+    # what is not read may be anything
+    constant = {"a": torch.zeros(2), "mask": torch.ones(1).expand(4)}
+    with pytest.warns(UserWarning, match=r"params\.mask"):
+        assert load(tmp_path, constant, strict=False)[0]["a"].tolist() == [1, 1]
+    assert load_partial(tmp_path, constant).params["a"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("call", [save, load])

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 import fzero
+from fzero import tree
 from fzero.distributed.ragged import is_supported
 from fzero.errors import ShardError
+from fzero.transforms import view_copies
 from fzero.transforms.whole import WholeLeaves
 from tests.ranks import run_ranks
 
@@ -185,6 +187,9 @@ def _outdated(executor: Any, way: str) -> list[str]:
             given = fzero.jit(lambda tree, fn=fn: fn(tree["w"]), cfg)(shards)
         else:
             given = fzero.tree_map(fn, shards)["w"]
+        # from here on one rank may look alone
+        stale = [x for x in tree.leaves(given) if isinstance(x, view_copies._Outdated)]
+        found += [f"{name}: outdated" for _ in stale]
         wanted = fn(leaf)
         # a view that is returned twice is one, and has what was written last
         wanted = [x.clone() for x in wanted]
@@ -198,6 +203,47 @@ def _outdated(executor: Any, way: str) -> list[str]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_whoever_reads_a_view_sees_what_was_written(world: int, executor: Any, way: str) -> None:
     assert run_ranks(world, _outdated, executor, way) == [[]] * world
+
+
+def _inside_inference(way: str) -> list[list[float]]:
+    """What is made under inference mode, and left outside of it."""
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            y = x.clone()
+            view = y[1:3]
+            y.mul_(2)
+        return view
+
+    shards = fzero.shard({"w": torch.arange(4.0)}, CFG)
+    if way == "jit":
+        run = fzero.jit(lambda tree: fn(tree["w"]), replace(CFG, executor="eager"))
+        return [run(shards).full_tensor().tolist()]
+    return [fzero.tree_map(fn, shards)["w"].full_tensor().tolist()]
+
+
+@pytest.mark.parametrize("way", ["jit", "tree_map"])
+def test_views_leave_inference_mode_with_what_was_written(way: str) -> None:
+    assert run_ranks(2, _inside_inference, way) == [[[2.0, 4.0]]] * 2
+
+
+def _shown() -> list[str]:
+    """What one rank shows of an outdated view, alone."""
+    x, found = fzero.shard({"w": torch.arange(4.0)}, CFG)["w"], []
+    with WholeLeaves():
+        y = x.clone()
+        view: Any = y[1:3]
+        y.mul_(2)
+        if torch.distributed.get_rank() == 0:
+            found.append(repr(view))
+        assert view.full_tensor().tolist() == [2, 4]
+    return found
+
+
+def test_one_rank_may_show_a_view_alone() -> None:
+    (shown,), others = run_ranks(2, _shown)
+    assert others == []
+    assert shown.startswith("DTensor(outdated: tensor([1., 2.])")
 
 
 def _under_inference(leaf: Tensor, fn: Callable[[Tensor], Any]) -> bool:

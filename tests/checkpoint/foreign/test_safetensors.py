@@ -174,10 +174,20 @@ def test_an_export_beside_a_runs_checkpoints_is_not_taken_for_the_run(
         (tmp_path / step / "manifest.json").write_text("{")
     with pytest.warns(UserWarning, match="passed over"), pytest.raises(CheckpointError) as told:
         load(tmp_path, *like(0.0))
-    assert ("pass the file" in str(told.value)) == (beside == "safetensors")
+    ways_on = {"safetensors": "pass the file", "dcp": "Move the checkpoint of torch"}
+    assert ways_on[beside] in str(told.value)
     if beside == "safetensors":
         file = tmp_path / "model.safetensors.index.json"
         assert load(file, like(0.0)[0])[0]["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("inside", [None, ".metadata"])
+def test_a_folder_called_as_a_step_makes_no_run(inside: str | None, tmp_path: Path) -> None:
+    export_safetensors(tmp_path, {"w": torch.ones(3)})
+    (tmp_path / "step-00000005").mkdir()
+    if inside:
+        dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "step-00000005")
+    assert load(tmp_path, {"w": torch.zeros(3)})[0]["w"].tolist() == [1, 1, 1]
 
 
 def test_a_run_may_be_called_as_a_file(tmp_path: Path) -> None:
