@@ -137,8 +137,14 @@ class _Copy:
 
 
 _COPY = "fzero_view_copy"
-# The descriptor: private, as is the attribute that it is of, which DTensor has no other name for.
-_LOCAL: Any = DTensor._local_tensor
+
+
+def _slot() -> Any:
+    """The descriptor of a DTensor's local tensor: private, as is the attribute that it is of.
+
+    Looked up when it is used: where a torch has none, what needs it says so, and nothing else does.
+    """
+    return DTensor._local_tensor
 
 
 class _Outdated:
@@ -152,14 +158,14 @@ def _outdated(kind: type[DTensor]) -> Any:
 
     def read(self: Any) -> Tensor:
         vars(self)[_COPY].refresh()
-        return _LOCAL.__get__(self)
+        return _slot().__get__(self)
 
     def shown(self: Any, **_: Any) -> str:
         # by one rank alone, as in a message or a debugger
-        return f"{kind.__name__}(outdated: {_LOCAL.__get__(self)}, {self._spec})"
+        return f"{kind.__name__}(outdated: {_slot().__get__(self)}, {self._spec})"
 
     members: dict[str, Any] = {"__slots__": (), "was": kind, "__repr__": shown}
-    members["_local_tensor"] = property(read, _LOCAL.__set__)
+    members["_local_tensor"] = property(read, _slot().__set__)
     return type(kind.__name__, (_Outdated, kind), members)
 
 
@@ -199,7 +205,7 @@ def dtensors(given: Any) -> Iterable[DTensor]:
 
 
 def _memory(x: DTensor) -> int:
-    local = _LOCAL.__get__(x)  # as it is: see [Note: outdated views]
+    local = _slot().__get__(x)  # as it is: see [Note: outdated views]
     # of a collective on its way, that of what it will have written
     return getattr(local, "elem", local).untyped_storage()._cdata
 
