@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fzero.distributed.dtensor import beside, settled
+from fzero.distributed.ragged import is_supported
 from fzero.errors import ShardError
 from fzero.transforms.view_copies import dtensors, gives_views, written
 
@@ -59,6 +60,9 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
         if writes:
             raise _unmade(func, _NOT_LINEAR, "x.exp() for x.exp_()")
         return _closed(func, args, kwargs)
+    if writes and _is_foreach(func) and not is_supported():
+        # torch 2.11 makes the sums for it, and what is written into these is lost
+        raise _unmade(func, "this torch's lists can't write into", "torch._foreach_mul")
     try:
         found = func(*args, **kwargs)
     except RuntimeError as error:
@@ -119,7 +123,7 @@ def _unmade(func: Any, why: str, instead: str) -> ShardError:
 # --------------------------------------------------------------------------------- what passes
 # Elements move and keep their values; whatever they are shares of, the others' move alike.
 _MOVES = {
-    *("clone", "cat", "stack", "is_same_size", "copy_", "detach_", "_to_copy", "zero_"),
+    *("cat", "stack", "is_same_size", "copy_", "detach_", "_to_copy", "zero_"),
     *("zeros_like", "ones_like", "full_like"),
     *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
 }
@@ -131,7 +135,8 @@ def _passes(func: Any, x: DTensor) -> bool:
     name = func._schema.name.removeprefix("aten::")
     if gives_views(func) or name in _MOVES:
         return True
-    if name in ("_local_scalar_dense", "equal"):
+    # who clones a sum is about to write into it, which one that is open can't take
+    if name in ("_local_scalar_dense", "equal", "clone"):
         return False
     for placement in x.placements:
         if not placement.is_partial():
