@@ -21,35 +21,20 @@ from fzero.checkpoint import background, latest, load, save, wait
 from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.folders import steps
 from fzero.checkpoint.format.manifest import read
-from fzero.checkpoint.format.verify import problems
 from fzero.checkpoint.lineage import Heads
 from tests.checkpoint.faults import TORN, watched
+from tests.checkpoint.runs import names_in, tree_of, value_of
 from tests.ranks import run_fresh, run_ranks
+
+pytestmark = pytest.mark.usefixtures("new_process")
 
 UNREMOVED = "the checkpoint is there, but some of what should go could not be removed: "
 
 
-def _tree(value: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((3,), float(value))}
-
-
 def _value(folder: Path | None) -> float:
-    assert folder is not None
-    assert problems(folder) == []
-    loaded = float(load(folder, _tree(-1))[0]["w"][0])
+    value = value_of(folder)
     background.heads._resumed.clear()  # a look is no resumption here
-    return loaded
-
-
-def _names(run: Path) -> list[str]:
-    return sorted(entry.name for entry in run.iterdir())
-
-
-@pytest.fixture(autouse=True)
-def _new_process() -> Iterator[None]:
-    background.heads = Heads()
-    yield
-    background.heads = Heads()
+    return value
 
 
 @contextlib.contextmanager
@@ -97,13 +82,13 @@ KINDS = ("folder", "file", "link", "link to file", "dangling")
 @pytest.mark.parametrize("kind", KINDS)
 def test_leftovers_of_every_kind_go(kind: str, why: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    elsewhere = save(tmp_path / "other", _tree(9), step=9)
-    save(run, _tree(1), step=1)
+    elsewhere = save(tmp_path / "other", tree_of(9), step=9)
+    save(run, tree_of(1), step=1)
     _put(kind, run / f".step-00000001.0123abcd.{why}", elsewhere)
     with _told() as said:
-        save(run, _tree(2), step=2, keep=1)
+        save(run, tree_of(2), step=2, keep=1)
     assert said == []
-    assert _names(run) == ["step-00000002"]
+    assert names_in(run) == ["step-00000002"]
     assert _value(elsewhere) == 9
 
 
@@ -115,7 +100,7 @@ def test_a_leftover_that_stays_stops_no_save(
     asynchronous: bool, calls: tuple[str, ...], kind: str, why: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    elsewhere = save(tmp_path / "other", _tree(9), step=9)
+    elsewhere = save(tmp_path / "other", tree_of(9), step=9)
     # damaged, or it would be put back by what was put aside for it
     (run / "step-00000008").mkdir(parents=True)
     _put(kind, run / f".step-00000008.0123abcd.{why}", elsewhere)
@@ -124,7 +109,7 @@ def test_a_leftover_that_stays_stops_no_save(
             _told() as said,
             watched(busy(lambda path: path.name.startswith(".step-00000008"), calls)),
         ):
-            save(run, _tree(step), step=step, keep=1, asynchronous=asynchronous)
+            save(run, tree_of(step), step=step, keep=1, asynchronous=asynchronous)
             wait()
         (stays,) = [entry for entry in run.iterdir() if entry.name.startswith(".")]
         assert len(said) == 1
@@ -133,24 +118,24 @@ def test_a_leftover_that_stays_stops_no_save(
         assert _value(latest(run)) == step
         assert [folder.name for folder in steps(run)] == ["step-00000008", f"step-{step:08d}"]
     with _told() as said:
-        save(run, _tree(13), step=13, keep=1)
+        save(run, tree_of(13), step=13, keep=1)
     assert said == []
-    assert _names(run) == ["step-00000008", "step-00000013"]
+    assert names_in(run) == ["step-00000008", "step-00000013"]
     assert _value(elsewhere) == 9
 
 
 def test_what_was_put_aside_and_cannot_go_back_is_still_its_step(tmp_path: Path) -> None:
-    save(tmp_path, _tree(1), step=1)
+    save(tmp_path, tree_of(1), step=1)
     aside = tmp_path / ".step-00000001.0123abcd.replaced"
     (tmp_path / "step-00000001").rename(aside)
     with watched(busy(lambda path: path == aside, ("rename",))):
         with pytest.raises(fzero.CheckpointError, match=r"replaced is there already"):
-            save(tmp_path, _tree(2), step=1)
+            save(tmp_path, tree_of(2), step=1)
         with pytest.warns(UserWarning, match=f"{aside.name} .Device"):
-            save(tmp_path, _tree(2), step=2)
+            save(tmp_path, tree_of(2), step=2)
     assert _value(aside) == 1
-    save(tmp_path, _tree(3), step=3)
-    assert _names(tmp_path) == [f"step-0000000{step}" for step in (1, 2, 3)]
+    save(tmp_path, tree_of(3), step=3)
+    assert names_in(tmp_path) == [f"step-0000000{step}" for step in (1, 2, 3)]
 
 
 # ---- a checkpoint that `keep` lets go
@@ -163,7 +148,7 @@ def test_one_that_cannot_go_is_whole_or_not_seen(
     asynchronous: bool, how: str, kind: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    first = save(run, _tree(1), step=1)
+    first = save(run, tree_of(1), step=1)
     elsewhere = shutil.copytree(first, tmp_path / "elsewhere")
     if kind == "link":
         shutil.rmtree(first)
@@ -174,7 +159,7 @@ def test_one_that_cannot_go_is_whole_or_not_seen(
             _told() as said,
             watched(busy(lambda path: path.match("*step-00000001*"), calls, how == "torn")),
         ):
-            save(run, _tree(step), step=step, keep=1, asynchronous=asynchronous)
+            save(run, tree_of(step), step=step, keep=1, asynchronous=asynchronous)
             wait()
         (stays,) = set(run.iterdir()) - {run / f"step-{step:08d}"}
         if how == "torn":
@@ -187,8 +172,8 @@ def test_one_that_cannot_go_is_whole_or_not_seen(
             "what stays."
         ]
         assert _value(latest(run)) == step
-    save(run, _tree(5), step=5, keep=1)
-    assert _names(run) == ["step-00000005"]
+    save(run, tree_of(5), step=5, keep=1)
+    assert names_in(run) == ["step-00000005"]
     assert _value(elsewhere) == 1
 
 
@@ -200,11 +185,11 @@ def test_an_overwrite_replaces_whatever_has_the_name(
     if not can_swap:
         monkeypatch.setattr(disk, "exchange", lambda one, other: False)
     run = tmp_path / "run"
-    elsewhere = save(tmp_path / "other", _tree(9), step=9)
+    elsewhere = save(tmp_path / "other", tree_of(9), step=9)
     run.mkdir()
     _put(kind, run / "step-00000001", elsewhere)
-    save(run, _tree(2), step=1, overwrite=True)
-    assert _names(run) == ["step-00000001"]
+    save(run, tree_of(2), step=1, overwrite=True)
+    assert names_in(run) == ["step-00000001"]
     assert not (run / "step-00000001").is_symlink()
     assert _value(latest(run)) == 2
     assert _value(elsewhere) == 9
@@ -212,7 +197,7 @@ def test_an_overwrite_replaces_whatever_has_the_name(
 
 def _protected() -> list[tuple[list[str], list[str], bool]]:
     """An owner's `chmod a-w` of step 1, by somebody who is not root: root would not notice."""
-    save(tempfile.mkdtemp(), _tree(0), step=0)  # what is imported late, while it can be read
+    save(tempfile.mkdtemp(), tree_of(0), step=0)  # what is imported late, while it can be read
     me = os.geteuid()
     # not pytest's own folders, which are its user's alone
     with tempfile.TemporaryDirectory() as above:
@@ -221,10 +206,10 @@ def _protected() -> list[tuple[list[str], list[str], bool]]:
         run, found = Path(above) / "run", []
         for step in range(1, 5):
             with _told() as said:
-                save(run, _tree(step), step=step, keep=1)
+                save(run, tree_of(step), step=step, keep=1)
             os.chmod(run / "step-00000001", 0o555)
             first = any(f"{run / 'step-00000001'} (Permission denied)" in text for text in said)
-            found.append((said, _names(run), first))
+            found.append((said, names_in(run), first))
         os.chmod(run / "step-00000001", 0o755)
         os.seteuid(me)
     return found
@@ -253,7 +238,7 @@ def _third(run: Path, at: int, torn: bool, overwrite: bool, asynchronous: bool) 
     """Steps 1 and 2 are there; a third save fails at call `at`: what it said, and its calls."""
     background.heads = Heads()
     for step in (1, 2):
-        save(run, _tree(step), {"lr": 0.1}, step=step)
+        save(run, tree_of(step), {"lr": 0.1}, step=step)
     left = run / ".step-00000009.0123abcd.removing"
     left.mkdir()
     (left / "rank-00000.safetensors").write_bytes(b"half")
@@ -261,7 +246,7 @@ def _third(run: Path, at: int, torn: bool, overwrite: bool, asynchronous: bool) 
     with _told() as said, watched(_fails(at, torn)) as seen:
         try:
             save(
-                *(run, _tree(3), {"lr": 0.1}),
+                *(run, tree_of(3), {"lr": 0.1}),
                 step=2 if overwrite else 3,
                 keep=1,
                 overwrite=overwrite,
@@ -319,26 +304,26 @@ def test_a_failure_at_any_call_is_told_as_it_is(
         # what comes next comes from what is there
         parent = read(latest(run) or run).lineage.order, latest(run)
         with _told() as said:
-            last = save(run, _tree(4), {"lr": 0.1}, step=4, keep=1)
+            last = save(run, tree_of(4), {"lr": 0.1}, step=4, keep=1)
         assert said == []
         assert read(last).lineage.line[0][1] == parent[0]
-        assert _names(run) == ["step-00000004"]
+        assert names_in(run) == ["step-00000004"]
         assert _value(last) == 4
     assert outcomes >= {"not written", "not synced", "not removed"}
 
 
 def test_nothing_that_was_replaced_goes_before_the_folder_is_synced(tmp_path: Path) -> None:
-    save(tmp_path, _tree(1), step=1)
+    save(tmp_path, tree_of(1), step=1)
     with watched(busy(lambda path: path == tmp_path, ("sync_folder",))):
         with pytest.raises(fzero.CheckpointError, match="step-00000001 is found"):
-            save(tmp_path, _tree(2), step=1, overwrite=True)
+            save(tmp_path, tree_of(2), step=1, overwrite=True)
         with pytest.raises(fzero.CheckpointError, match="not written"):
-            save(tmp_path, _tree(3), step=3)
+            save(tmp_path, tree_of(3), step=3)
     (old,) = tmp_path.glob(".step-*")
     assert _value(old) == 1
     assert _value(latest(tmp_path)) == 2
-    save(tmp_path, _tree(3), step=3)
-    assert _names(tmp_path) == ["step-00000001", "step-00000003"]
+    save(tmp_path, tree_of(3), step=3)
+    assert names_in(tmp_path) == ["step-00000001", "step-00000003"]
 
 
 def test_a_lock_that_fails_to_go_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,8 +336,8 @@ def test_a_lock_that_fails_to_go_is_let_go(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(fcntl, "flock", flock)
     for step in (1, 2):
-        save(tmp_path, _tree(step), step=step, keep=1, timeout=4.0)
-    assert _names(tmp_path) == ["step-00000002"]
+        save(tmp_path, tree_of(step), step=step, keep=1, timeout=4.0)
+    assert names_in(tmp_path) == ["step-00000002"]
 
 
 @pytest.mark.parametrize("how", ["save", "load", "wait"])
@@ -360,14 +345,14 @@ def test_a_save_in_the_background_warns_at_the_next_call(how: str, tmp_path: Pat
     (tmp_path / ".step-00000009.0123abcd.removing").mkdir()
     with watched(busy(lambda path: path.name[0] == ".", ("remove",))):
         with _told() as said:
-            save(tmp_path, _tree(1), step=1, asynchronous=True)
+            save(tmp_path, tree_of(1), step=1, asynchronous=True)
             thread = background._background._thread
             assert thread is not None
             thread.join()
         assert said == []
     calls: dict[str, Callable[[], Any]] = {
-        "save": lambda: save(tmp_path, _tree(2), step=2),
-        "load": lambda: load(tmp_path, _tree(0)),
+        "save": lambda: save(tmp_path, tree_of(2), step=2),
+        "load": lambda: load(tmp_path, tree_of(0)),
         "wait": wait,
     }
     with _told() as said:
@@ -382,8 +367,8 @@ def test_a_warning_made_an_error_comes_after_the_checkpoint(tmp_path: Path) -> N
     with warnings.catch_warnings(), watched(busy(lambda path: path.name[0] == ".", ("remove",))):
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="checkpoint is there"):
-            save(tmp_path, _tree(1), step=1)
-        save(tmp_path, _tree(2), step=2, asynchronous=True)
+            save(tmp_path, tree_of(1), step=1)
+        save(tmp_path, tree_of(2), step=2, asynchronous=True)
         with pytest.raises(UserWarning, match="checkpoint is there"):
             wait()
     assert [_value(folder) for folder in steps(tmp_path)] == [1, 2]
@@ -408,7 +393,7 @@ def _on_ranks(run: Path, call: str, asynchronous: bool) -> tuple[list[str], list
                 errors.append(str(error))
         texts += said
     assert load(run, tree)[0]["w"].full_tensor().sum() == 12
-    return texts, errors, _names(run)
+    return texts, errors, names_in(run)
 
 
 @pytest.mark.parametrize("call", ["remove", "sync_folder"])

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,16 @@ import pytest
 import torch
 
 import fzero
-from fzero.checkpoint import background, latest, load, save, wait
+from fzero.checkpoint import latest, load, save, wait
 from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.folders import steps
 from fzero.checkpoint.format.manifest import read
 from fzero.checkpoint.format.verify import problems
-from fzero.checkpoint.lineage import Heads
 from tests.checkpoint.faults import full_disk, killer, watched
+from tests.checkpoint.runs import names_in, tree_of, value_of
 from tests.ranks import Ranks, RanksFailed, run_fresh, run_ranks
 
-
-def _tree(value: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((3,), float(value))}
-
-
-def _value(folder: Path | None) -> float:
-    assert folder is not None
-    assert problems(folder) == []
-    return float(load(folder, _tree(-1))[0]["w"][0])
-
-
-def _names(run: Path) -> list[str]:
-    return sorted(entry.name for entry in run.iterdir())
-
-
-@pytest.fixture(autouse=True)
-def _new_process() -> Iterator[None]:
-    background.heads = Heads()
-    yield
-    background.heads = Heads()
+pytestmark = pytest.mark.usefixtures("new_process")
 
 
 @pytest.fixture(params=[True, False], ids=["swapped", "in two renames"])
@@ -58,35 +38,35 @@ def swaps(request: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_overwrite_replaces(asynchronous: bool, swaps: bool, tmp_path: Path) -> None:
     for step in (1, 2):
-        save(tmp_path, _tree(step), {"lr": 0.1}, step=step)
-    save(tmp_path, _tree(7), {"lr": 0.1}, step=2, overwrite=True, asynchronous=asynchronous)
+        save(tmp_path, tree_of(step), {"lr": 0.1}, step=step)
+    save(tmp_path, tree_of(7), {"lr": 0.1}, step=2, overwrite=True, asynchronous=asynchronous)
     wait()
-    assert _names(tmp_path) == ["step-00000001", "step-00000002"]
-    assert _value(latest(tmp_path)) == 7
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002"]
+    assert value_of(latest(tmp_path)) == 7
     assert read(tmp_path / "step-00000002").lineage == (3, ((1, 1),))
 
 
 def test_a_step_is_overwritten_by_choice_only(tmp_path: Path) -> None:
-    save(tmp_path, _tree(1), step=1)
+    save(tmp_path, tree_of(1), step=1)
     with pytest.raises(fzero.CheckpointError, match=r"there already.*overwrite=True"):
-        save(tmp_path, _tree(2), step=1)
+        save(tmp_path, tree_of(2), step=1)
     with pytest.raises(fzero.ConfigError, match="must be True or False"):
-        save(tmp_path, _tree(2), step=1, overwrite="yes")  # pyright: ignore
-    assert _value(tmp_path / "step-00000001") == 1
+        save(tmp_path, tree_of(2), step=1, overwrite="yes")  # pyright: ignore
+    assert value_of(tmp_path / "step-00000001") == 1
 
 
 def test_an_overwrite_after_going_back_leaves_the_other_branch_behind(tmp_path: Path) -> None:
     for step in (10, 20, 30):
-        save(tmp_path, _tree(step), {"lr": 0.1}, step=step)
-    load(tmp_path / "step-00000010", _tree(0), {"lr": 0.1})
-    save(tmp_path, _tree(21), {"lr": 0.1}, step=20, overwrite=True, keep=2)
-    assert _value(latest(tmp_path)) == 21
-    assert _names(tmp_path) == ["step-00000010", "step-00000020"]
+        save(tmp_path, tree_of(step), {"lr": 0.1}, step=step)
+    load(tmp_path / "step-00000010", tree_of(0), {"lr": 0.1})
+    save(tmp_path, tree_of(21), {"lr": 0.1}, step=20, overwrite=True, keep=2)
+    assert value_of(latest(tmp_path)) == 21
+    assert names_in(tmp_path) == ["step-00000010", "step-00000020"]
 
 
 def test_the_old_one_is_there_until_the_new_one_is(swaps: bool, tmp_path: Path) -> None:
     """What `latest` finds before every call on the disk is one of the two, and whole."""
-    save(tmp_path, _tree(1), step=5)
+    save(tmp_path, tree_of(1), step=5)
     found: list[float] = []
     quiet = threading.local()
 
@@ -100,28 +80,28 @@ def test_the_old_one_is_there_until_the_new_one_is(swaps: bool, tmp_path: Path) 
             quiet.on = False
 
     with watched(look):
-        save(tmp_path, _tree(2), step=5, overwrite=True, asynchronous=True)
+        save(tmp_path, tree_of(2), step=5, overwrite=True, asynchronous=True)
         wait()
     assert found == sorted(found)
     assert set(found) == {1, 2}
-    assert _names(tmp_path) == ["step-00000005"]
+    assert names_in(tmp_path) == ["step-00000005"]
 
 
 def test_a_full_disk_leaves_the_old_one(swaps: bool, tmp_path: Path) -> None:
-    save(tmp_path, _tree(1), step=5)
+    save(tmp_path, tree_of(1), step=5)
     for at in (0, 1, 3, 5, 7):  # one of them is each of what takes room
         with watched(full_disk(at)), pytest.raises(fzero.CheckpointError, match="No space left"):
-            save(tmp_path, _tree(2), step=5, overwrite=True)
-        assert _names(tmp_path) == ["step-00000005"]
-        assert _value(tmp_path / "step-00000005") == 1
+            save(tmp_path, tree_of(2), step=5, overwrite=True)
+        assert names_in(tmp_path) == ["step-00000005"]
+        assert value_of(tmp_path / "step-00000005") == 1
 
 
 def _overwrite(run: Path, at: int, torn: bool, swaps: bool) -> list[str]:
     if not swaps:
         disk.exchange = lambda one, other: False
-    save(run, _tree(1), step=5)
+    save(run, tree_of(1), step=5)
     with watched(killer(at, torn)) as seen:
-        save(run, _tree(2), step=5, overwrite=True)
+        save(run, tree_of(2), step=5, overwrite=True)
     return seen
 
 
@@ -137,10 +117,10 @@ def test_a_kill_at_any_call_leaves_one_of_the_two(can_swap: bool, tmp_path: Path
                 ranks.call(_overwrite, (run, at, name == "append", can_swap), 60)
         finally:
             ranks.kill()
-        values.append(_value(latest(run)))
-        save(run, _tree(3), step=6)
-        assert _names(run) == ["step-00000005", "step-00000006"]
-        assert _value(run / "step-00000005") == values[-1]
+        values.append(value_of(latest(run)))
+        save(run, tree_of(3), step=6)
+        assert names_in(run) == ["step-00000005", "step-00000006"]
+        assert value_of(run / "step-00000005") == values[-1]
     assert values == sorted(values)
     assert set(values) == {1, 2}
 
@@ -154,7 +134,7 @@ def test_of_threads_that_save_one_step_one_wins(asynchronous: bool, tmp_path: Pa
     def one(value: int) -> None:
         barrier.wait()
         try:
-            save(tmp_path, _tree(value), step=5, asynchronous=asynchronous)
+            save(tmp_path, tree_of(value), step=5, asynchronous=asynchronous)
             told[value] = ""
         except fzero.CheckpointError as error:
             told[value] = str(error)
@@ -168,20 +148,20 @@ def test_of_threads_that_save_one_step_one_wins(asynchronous: bool, tmp_path: Pa
     (winner,) = [value for value, text in told.items() if not text]
     assert len(told) == 4
     assert all("there already" in text for text in told.values() if text)
-    assert _value(latest(tmp_path)) == winner
-    assert _names(tmp_path) == ["step-00000005"]
+    assert value_of(latest(tmp_path)) == winner
+    assert names_in(tmp_path) == ["step-00000005"]
 
 
 def test_threads_that_save_other_steps_all_win(tmp_path: Path) -> None:
     threads = [
-        threading.Thread(target=save, args=(tmp_path, _tree(value)), kwargs={"step": value})
+        threading.Thread(target=save, args=(tmp_path, tree_of(value)), kwargs={"step": value})
         for value in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [_value(folder) for folder in steps(tmp_path)] == [0, 1, 2, 3]
+    assert [value_of(folder) for folder in steps(tmp_path)] == [0, 1, 2, 3]
     assert {read(folder).lineage.order for folder in steps(tmp_path)} == {1, 2, 3, 4}
 
 
@@ -223,7 +203,7 @@ def test_of_processes_that_save_one_step_one_wins(locks: str, tmp_path: Path) ->
     texts = [process.communicate(timeout=60)[0] for process in started]
     codes = [process.returncode for process in started]
     assert sorted(codes) == [0, 3], texts
-    assert _names(tmp_path) == ["step-00000005"]
+    assert names_in(tmp_path) == ["step-00000005"]
     loaded, _ = load(tmp_path, {"w": torch.zeros(200_000)})
     assert (loaded["w"] == codes.index(0)).all()
 
@@ -234,10 +214,10 @@ def test_a_process_that_never_ends_its_save_is_told_of(tmp_path: Path) -> None:
     fcntl.flock(other, fcntl.LOCK_EX)
     start = time.monotonic()
     with pytest.raises(fzero.CheckpointError, match="another process has been saving to"):
-        save(tmp_path, _tree(1), step=1, timeout=1.0)
+        save(tmp_path, tree_of(1), step=1, timeout=1.0)
     assert time.monotonic() - start < 10
     os.close(other)
-    save(tmp_path, _tree(1), step=1)
+    save(tmp_path, tree_of(1), step=1)
 
 
 def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
@@ -246,7 +226,7 @@ def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
 
     def handler(*args: Any) -> None:
         try:
-            save(tmp_path, _tree(2), step=2)
+            save(tmp_path, tree_of(2), step=2)
         except fzero.CheckpointError as error:
             told.append(str(error))
 
@@ -259,18 +239,18 @@ def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
         with watched(act):
-            save(tmp_path, _tree(1), step=1)
+            save(tmp_path, tree_of(1), step=1)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert "while this thread was in a save" in told[0]
-    assert _names(tmp_path) == ["step-00000001"]
+    assert names_in(tmp_path) == ["step-00000001"]
 
 
 def _overwrite_on_ranks(run: Path) -> tuple[list[str], float, str]:
     tree = fzero.shard({"w": torch.ones(5, 2)})
     save(run, tree, step=1)
     save(run, {"w": tree["w"] * 2}, step=1, overwrite=True)
-    there = _names(run)
+    there = names_in(run)
     try:
         save(run, tree, step=1, overwrite=os.environ["RANK"] == "0")
     except fzero.CheckpointError as error:
