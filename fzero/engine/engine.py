@@ -441,7 +441,8 @@ class Engine:
         The tensors are the engine's own: what changes them in place changes the engine, and each
         step does. To come back to a state keep a copy of it, `copy.deepcopy(engine.state)`. A step
         function with `donate=True` changes them as well; assign what it returns. Assigned values
-        are copied.
+        are copied. Gradients that wait for `step()` stay, as under `load_state_dict`: whoever goes
+        back to a state in the middle of an accumulation drops them, `zero_grad()`.
 
         Raises:
             ShardError: what is assigned doesn't fit, or is what a step has written over.

@@ -191,6 +191,11 @@ class EngineOptimizer(torch.optim.Optimizer):
             CheckpointError: it is that of another rank, or of an engine that is sharded otherwise.
             RankMismatchError: ranks load the states of different steps.
         """
+        if not isinstance(state_dict, Mapping):
+            raise BackwardError(
+                "engine.optimizer.load_state_dict takes what engine.optimizer.state_dict() gave, "
+                f"and was given a {type(state_dict).__name__}."
+            )
         if "places" not in state_dict:
             raise BackwardError(
                 "engine.optimizer.load_state_dict: it holds the state of another optimizer, for "

@@ -140,12 +140,14 @@ class Grouping(NamedTuple):
     """Which leaves travel together, by their indices.
 
     Args:
+        registered: all leaves, in the order of the module.
         units: gathered together; empty where parameters are always there.
         special: the modules that only some ranks may run: the last units.
         buckets: reduced together, in the order of reduction.
         masks: the same as bit masks, for the state machine.
     """
 
+    registered: Sequence[int]
     units: list[list[int]]
     special: list[str]
     buckets: list[list[int]]
@@ -168,7 +170,8 @@ def plan_grouping(
     units, special = [], []
     if lazy:
         units, special = plan_units(leaves, registered, limit, cfg.gather_together)
-    return plan_order(Grouping(units, special, [], ()), leaves, registered[::-1], cfg, alone=alone)
+    grouping = Grouping(registered, units, special, [], ())
+    return plan_order(grouping, leaves, registered[::-1], cfg, alone=alone)
 
 
 def plan_order(
@@ -181,24 +184,30 @@ def plan_order(
 ) -> Grouping:
     """The same units with buckets for another order of gradients.
 
+    It says when a bucket is reduced, and never what is in it: in which order ranks' parts are added
+    up may depend on where they lie there, and an engine that goes on from a checkpoint has yet to
+    see a backward.
+
     Args:
         grouping: its buckets don't matter.
+        leaves: of all parameters, trained or not.
         arrivals: indices of all leaves as gradients come.
+        cfg: the step's.
+        alone: whether there is no other rank.
     """
-    trained = [index for index in arrivals if leaves[index].trainable]
-    units, special = grouping.units, grouping.special
     if alone:
         return grouping._replace(buckets=[], masks=())
-    if not units:
+    turn = {leaf: i for i, leaf in enumerate(arrivals) if leaves[leaf].trainable}
+    parts = grouping.units
+    if not parts:
         nbytes = [leaf.nbytes for leaf in leaves]
-        buckets = plan_buckets(leaves, nbytes, trained, int(cfg.bucket_mb * 2**20))
-        return grouping._replace(buckets=buckets, masks=masks(buckets))
-    turn = {index: i for i, index in enumerate(trained)}
-    parts = [[index for index in unit if index in turn] for unit in units]
-    common = len(units) - len(special)
-    # a unit can be reduced when the last of its gradients has come
-    first = sorted(filter(None, parts[:common]), key=lambda unit: max(turn[i] for i in unit))
-    last = [unit for unit in parts[common:] if unit]
+        backward = [leaf for leaf in reversed(grouping.registered) if leaf in turn]
+        parts = plan_buckets(leaves, nbytes, backward, int(cfg.bucket_mb * 2**20))
+    parts = [[leaf for leaf in part if leaf in turn] for part in parts]
+    common = len(parts) - len(grouping.special)
+    # one can be reduced when the last of its gradients has come
+    first = sorted(filter(None, parts[:common]), key=lambda part: max(turn[i] for i in part))
+    last = [part for part in parts[common:] if part]
     # ranks may run parts of the special ones only: they wait for the end, on an extra bit
     bits = masks(first) + tuple(mask | 1 << len(leaves) for mask in masks(last))
     return grouping._replace(buckets=[*first, *last], masks=bits)

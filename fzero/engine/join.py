@@ -15,7 +15,7 @@ from fzero.distributed.mesh import Mesh
 from fzero.engine import phases
 from fzero.engine.driver import Driver
 from fzero.engine.parts import Parts
-from fzero.errors import RankMismatchError
+from fzero.errors import BackwardError, RankMismatchError
 
 Batch = TypeVar("Batch")
 
@@ -51,6 +51,11 @@ def join(
         loader: this rank's batches.
         averages: whether gradients are the mean over ranks, or their sum.
     """
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise BackwardError(
+            "engine.join takes what gives this rank's batches, such as a DataLoader, and was given "
+            f"a {type(loader).__name__}. Loop over it: for batch in engine.join(loader)."
+        )
     mesh = parts.stepper.plan.mesh
 
     def rounds() -> Generator[tuple[Batch, int]]:

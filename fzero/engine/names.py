@@ -38,7 +38,7 @@ class Names:
         name = self._other.get(name, name)
         if name in self._indices:
             return self._indices[name]
-        near = get_close_matches(name, list(self._indices), n=3)
+        near = get_close_matches(str(name), list(self._indices), n=3)
         hint = f" Near ones: {', '.join(map(repr, near))}." if near else ""
         raise ShardError(
             f"{asked}({name!r}): the module has no parameter of that name.{hint} Names are those "

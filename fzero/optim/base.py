@@ -6,12 +6,13 @@ ones included; `None` is an empty subtree (a frozen leaf).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from numbers import Real
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from fzero.errors import TraceError
+from fzero.errors import ConfigError, TraceError
 
 PyTree = Any
 Params = PyTree
@@ -69,21 +70,38 @@ def rate_at(lr: Rate, step: Tensor) -> float | Tensor:
     (0.1, tensor(1.5000))
 
     Raises:
+        ConfigError: a schedule gives something else than a number or a 0-d tensor.
         TraceError: a schedule reads the value of the step while the update is staged out.
     """
-    if isinstance(lr, Tensor) or not callable(lr):
-        return lr
+    return lr if isinstance(lr, Tensor) or not callable(lr) else value_at(lr, step)
+
+
+def value_at(schedule: Schedule, step: Tensor) -> float | Tensor:
+    """What a schedule gives for the update after `step` others; errors are those of `rate_at`."""
+    name = getattr(schedule, "__qualname__", type(schedule).__name__)
     try:
-        return lr(step)
+        value: Any = schedule(step)
     except DataDependentOutputException as error:
         raise TraceError(
-            f"the schedule {getattr(lr, '__qualname__', type(lr).__name__)} reads the value of its "
+            f"the schedule {name} reads the value of its "
             "step (an `if` on it, float(), a function of math). An update is staged out once for "
             "all steps, and there the step is a tensor without a value. Compute with torch "
             "(torch.where, torch.cos), use a schedule of fzero.optim (join puts several one after "
             "another), or make the rate a tensor that you set between steps: "
             "fzero.optim.inject_hyperparams(fzero.optim.adamw)(lr=3e-4)."
         ) from error
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return cast(float, value)
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        kind = f"tensor of shape {tuple(value.shape)}"
+    raise ConfigError(
+        f"the schedule {name} gave a {kind} for the step, and must give a number or a 0-d tensor, "
+        "the value for all leaves (x.squeeze() of one element). Other values for other leaves are "
+        "fzero.optim.multi_transform's."
+    )
 
 
 def rate_by_step(lr: Rate) -> RatesFn:

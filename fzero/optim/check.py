@@ -47,10 +47,20 @@ def steps(where: str, *, least: int = 1, **fields: Any) -> None:
 def learning_rate(where: str, lr: Any) -> None:
     """`lr` is a finite number of at least 0, or a schedule; or a 0-d tensor, which nobody reads."""
     rule = "a finite number >= 0, or a schedule: a function of the step, such as optim.cosine(...)"
-    fits = callable(lr) or _scalar(lr) or (_number(lr) and lr >= 0)
+    fits = _scalar(lr) or (_takes_step(lr) if callable(lr) else _number(lr) and lr >= 0)
     if not fits and is_many(lr):
         rule = f"{rule}. {NO_PARAMETERS.format(where)}".removesuffix(".")
     _require(where, "lr", lr, fits, rule)
+
+
+def _takes_step(schedule: Any) -> bool:
+    try:
+        inspect.signature(schedule).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # made in C, it doesn't say what it takes
+        pass
+    return True
 
 
 def decay(where: str, weight_decay: Any) -> None:

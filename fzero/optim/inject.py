@@ -11,7 +11,7 @@ from fzero.errors import ConfigError, arguments_by_name
 from fzero.inference import makes_normal
 from fzero.optim import check
 from fzero.optim.adapt import as_optimizer
-from fzero.optim.base import Optimizer, Params, PyTree, Schedule
+from fzero.optim.base import Optimizer, Params, PyTree, Schedule, value_at
 from fzero.optim.foreach import zero_step
 
 
@@ -196,7 +196,8 @@ def _is_ours(factory: Callable[..., Any]) -> bool:
 
 def _value(schedule: Schedule, step: Tensor) -> Tensor:
     # in memory of its own, whatever the schedule hands out: a step writes over its state
-    return schedule(step).to(torch.float64, copy=True)
+    value = value_at(schedule, step)
+    return torch.as_tensor(value, device=step.device).to(torch.float64, copy=True)
 
 
 def _injectable(factory: Callable[..., Any], name: str) -> bool:

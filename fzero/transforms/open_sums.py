@@ -84,7 +84,8 @@ def _is_open(x: Any) -> bool:
 
 
 def _closed(func: Any, args: Any, kwargs: Any) -> Any:
-    args, kwargs = tree_map(lambda x: settled(x) if _is_open(x) else x, (args, kwargs))
+    # below autograd, where torch 2.11 can't move what asks for a gradient
+    args, kwargs = tree_map(lambda x: settled(x.detach()) if _is_open(x) else x, (args, kwargs))
     return _kept(func, func(*args, **kwargs))
 
 

@@ -35,6 +35,7 @@ def tree_map(fn: Callable[..., Any], values: PyTree, *rest: PyTree) -> PyTree:
     what it reads (`float(x.sum())`), which every rank must do.
 
     Raises:
+        ConfigError: `fn` is no function.
         ShardError: one of `rest` has another structure.
 
     Examples:
@@ -43,6 +44,10 @@ def tree_map(fn: Callable[..., Any], values: PyTree, *rest: PyTree) -> PyTree:
         >>> fzero.tree_map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
         {'w': tensor([0.1000, 0.1000])}
     """
+    if not callable(fn):
+        raise ConfigError(
+            f"tree_map(fn, tree, ...): the function comes first, and is a {type(fn).__name__} here."
+        )
     leaves, spec = tree.flatten(values)
     try:
         columns = [spec.flatten_up_to(other) for other in rest]
@@ -283,7 +288,9 @@ def _flat(what: str, values: PyTree) -> tuple[list[Any], tree.Spec]:
     leaves, spec = tree.flatten(values)
     for x, path in zip(leaves, tree.paths(values), strict=True):
         if not isinstance(x, (Tensor, Part)):
-            raise ShardError(f"tree_vdot: {what}{path} is a {type(x).__name__}; pass tensors.")
+            raise ShardError(
+                f"tree_vdot, tree_norm: {what}{path} is a {type(x).__name__}; pass tensors."
+            )
     return [_split_or_whole(x) for x in leaves], spec
 
 

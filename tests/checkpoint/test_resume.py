@@ -1,5 +1,6 @@
 """N steps straight are k steps, a new process, and N - k steps: bit for bit."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.checkpoint import latest, load, sample_order, save
 from tests.checkpoint.cases import differing, full
-from tests.ranks import run_fresh
+from tests.ranks import run_fresh, run_ranks
 
 STEPS, FIRST = 6, 3
 
@@ -71,3 +72,55 @@ def test_resuming_is_exact(world: int, cfg: dict[str, Any], tmp_path: Path) -> N
         assert first + rest == losses
         assert len(set(losses)) == STEPS
         assert differing(values, resumed) == []
+
+
+class _Backwards(nn.Module):
+    """Its layers are registered in another order than they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(31, 5), nn.Linear(16, 31)
+        self.scale = nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))) * self.scale
+
+
+def _continued(cfg: dict[str, Any], replicas: int) -> list[bool]:
+    """Whether an engine that another one's state was given ends in the bits of that one."""
+    world = torch.distributed.get_world_size()
+    mesh = torch.distributed.init_device_mesh(
+        "cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard")
+    )
+    config = fzero.Config(mesh=mesh if replicas > 1 else None, **cfg)
+    noise = torch.Generator().manual_seed(torch.distributed.get_rank())
+    data = torch.randn(STEPS, 4, 16, generator=noise)
+
+    def engine() -> fzero.Engine:
+        torch.manual_seed(0)
+        return fzero.Engine(_Backwards(), fzero.optim.sgd(0.1, momentum=0.9), config)
+
+    def train(engine: fzero.Engine, first: int, last: int) -> dict[str, Tensor]:
+        for x in data[first:last]:
+            engine(x).square().mean().backward()
+            engine.step()
+        return dict(engine.full_params())
+
+    whole = engine()
+    train(whole, 0, FIRST)
+    state = copy.deepcopy(whole.state)
+    wanted = train(whole, FIRST, STEPS)
+    whole.release()
+    after = engine()
+    after.state = state
+    found = train(after, FIRST, STEPS)
+    after.release()
+    return [torch.equal(found[name], x) for name, x in wanted.items()]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "replicas"), [({"stage": 0}, 1), ({"stage": 1}, 1), ({"stage": 2}, 3)]
+)
+def test_a_new_engine_goes_on_exactly(cfg: dict[str, Any], replicas: int) -> None:
+    # of three ranks, as a sum of two is the same in either order
+    assert run_ranks(3, _continued, cfg, replicas) == [[True] * 5] * 3

@@ -1,5 +1,6 @@
 """What a user does out of order is told, with what to do instead, before anything is written."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -147,6 +148,31 @@ def test_an_unknown_name_lists_near_ones(stage: int) -> None:
     engine = engine_of(stage)
     with pytest.raises(fzero.ShardError, match=r"inner\.weight"):
         engine.full_grad("inner.weigth")
+    with pytest.raises(fzero.ShardError, match=r"full_grad\(None\): the module has no parameter"):
+        engine.full_grad(None)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_no_loader_and_no_state() -> None:
+    engine = engine_of(2)
+    with pytest.raises(BackwardError, match=r"engine.join takes .* was given a NoneType"):
+        engine.join(None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BackwardError, match=r"load_state_dict takes .* was given a NoneType"):
+        engine.optimizer.load_state_dict(None)  # pyright: ignore[reportArgumentType]
+
+
+@every_stage
+def test_gradients_that_wait_are_no_part_of_the_state(stage: int) -> None:
+    engine = engine_of(stage, accum_steps=2)
+    state = copy.deepcopy(engine.state)
+    loss_of(engine).backward()
+    waiting = engine.full_grad("inner.weight")
+    engine.state = state
+    found = engine.full_grad("inner.weight")
+    assert waiting is not None
+    assert found is not None
+    assert torch.equal(found, waiting)
+    engine.zero_grad()
+    assert engine.full_grad("inner.weight") is None
 
 
 def scaled(engine: fzero.Engine, i: int = 0) -> None:

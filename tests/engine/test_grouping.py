@@ -135,17 +135,22 @@ def test_what_lies_in_a_flat_is_gathered_and_reduced_together(
         assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(ends))
 
 
-@given(NAMES, st.data())
-def test_a_unit_is_reduced_when_the_last_of_its_gradients_has_come(
-    names: list[str], data: st.DataObject
+@given(NAMES, st.booleans(), st.data())
+def test_a_bucket_is_reduced_when_the_last_of_its_gradients_has_come_and_stays_what_it_is(
+    names: list[str], lazy: bool, data: st.DataObject
 ) -> None:
     frozen = frozenset(data.draw(st.sets(st.sampled_from(names))))
     leaves = leaves_of(names, frozen=frozen)
     arrivals = data.draw(st.permutations(range(len(leaves))))
     experts = any(name.startswith("experts") for name in names)
-    cfg = Config(stage=3, gather_together=["experts.*"] if experts else ())
-    grouping = plan_grouping(leaves, range(len(leaves)), cfg, lazy=True, alone=False)
-    grouping = plan_order(grouping, leaves, arrivals, cfg)
+    apart = ["experts.*"] if experts and lazy else ()
+    # some leaves share a bucket, some don't
+    cfg = Config(stage=3, gather_together=apart, bucket_mb=data.draw(st.sampled_from([1e-4, 25])))
+    registered = data.draw(st.permutations(range(len(leaves))))
+    before = plan_grouping(leaves, registered, cfg, lazy=lazy, alone=False)
+    grouping = plan_order(before, leaves, arrivals, cfg)
+    # where an element lies in its bucket is the same before the first backward and after it
+    assert sorted(grouping.buckets) == sorted(before.buckets)
     trained = [i for i in range(len(leaves)) if leaves[i].trainable]
     assert sorted(i for bucket in grouping.buckets for i in bucket) == trained
     complete = [max(map(arrivals.index, bucket)) for bucket in grouping.buckets]
@@ -154,7 +159,9 @@ def test_a_unit_is_reduced_when_the_last_of_its_gradients_has_come(
     assert waits == sorted(waits)
     common = complete[: waits.count(0)]
     assert common == sorted(common)
-    assert waits.count(1) == sum(names[b[0]].startswith("experts") for b in grouping.buckets)
+    assert waits.count(1) == sum(
+        lazy and names[bucket[0]].startswith("experts") for bucket in grouping.buckets
+    )
     for bucket, mask in zip(grouping.buckets, grouping.masks, strict=True):
         assert mask & (1 << len(leaves)) - 1 == sum(1 << i for i in bucket)
 
@@ -162,7 +169,7 @@ def test_a_unit_is_reduced_when_the_last_of_its_gradients_has_come(
 def test_a_lone_rank_has_no_buckets_and_whole_parameters_fill_them_up() -> None:
     leaves = leaves_of(["a.w", "b.w"])
     alone = plan_grouping(leaves, range(2), Config(), lazy=False, alone=True)
-    assert alone == Grouping([], [], [], ())
+    assert alone == Grouping(range(2), [], [], [], ())
     found = plan_grouping(leaves, range(2), Config(), lazy=False, alone=False)
     assert (found.buckets, found.masks) == ([[1, 0]], (0b11,))
 

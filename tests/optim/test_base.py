@@ -34,3 +34,32 @@ def test_a_schedule_that_reads_its_step_is_named(schedule: Any) -> None:
     state = step_fn.init({"w": torch.ones(3)})
     with pytest.raises(fzero.TraceError, match=r"the schedule .*<lambda> reads the value .*join"):
         step_fn(*state, torch.ones(3))
+
+
+def _step(opt: optim.Optimizer, executor: Any) -> dict[str, torch.Tensor]:
+    cfg = fzero.Config(executor=executor)
+    step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), opt, cfg)
+    params, _ = step_fn(*step_fn.init({"w": torch.ones(3)}), torch.ones(3))
+    return fzero.unshard(params)
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda t: None, "NoneType"),
+        (lambda t: "x", "str"),
+        (lambda t: t.reshape(1), r"tensor of shape \(1,\)"),
+    ],
+)
+@pytest.mark.parametrize("make", [optim.sgd, optim.inject_hyperparams(optim.adam)])
+def test_a_schedule_that_gives_no_number_is_named(
+    make: Any, given: Any, said: str, executor: Any
+) -> None:
+    with pytest.raises(fzero.ConfigError, match=rf"the schedule .*<lambda> gave a {said}"):
+        _step(make(given), executor)
+
+
+def test_a_schedule_may_give_a_number() -> None:
+    for executor in ("traced", "eager"):
+        assert _step(optim.sgd(lambda step: 0.5), executor)["w"].tolist() == [0.5] * 3

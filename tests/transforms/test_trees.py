@@ -173,6 +173,10 @@ def test_trees_that_do_not_fit_are_refused() -> None:
         fzero.tree_vdot(a, {"v": torch.ones(3)})
     with pytest.raises(ShardError, match=r"\['w'\].* and .*\['v'\].*its structure"):
         fzero.tree_map(torch.add, a, {"v": torch.ones(3)})
+    with pytest.raises(ConfigError, match=r"the function comes first, and is a dict"):
+        fzero.tree_map(a, torch.add)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ShardError, match=r"tree_norm: a\['n'\] is a float"):
+        fzero.tree_norm({"n": 1.0})
     with pytest.raises(
         ValueError, match="could not convert"
     ):  # what the function raises is its own

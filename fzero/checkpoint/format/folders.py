@@ -80,7 +80,7 @@ def none_at(path: Path, rest: str = "") -> CheckpointError:
         above = next((x for x in path.absolute().parents if x.exists()), None)
         return CheckpointError(
             f"{path} doesn't exist; the folder above that does is {above}. Pass what save was "
-            "given, or one checkpoint in it. Relative paths begin where the process was started."
+            "given, or one checkpoint in it. Relative paths begin in the current folder (os.chdir)."
         )
     if (path / "zero").is_dir() or (path.name == "zero" and path.is_dir()):
         return CheckpointError(
