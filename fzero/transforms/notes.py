@@ -161,7 +161,8 @@ class Notes:
         if host or numbers:
             constants = program.constants.values() if host else ()
             found = [x for x in (*host, *numbers, *constants) if isinstance(x, Tensor)]
-            mine = {id(x): x for x in found if not is_recorded(x)}
+            # one of meta, which can be printed, has no values
+            mine = {id(x): x for x in found if not is_recorded(x) and not x.is_meta}
             self._values = [(x, x.detach().clone()) for x in mine.values()]
         return program
 

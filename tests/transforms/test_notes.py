@@ -16,6 +16,7 @@ import types
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -457,6 +458,27 @@ def test_a_step_is_plain_python_whatever_changes_between_calls(
         assert loss(step_fn, state) == float(model_fn({"w": torch.ones(3)}, X))
     recorded = len(step_fn._executors._traced)
     assert recorded == len(keys)  # earlier ones are used again
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_tensors_without_values_may_be_shown(executor: Any, tmp_path: Path) -> None:
+    nothing = torch.empty(3, device="meta")
+
+    def labels(params: Any) -> Any:  # which are of meta
+        return {name: str(x)[:6] for name, x in params.items()}
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        assert str(nothing)
+        return (params["w"] * x[: nothing.shape[0]]).sum()
+
+    opt = fzero.optim.multi_transform({"tensor": fzero.optim.sgd(0.5)}, labels)
+    step_fn = fzero.make_train_step(model_fn, opt, fzero.Config(executor=executor))
+    state = step_fn.init({"w": torch.ones(3)})
+    for _ in range(3):
+        state = step_fn(*state, torch.ones(3))
+    assert fzero.unshard(state[0])["w"].tolist() == [-0.5] * 3
+    if executor == "traced":
+        step_fn.save_programs(tmp_path / "programs")
 
 
 def test_modes_of_a_module_count() -> None:
