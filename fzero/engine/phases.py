@@ -389,7 +389,8 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
             "engine.step() was called inside engine.no_sync(), where gradients are not reduced. "
             "Leave the block first: the next step() reduces what it kept."
         )
-    if not state.moved:
+    # a boundary by word takes what calls before it, which did nothing, have left
+    if not state.moved and not (event.boundary and state.reached):
         raise BackwardError(
             "engine.step() was called, and no backward has brought a gradient since the last "
             "step(). Call loss.backward() first, on a loss that depends on the engine's parameters."

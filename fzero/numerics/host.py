@@ -4,7 +4,9 @@ A conjugate (`z.conj()`) shares the memory of its base and differs from it by a 
 alone, as does a negation (`z.conj().imag`): what reads or writes bytes must have neither.
 """
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def on_host(x: Tensor) -> Tensor:
@@ -30,3 +32,32 @@ def is_on_host(x: Tensor) -> bool:
     """
     lazy = x.is_conj() or x.is_neg()
     return x.device.type == "cpu" and x.is_contiguous() and not lazy
+
+
+def strided_parts(x: Tensor) -> list[Tensor]:
+    """The strided tensors in which the values of a tensor of any layout lie, outside of autograd.
+
+    With its shape they say what it is: indices and values of a sparse one, the rows of a nested
+    one. A tensor of meta has no values, and none of them.
+
+    >>> import torch
+    >>> strided_parts(torch.tensor([0.0, 5.0]).to_sparse())
+    [tensor([[1]]), tensor([5.])]
+    >>> strided_parts(torch.ones(2, device="meta"))
+    []
+    """
+    x = x.detach()
+    if x.is_meta:
+        return []
+    if is_traceable_wrapper_subclass(x):
+        names, _ = x.__tensor_flatten__()
+        return [part for name in names for part in strided_parts(getattr(x, name))]
+    if x.layout == torch.sparse_coo:
+        return [x._indices(), x._values()]
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [x.ccol_indices(), x.row_indices(), x.values()]
+    if x.is_nested:
+        return list(x.unbind())
+    return [x.to_dense() if x.is_mkldnn else x]

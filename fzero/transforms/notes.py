@@ -38,6 +38,7 @@ from fzero.functional.outside import (
 from fzero.functional.reads import MISSING, Reads
 from fzero.functional.transforms import is_recorded, levels_of
 from fzero.functional.turns import Turn, turns_among
+from fzero.numerics.host import strided_parts
 from fzero.program import Program
 from fzero.program.graph import is_wanted, memory_of
 from fzero.program.trace import is_anomaly_mode
@@ -161,8 +162,7 @@ class Notes:
         if host or numbers:
             constants = program.constants.values() if host else ()
             found = [x for x in (*host, *numbers, *constants) if isinstance(x, Tensor)]
-            # one of meta, which can be printed, has no values
-            mine = {id(x): x for x in found if not is_recorded(x) and not x.is_meta}
+            mine = {id(x): x for x in found if not is_recorded(x)}
             self._values = [(x, x.detach().clone()) for x in mine.values()]
         return program
 
@@ -388,7 +388,17 @@ def _said(form: tuple[Any, ...]) -> str:
 
 
 def _equal_tensors(live: Tensor, noted: Tensor) -> bool:
-    return torch.equal(live.detach(), noted)
+    """Whether both have the same values, whatever their layout; nan is nan here."""
+    mine, its = strided_parts(live), strided_parts(noted)
+    # rows of a nested one have shapes, it has none
+    fits = live.is_nested or live.shape == noted.shape
+    return fits and len(mine) == len(its) and all(map(_alike, mine, its))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def ambient() -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from fzero.errors import FzeroError
 from fzero.functional.library import HEAP_TYPE, is_library_module, is_machinery
 from fzero.functional.outside import Walk, attributes_of, bytes_of, is_hooks
 from fzero.functional.reads import MISSING, Reads
-from fzero.numerics.host import on_host
+from fzero.numerics.host import on_host, strided_parts
 from fzero.numerics.precision import class_name
 from fzero.transforms.notes import Notes, Seen, ambient, tokens_of
 
@@ -377,8 +377,8 @@ def _digest(data: bytes) -> str:
 
 
 def _digest_of(x: Tensor) -> str:
-    flat = on_host(x).reshape(-1).view(torch.uint8)
-    return _digest(flat.numpy().tobytes())
+    flat = [on_host(part).reshape(-1).view(torch.uint8) for part in strided_parts(x)]
+    return _digest(b"".join(part.numpy().tobytes() for part in flat))
 
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)

@@ -76,6 +76,22 @@ def test_a_boundary_is_a_flag(stage: int) -> None:
     assert engine.global_steps == 1
 
 
+@every_stage
+def test_a_boundary_by_word_takes_what_earlier_steps_have_left(stage: int) -> None:
+    left, straight = engine_of(stage, accum_steps=2), engine_of(stage, accum_steps=2)
+    for i in range(3):  # the last one is half of an accumulation
+        loss_of(left, i).backward()
+        left.step()
+        loss_of(straight, i).backward()
+        straight.step(True if i == 2 else None)
+    left.step(True)
+    assert left.global_steps == straight.global_steps == 2
+    wanted = dict(straight.full_params())
+    assert all(torch.equal(x, wanted[name]) for name, x in left.full_params().items())
+    with pytest.raises(BackwardError, match="no backward has brought a gradient"):
+        left.step(True)
+
+
 def test_flags_are_no_other_objects() -> None:
     engine = engine_of(0)
     loss = loss_of(engine)

@@ -1,11 +1,12 @@
 """What is taken for bytes is the values, whatever torch puts off."""
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
 
-from fzero.numerics.host import is_on_host, on_host
+from fzero.numerics.host import is_on_host, on_host, strided_parts
 
 VIEWS = {
     "itself": lambda x: x,
@@ -36,3 +37,33 @@ def test_bytes_on_the_host_are_the_values(view: str, again: str) -> None:
     )
     # what is there already is not copied
     assert is_on_host(y) == (found.data_ptr() == y.data_ptr())
+
+
+DENSE = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+LAYOUTS = {
+    "strided": lambda x: x,
+    "coo": Tensor.to_sparse,
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda x: x.to_sparse_bsr((1, 1)),
+    "bsc": lambda x: x.to_sparse_bsc((1, 1)),
+    "nested": lambda x: torch.nested.nested_tensor([x[0], x[1, :1]]),
+    "jagged": lambda x: torch.nested.nested_tensor([x[0], x[1, :1]], layout=torch.jagged),
+    "mkldnn": Tensor.to_mkldnn,
+    "a parameter": torch.nn.Parameter,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_of_any_layout_are_strided_and_hold_its_values(layout: str) -> None:
+    make = LAYOUTS[layout]
+    one, same = strided_parts(make(DENSE.clone())), strided_parts(make(DENSE.clone()))
+    assert one
+    assert all(type(x) is Tensor and x.layout == torch.strided for x in one)
+    assert not any(x.requires_grad for x in one)
+    assert all(map(torch.equal, one, same))
+    for other in (DENSE * 3, DENSE.flip(0)):  # of a sparse one the second has other indices
+        found = strided_parts(make(other))
+        assert len(found) != len(one) or not all(map(torch.equal, one, found))

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import math
 import multiprocessing
 import pickle
 import random
@@ -458,6 +459,42 @@ def test_a_step_is_plain_python_whatever_changes_between_calls(
         assert loss(step_fn, state) == float(model_fn({"w": torch.ones(3)}, X))
     recorded = len(step_fn._executors._traced)
     assert recorded == len(keys)  # earlier ones are used again
+
+
+# of every layout, and one that isn't equal to itself
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "csc": lambda: torch.eye(3).to_sparse_csc(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
+    "nan": lambda: torch.tensor([1.0, math.nan]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_values_of_every_layout_are_compared(executor: Any, layout: str) -> None:
+    shown, calls = LAYOUTS[layout](), list[int]()
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        calls.append(len(str(shown)))
+        return (params["w"] * x).sum()
+
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.5), fzero.Config(executor=executor))
+    state = step_fn.init({"w": torch.ones(3)})
+    state = step_fn(*state, torch.ones(3))
+    first = len(calls)
+    state = step_fn(*state, torch.ones(3))
+    assert len(calls) == (first if executor == "traced" else first + 1)
+    values = shown.values() if layout in ("csr", "csc", "bsr") else shown
+    (shown._values() if layout == "coo" else values).mul_(3)
+    for part in values.unbind() if layout == "nested" else ():
+        part.mul_(3)
+    step_fn(*state, torch.ones(3))
+    assert len(calls) > (first if executor == "traced" else first + 1)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
