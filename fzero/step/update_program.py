@@ -44,6 +44,7 @@ from fzero.step.alike import NotAlike, numbers_of, tell
 from fzero.step.update import Updated, update_of
 from fzero.transforms.function import jit
 from fzero.transforms.parts import on_mesh
+from fzero.transforms.randomness import seeded
 from fzero.transforms.staging import TracedFunction
 
 
@@ -156,8 +157,9 @@ class UpdateProgram:
             return first.tells and before is not None and first.version(flat) == before
 
         with contextlib.suppress(NotAlike), in_hand(local, untouched):
-            if staged is None:
-                found = self._update(*self._arguments(groups, local))
+            if staged is None:  # whole leaves, of which all ranks draw the same
+                with seeded(mix(self.plan.cfg.seed, int(local.step), _UPDATE), flat):
+                    found = self._update(*self._arguments(groups, local))
             else:
                 del groups
                 grads.clear()

@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fzero import tree
+from fzero.distributed.collectives import all_reduce
 from fzero.distributed.dtensor import beside
+from fzero.distributed.mesh import Axis
 from fzero.distributed.ragged import RaggedDTensor, runs_on_rows
 from fzero.errors import ShardError
 from fzero.functional.uncompiled import not_compiled_alone
@@ -88,6 +90,10 @@ class WholeLeaves(TorchDispatchMode):
         self._copies.refresh((args, kwargs))
         try:
             found = _run(func, args, kwargs)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                found = tree_map(
+                    lambda x: _as_drawn_once(x) if isinstance(x, DTensor) else x, found
+                )
         except DataDependentOutputException as error:
             # torch reads sizes of such parts as values of a tensor, which has none while recorded
             if not any(map(_is_strided, dtensors((args, kwargs)))):
@@ -227,6 +233,28 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         if gives_views(func) and "redistribut" in str(error):
             raise _no_view(func) from error
         raise
+
+
+def _as_drawn_once(x: DTensor) -> DTensor:
+    """What each rank has drawn for itself, where they hold the same elements: the first one's.
+
+    All ranks that hold them must call it. It is written over the others', which nobody has read.
+    """
+    local, drawn = x._local_tensor, x._local_tensor
+    coordinate = x.device_mesh.get_coordinate()
+    for dim, placement in enumerate(x.placements):
+        size = x.device_mesh.size(dim)
+        if not placement.is_replicate() or size == 1:
+            continue
+        assert coordinate is not None
+        axis = Axis(x.device_mesh.get_group(dim).group_name, size, coordinate[dim])
+        # a sum, of which one rank has the only share; truth values are no numbers
+        kind = torch.uint8 if drawn.dtype == torch.bool else drawn.dtype
+        mine = drawn.to(kind) if axis.rank == 0 else torch.zeros_like(drawn, dtype=kind)
+        drawn = all_reduce(mine, axis, "random numbers").to(drawn.dtype)
+    if drawn is not local:
+        local.copy_(drawn)
+    return x
 
 
 def _is_strided(x: DTensor) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fzero
@@ -30,15 +31,29 @@ def noisy(kind: str) -> Optimizer:
     return fzero.optim.as_optimizer(Optimizer(lambda params: (), update))
 
 
+class Foreign:
+    """The same by an optimizer of somebody else's, which gets whole leaves."""
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return tree.map(torch.randn_like, grads), state
+
+
 def loss_of(params: Any, batch: Tensor) -> Tensor:
     return sum(x.sum() for x in params.values()) * batch.mean()
 
 
 def after_steps(kind: str, stage: int, steps: int = 2, **cfg: Any) -> dict[str, Tensor]:
-    step_fn = fzero.make_train_step(loss_of, noisy(kind), fzero.Config(stage=stage, **cfg))
+    opt: Any = noisy(kind) if kind in KINDS else Foreign()
+    if kind == "foreign, masked":
+        opt = fzero.optim.masked(opt, lambda params: dict.fromkeys(params, True))
+    step_fn = fzero.make_train_step(loss_of, opt, fzero.Config(stage=stage, **cfg))
     params, state = step_fn.init({k: torch.zeros(s) for k, s in SHAPES.items()})
     for _ in range(steps):
-        torch.rand(3)  # what the process draws besides is of no account
+        # what the process draws besides is of no account
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 5)
         params, state = step_fn(params, state, torch.ones(2))
     return fzero.unshard(params)
 
@@ -52,6 +67,8 @@ def _all_stages(kind: str) -> list[dict[str, Tensor]]:
     [
         "randn_like",
         "of a product",
+        "foreign",
+        "foreign, masked",
         *(pytest.param(k, marks=pytest.mark.slow) for k in list(KINDS)[1:3]),
     ],
 )

@@ -479,6 +479,42 @@ def test_what_shards_cannot_hold_is_refused() -> None:
     run_ranks(2, _refused)
 
 
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn_like": torch.randn_like,
+    "bernoulli": lambda x: (torch.ones_like(x) * 0.5).bernoulli(),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(),
+    "dropout": lambda x: F.dropout(x + 1, 0.5),
+    "whether": lambda x: torch.empty_like(x, dtype=torch.bool).bernoulli_(0.5),
+}
+
+
+def _drawn(replicas: int) -> dict[str, list[float]]:
+    mesh, found = None, {}
+    if replicas > 1:
+        size = dist.get_world_size() // replicas
+        mesh = init_device_mesh("cpu", (replicas, size), mesh_dim_names=("replicate", "shard"))
+    layouts = ("rows", "flat") if is_supported() else ("rows",)
+    for layout, executor in itertools.product(layouts, ("traced", "eager")):
+        cfg: Any = fzero.Config(3, layout=layout, executor=executor, mesh=mesh)
+        params = fzero.shard({"w": _leaf((7, 5), 0), "b": _leaf((), 0)}, cfg)
+        for name, draw in DRAWS.items():
+            if layout == "flat" and name not in ("randn_like", "bernoulli"):
+                continue  # the others write in place, which what lies in a flat can't be
+            made = fzero.jit(lambda p, draw=draw: fzero.tree_map(draw, p), cfg)(params)
+            for leaf, x in fzero.unshard(made).items():
+                found[f"{layout} {executor} {name} {leaf}"] = x.double().flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_of_an_element_are_drawn_once(replicas: int) -> None:
+    one, *others = run_ranks(2, _drawn, replicas)
+    assert others == [one]
+    many = [values for name, values in one.items() if name.endswith("w")]
+    assert len(many) >= 2 * len(DRAWS)
+    assert all(len(set(values)) > 1 for values in many)
+
+
 def test_torch_says_what_it_has_rules_for() -> None:
     # Fails here first when torch moves them: all would get full tensors.
     aten = torch.ops.aten
