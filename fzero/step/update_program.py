@@ -158,7 +158,7 @@ class UpdateProgram:
 
         with contextlib.suppress(NotAlike), in_hand(local, untouched):
             if staged is None:  # whole leaves, of which all ranks draw the same
-                with seeded(mix(self.plan.cfg.seed, int(local.step), _UPDATE), flat):
+                with seeded(mix(self.plan.cfg.seed, int(local.step), _UPDATE), trained):
                     found = self._update(*self._arguments(groups, local))
             else:
                 del groups
