@@ -35,10 +35,10 @@ def is_on_host(x: Tensor) -> bool:
 
 
 def strided_parts(x: Tensor) -> list[Tensor]:
-    """The strided tensors in which the values of a tensor of any layout lie, outside of autograd.
+    """The strided tensors in which the values of a strided, sparse or nested one lie.
 
     With its shape they say what it is: indices and values of a sparse one, the rows of a nested
-    one. A tensor of meta has no values, and none of them.
+    one; outside of autograd. A tensor of meta has no values, and none of them.
 
     >>> import torch
     >>> strided_parts(torch.tensor([0.0, 5.0]).to_sparse())
@@ -60,4 +60,4 @@ def strided_parts(x: Tensor) -> list[Tensor]:
         return [x.ccol_indices(), x.row_indices(), x.values()]
     if x.is_nested:
         return list(x.unbind())
-    return [x.to_dense() if x.is_mkldnn else x]
+    return [x]

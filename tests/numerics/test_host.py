@@ -49,7 +49,6 @@ LAYOUTS = {
     "bsc": lambda x: x.to_sparse_bsc((1, 1)),
     "nested": lambda x: torch.nested.nested_tensor([x[0], x[1, :1]]),
     "jagged": lambda x: torch.nested.nested_tensor([x[0], x[1, :1]], layout=torch.jagged),
-    "mkldnn": Tensor.to_mkldnn,
     "a parameter": torch.nn.Parameter,
 }
 
@@ -57,7 +56,7 @@ LAYOUTS = {
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parts_of_any_layout_are_strided_and_hold_its_values(layout: str) -> None:
+def test_parts_are_strided_and_hold_the_values(layout: str) -> None:
     make = LAYOUTS[layout]
     one, same = strided_parts(make(DENSE.clone())), strided_parts(make(DENSE.clone()))
     assert one
