@@ -33,7 +33,7 @@ from fzero.program.graph import (
     tensors_of,
     written_operands,
 )
-from fzero.program.heap import keep_freed
+from fzero.program.heap import keep_freed, made_by
 from fzero.program.joined import joined
 from fzero.program.memory import reads
 from fzero.program.origin import origin_of
@@ -83,7 +83,7 @@ def compile_program(program: Program) -> Executable:
     def run(*inputs: Any) -> list[Any]:
         nonlocal function, looked
         if not looked:
-            keep_freed()  # now, not before: what is simulated never runs
+            keep_freed(run, made_by(program.graph))  # not before: what is simulated never runs
         given, inputs = inputs, layouts.restore(inputs)
         runs, look = function, None
         if dynamic is not None and dynamic.is_new(sizes := dynamic.sizes_of(inputs)) and looked:
