@@ -173,6 +173,8 @@ def _registered() -> tuple[Any, ...]:
         if space not in libraries:
             libraries[space] = torch.library.Library(space, "IMPL")
         libraries[space].impl(operator, kernel, _KEY, with_keyset=name in places)
+        if _has(name, _COMPOSITE) and not _has(name, _OTHERS):
+            libraries[space].impl(operator, _taken_apart(name), _OTHERS)
     libraries["_"] = torch.library.Library("_", "IMPL")
     libraries["_"].fallback(torch.library.fallthrough_kernel, _KEY)
     # operators that are written in Python ask for no fallback: those that are, and will be
@@ -182,13 +184,30 @@ def _registered() -> tuple[Any, ...]:
     return key, libraries
 
 
+# Autograd's of all devices that have no key of their own there: of mkldnn's, and of ours. Where one
+# of those has a kernel, torch no longer says what an operator does that is made of others.
+_OTHERS, _COMPOSITE = "AutogradOther", "CompositeImplicitAutograd"
+_has = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
 def _runs_default(name: str) -> bool:
-    """Whether an operator would run at our key what it has for any device.
+    """Whether an operator would run at our key what it has for any device, in place of a device's.
 
     Where a device is selected first the key comes again, past what is said to be fallen through.
     """
-    selects = torch._C._dispatch_has_kernel_for_dispatch_key(name, "BackendSelect")
-    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, _KEY) and not selects
+    computed = torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, _KEY)
+    same = _has(name, _COMPOSITE) and not any(_has(name, device) for device in _DEVICES)
+    return computed and not same and not _has(name, "BackendSelect")
+
+
+_DEVICES = ("CPU", "CUDA", "Meta", "NestedTensorCPU", "NestedTensorCUDA")
+
+
+def _taken_apart(name: str) -> Callable[..., Any]:
+    """An operator as what it is made of."""
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default").decompose
 
 
 def _places_of_generators() -> dict[str, int]:

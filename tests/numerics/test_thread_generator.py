@@ -294,3 +294,25 @@ def test_there_is_nothing_to_see_outside() -> None:
         torch.rand(3)
     calls += [event.name for event in profiler.events()]
     assert calls.count("aten::uniform_") == 1
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without it")
+def test_tensors_of_other_layouts_are_what_they_were() -> None:
+    x = torch.ones(2, 2)
+    for _ in range(2):
+        there = x.to_mkldnn()
+        assert torch.equal(there.to_dense(), x)
+        assert torch.equal(F.linear(there, there).to_dense(), x @ x.t())
+        assert torch.equal(x.to_sparse().to_dense(), x)
+        with drawing_from(_own()):
+            torch.rand(2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_what_a_layout_has_of_its_own_runs_within(mode: Callable[[], Any]) -> None:
+    weight = torch.ones(4, 3)
+    with mode():
+        nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(5, 3)])
+        with drawing_from(_own()):
+            found = F.linear(nested, weight)
+    assert torch.equal(torch.nested.to_padded_tensor(found, 3.0), torch.full((2, 5, 4), 3.0))
