@@ -77,8 +77,9 @@ def digest(numbers: Sequence[Tensor], device: torch.device) -> Tensor:
     bits = torch.stack([x.double().to(device) for x in numbers]).view(torch.int64)
     # whole numbers differ in high bits alone, and of an even number of these nothing may be left
     bits = bits ^ bits.bitwise_right_shift(32)
-    odd = torch.arange(1, 2 * len(numbers), 2, device=device) * _GOLDEN
-    return ((bits * odd).sum().bitwise_right_shift(46) & (2**18 - 1)).double()
+    odd = torch.arange(1, 2 * len(numbers), 2, device=device)
+    # that first: compilers multiply known numbers without wrapping around, and refuse the product
+    return ((bits * _GOLDEN * odd).sum().bitwise_right_shift(46) & (2**18 - 1)).double()
 
 
 # 2**64 over the golden ratio, as int64 has it: its multiples are spread over the high bits

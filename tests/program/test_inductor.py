@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from benchmarks.allocations import measure
 from benchmarks.models import Size, batch_of, fzero_step
 from fzero.program import inductor
 from fzero.program.graph import output_node
+from fzero.step.alike import digest
 from tests.models.compare import batch_of as batch_of_case
 from tests.models.compare import error, errors_on_ranks, scale, stepped
 from tests.models.zoo import CASES
@@ -209,6 +212,22 @@ def _difference(stage: int) -> float:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_equal_the_generated_function(stage: int) -> None:
     assert max(run_ranks(2, _difference, stage, timeout=500)) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_digest_of_an_updates_numbers_is_compiled(count: int) -> None:
+    numbers = [torch.tensor(0.1 * i + 7) for i in range(count)]
+
+    def fn(*numbers: Tensor) -> tuple[Tensor]:
+        return (digest(numbers, torch.device("cpu")),)
+
+    with FakeTensorMode() as mode:
+        graph = make_fx(fn)(*map(mode.from_tensor, numbers)).graph
+    run = inductor.compiled(graph)
+    assert not isinstance(run, str), run
+    (found,) = run([*numbers])
+    assert torch.equal(found, *fn(*numbers))
 
 
 @pytest.mark.slow
