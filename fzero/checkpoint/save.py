@@ -45,12 +45,12 @@ from fzero.checkpoint.format.folders import (
     clear,
     entries,
     hold,
-    is_whole,
     publish,
     retain,
     saving_folder,
     step_folder,
     sweep,
+    why_it_stays,
 )
 from fzero.checkpoint.format.manifest import Extent, File
 from fzero.checkpoint.format.writer import Writer, Written
@@ -111,9 +111,11 @@ def save(
         keep: remove all but so many checkpoints once this one is there; at least 1. What stays is
             this one, those that it came from, then others, newest first; and in any case the one
             that this process was resumed from. Damaged ones count for nothing and are left alone.
-        overwrite: replace a checkpoint of this step that is there. It stays, whole, until the new
-            one takes its place at once. Without it that is an error, unless what is there is
-            damaged. Of a link to elsewhere, here as for `keep`, the link goes and nothing else.
+        overwrite: replace whatever has the name of this step's checkpoint. It stays, whole, until
+            the new one takes its place at once. Without it that is an error, unless what is there
+            is a checkpoint of this format that is unfinished or damaged, and holds nothing else:
+            one of a newer release, or that cannot be read just now, and other files and folders
+            stay. Of a link to elsewhere, here as for `keep`, the link goes and nothing else.
         asynchronous: return once this rank's share is copied to the host, and write it from a
             thread. Training may go on at once; `dist.destroy_process_group()` waits for it. An
             error is raised by the next `save`, `load` or `wait`, or else printed when the program
@@ -128,7 +130,7 @@ def save(
 
     Raises:
         CheckpointError: on every rank: ranks differ, a leaf or `client_state` can't be stored, the
-            step is there already and whole, another process keeps saving to this folder, the disk
+            step is there already, another process keeps saving to this folder, the disk
             is full, a rank is gone. Earlier ones are as they were, and this one is not there unless
             the message says that it is.
         ShardError: the process group of the leaves was destroyed.
@@ -453,16 +455,16 @@ def _prepare(
     there = step_folder(path, step)
     # or put aside for it, with a disk that doesn't let `sweep` put it back
     taken = next((entry.folder for entry in found if entry.step == step), there)
-    if not overwrite and is_whole(taken):
+    if not overwrite and (why := why_it_stays(taken)):
         raise CheckpointError(
-            f"{taken} is there already, and a checkpoint that is whole is replaced by choice only. "
-            "Pass overwrite=True (a run that went back to an earlier step comes to later ones "
-            "again), save another step, or remove that folder first."
+            f"{taken} is there already, and {why}. Pass overwrite=True to have it replaced, "
+            "whatever it is (a run that went back to an earlier step comes to later ones again), "
+            "save another step, or move it away first."
         )
     folder = saving_folder(path, step)
     disk.make_folder(folder)
     lineage = following(found, step, background.heads.parent(path))
-    # what is there now is damaged, or not wanted
+    # what is there now is a damaged checkpoint of ours, or not wanted
     return str(folder), os.path.lexists(there), lineage._asdict(), left
 
 

@@ -1,5 +1,6 @@
 """A step that is saved again: by choice, at once, and by one save at a time."""
 
+import errno
 import fcntl
 import itertools
 import os
@@ -8,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import fzero
 from fzero.checkpoint import latest, load, save, wait
@@ -53,6 +56,96 @@ def test_a_step_is_overwritten_by_choice_only(tmp_path: Path) -> None:
     with pytest.raises(fzero.ConfigError, match="must be True or False"):
         save(tmp_path, tree_of(2), step=1, overwrite="yes")  # pyright: ignore
     assert value_of(tmp_path / "step-00000001") == 1
+
+
+def _newer(step: Path) -> None:
+    text = (save(step.parent, tree_of(1), step=5) / "manifest.json").read_text()
+    (step / "manifest.json").write_text(text.replace('"version": 1', '"version": 2'))
+
+
+def _noted(step: Path) -> None:
+    _cut(step)
+    (step / "eval.json").write_text("{}")
+
+
+def _moved_from(step: Path) -> None:
+    step.symlink_to(step.parent / "not mounted")
+
+
+def _other_manifest(step: Path) -> None:
+    step.mkdir()
+    (step / "manifest.json").write_text('{"files": []}')
+
+
+def _cut(step: Path) -> None:
+    save(step.parent, tree_of(1), step=5)
+    os.truncate(step / "rank-00000.safetensors", 10)
+
+
+def _no_file(step: Path) -> None:
+    (save(step.parent, tree_of(1), step=5) / "rank-00000.safetensors").unlink()
+
+
+def _no_manifest(step: Path) -> None:
+    (save(step.parent, tree_of(1), step=5) / "manifest.json").unlink()
+
+
+def _torn_manifest(step: Path) -> None:
+    os.truncate(save(step.parent, tree_of(1), step=5) / "manifest.json", 300)
+
+
+FOREIGN: dict[str, Callable[[Path], Any]] = {
+    "torch's": lambda step: dcp.save({"w": torch.ones(3)}, checkpoint_id=step, no_dist=True),
+    "an export": lambda step: fzero.checkpoint.export_safetensors(step, tree_of(1)),
+    "another manifest": _other_manifest,
+    "a newer version": _newer,
+    "damaged, with notes": _noted,
+    "a file": lambda step: step.write_text("notes"),
+    "a link": _moved_from,
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_no_damaged_save_stays_unless_by_choice(kind: str, tmp_path: Path) -> None:
+    there = tmp_path / "step-00000005"
+    FOREIGN[kind](there)
+    before = names_in(there) if there.is_dir() else [there.is_symlink()]
+    with pytest.raises(fzero.CheckpointError, match=r"there already, and.*overwrite=True"):
+        save(tmp_path, tree_of(2), step=5)
+    save(tmp_path, tree_of(2), step=6, keep=1)
+    assert before == (names_in(there) if there.is_dir() else [there.is_symlink()])
+    save(tmp_path, tree_of(3), step=5, overwrite=True)
+    assert value_of(there) == 3
+
+
+@pytest.mark.parametrize("damage", [_cut, _no_file, _no_manifest, _torn_manifest, Path.mkdir])
+def test_a_damaged_save_is_replaced_unasked(damage: Callable[[Path], Any], tmp_path: Path) -> None:
+    damage(tmp_path / "step-00000005")
+    save(tmp_path, tree_of(2), step=5)
+    assert value_of(tmp_path / "step-00000005") == 2
+    assert names_in(tmp_path) == ["step-00000005"]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000.safetensors"])
+def test_what_cannot_be_read_just_now_stays(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = save(tmp_path, tree_of(1), step=5) / file
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if path == there:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", failing(os.open))
+        patched.setattr(Path, "read_text", failing(Path.read_text))
+        with pytest.raises(fzero.CheckpointError, match=r"cannot be told.*Input/output error"):
+            save(tmp_path, tree_of(2), step=5)
+    assert value_of(there.parent) == 1
 
 
 def test_an_overwrite_after_going_back_leaves_the_other_branch_behind(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 _SAVING = re.compile(r"\.step-\d{8,}(\.[0-9a-f]{8})?\.saving")
 _REMOVING = re.compile(r"\.step-\d{8,}(\.[0-9a-f]{8})?\.removing")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.[0-9a-f]{8}\.replaced")
+_MINE = re.compile(rf"{re.escape(manifest.NAME)}|rank-\d{{5,}}\.safetensors")
 _LEFT = _SAVING, _REMOVING, _REPLACED
 
 
@@ -171,6 +172,32 @@ def is_whole(folder: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def why_it_stays(folder: Path) -> str:
+    """Why a save of its step does not replace it unasked; "" where it may.
+
+    It may where nothing can be lost: there is nothing, or an unfinished or damaged checkpoint as
+    this release writes them and nothing else. What cannot be read just now may be whole.
+    """
+    if not os.path.lexists(folder):
+        return ""
+    try:
+        whole(folder)
+    except CheckpointError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            return f"it cannot be told what it is: {cause}"
+    else:
+        return "a checkpoint that is whole is replaced by choice only"
+    try:
+        strange = sorted(x.name for x in folder.iterdir() if not _MINE.fullmatch(x.name))
+        with contextlib.suppress(FileNotFoundError):
+            if not manifest.is_of_this_version(folder):
+                strange.append(f"{manifest.NAME} of another kind or version")
+    except OSError as error:
+        return f"it cannot be told what it is: {error}"
+    return f"no save of this release has written {strange[0]} in it" if strange else ""
 
 
 def hold(path: Path, seconds: float) -> Callable[[], None]:

@@ -42,6 +42,12 @@ BLOCK = 2**20
 # A leaf takes some hundred bytes of manifest, plus 8 per MiB of data: this is far beyond any.
 MAX_BYTES = 2**30
 
+# What `dumps` begins with, and so much of a file as holds it.
+_START = re.compile(
+    rb'\{"checksum": "[0-9a-f]{32}", "manifest": '
+    + re.escape(f'{{"format": "{FORMAT}", "version": {VERSION},'.encode())
+)
+_START_BYTES = 200
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 # One name for each: no aliases such as torch.half. Quantised ones are never saved.
 _DTYPES = {
@@ -214,6 +220,17 @@ def read(folder: Path) -> Manifest:
             "run's folder, which holds several, fzero.checkpoint.latest(folder) gives the newest."
         ) from error
     return loads(text, str(path))
+
+
+def is_of_this_version(folder: Path) -> bool:
+    """Whether its manifest begins as `dumps` has it begin, or is empty; the rest may be damaged.
+
+    Raises:
+        OSError: it can't be read, or is not there.
+    """
+    with (folder / NAME).open("rb") as file:
+        start = file.read(_START_BYTES)
+    return not start or _START.match(start) is not None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
