@@ -147,9 +147,12 @@ def save(
     """
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise CheckpointError(f"keep={keep!r} must be None or an int >= 1: how many stay.")
-    with background.turn():
+
+    def saved() -> Path:
         options = _Options(step, keep, overwrite, asynchronous, timeout, encode(client_state))
         return _save(disk.as_path(path).absolute(), params, opt_state, options)
+
+    return background.in_turn(saved)
 
 
 _AT_ONCE = (
@@ -188,7 +191,8 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
     chunks = plan_save(flat.tensors, ranks.members)
     mine = {i: _value_of(flat, c) for i, c in enumerate(chunks) if c.rank == ranks.index}
     total = sum(x.nbytes for x in mine.values())
-    lock = contextlib.ExitStack()  # of the leading rank's lock
+    lock = disk.Lock()  # the leading rank takes the folder with it
+    job = None
     try:
         folder, replaces, lineage, left = on_every_rank(
             ranks,
@@ -230,8 +234,9 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
             with ThreadPoolExecutor(1) as pool:
                 told = job(pool)
     except BaseException:
-        # for a job that never ran; one that did has let go, and to close twice does nothing
-        lock.close()
+        # a job that a thread has begun goes on, and lets go by itself
+        if job is None or not background.runs(job):
+            lock.let_go()
         raise
     if told:
         warnings.warn(told, stacklevel=users_line())
@@ -270,7 +275,7 @@ class Job:
         chunks: the plan, all ranks'.
         mine: by index in `chunks`, what this rank writes.
         progress: told of what is written.
-        lock: what is let go in the end.
+        lock: on the folder; let go in the end.
         left: what earlier saves have left and could not be removed, and why.
     """
 
@@ -284,7 +289,7 @@ class Job:
     chunks: Sequence[Chunk]
     mine: dict[int, Tensor]
     progress: Progress
-    lock: contextlib.ExitStack
+    lock: disk.Lock
     left: list[str]
 
     def __call__(self, pool: Executor | None = None) -> str:
@@ -299,8 +304,10 @@ class Job:
         Raises:
             CheckpointError: on every rank; nothing has become visible then, or it says so.
         """
-        with self.lock:
+        try:
             return self._run(pool)
+        finally:
+            self.lock.let_go()
 
     def _run(self, pool: Executor | None) -> str:
         ranks, folder, there = self.ranks, self.folder, step_folder(self.path, self.step)
@@ -434,7 +441,7 @@ def _agree(flat: Flat, ranks: Ranks, asked: dict[str, str]) -> None:
 
 
 def _prepare(
-    ranks: Ranks, path: Path, step: int, overwrite: bool, lock: contextlib.ExitStack
+    ranks: Ranks, path: Path, step: int, overwrite: bool, lock: disk.Lock
 ) -> tuple[str, bool, dict[str, Any], list[str]] | None:
     """Make room for it, on the leading rank.
 
@@ -448,7 +455,7 @@ def _prepare(
     # or a crash could take the run's folder along with its name
     disk.sync_folder(path.parent)
     # half of what the other ranks wait for this one
-    lock.callback(hold(path, (ranks.timeout or _PATIENCE) / 2))
+    hold(path, (ranks.timeout or _PATIENCE) / 2, lock)
     # under the lock: what lies about now belongs to nobody who still writes
     left = sweep(path)
     found = entries(path)

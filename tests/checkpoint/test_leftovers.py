@@ -346,9 +346,9 @@ def test_a_save_in_the_background_warns_at_the_next_call(how: str, tmp_path: Pat
     with watched(busy(lambda path: path.name[0] == ".", ("remove",))):
         with _told() as said:
             save(tmp_path, tree_of(1), step=1, asynchronous=True)
-            thread = background._background._thread
-            assert thread is not None
-            thread.join()
+            going = background._background.going
+            assert going is not None
+            going.join()
         assert said == []
     calls: dict[str, Callable[[], Any]] = {
         "save": lambda: save(tmp_path, tree_of(2), step=2),

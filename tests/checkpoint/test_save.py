@@ -279,9 +279,9 @@ def test_ranks_in_different_numbers_of_groups_save_at_once(tmp_path: Path) -> No
 def _fail_in_the_background(run: Path, how: str) -> str:
     with watched(full_disk(2 if os.environ["RANK"] == "1" else 10**9)):
         save(run, _tree(1), step=1, asynchronous=True)
-        thread = background._background._thread
-        assert thread is not None
-        thread.join()
+        going = background._background.going
+        assert going is not None
+        going.join()
     calls: dict[str, Callable[[], Any]] = {
         "save": lambda: save(run, _tree(2), step=2),
         "load": lambda: load(run, _tree(0)),

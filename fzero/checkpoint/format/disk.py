@@ -4,6 +4,7 @@ A save is whole or absent because of the order of these calls and nothing else, 
 them one at a time to stop a process, or to fill the disk, at every one of them.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -98,32 +99,50 @@ def unlink(file: Path) -> None:
     file.unlink(missing_ok=True)
 
 
-def lock(folder: Path) -> int | None:
-    """Take hold of a folder until `unlock`, or until this process ends.
+class Lock:
+    """Hold of one folder, for one process at a time.
 
-    Returns:
-        What `unlock` takes; None if somebody else has it; -1 where the file system has no locks.
+    It is there before it takes anything, so that whoever made it can let go in a `finally`,
+    wherever an interrupt came. It lets go too when it is collected, and when the process ends.
     """
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(opened)
-        return None
-    except OSError:
-        os.close(opened)
-        return -1
-    return opened
 
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._process = os.getpid()
 
-def unlock(opened: int) -> None:
-    """Let a folder go."""
-    if opened != -1:
+    def take(self, folder: Path) -> bool:
+        """Take hold of a folder; False if somebody else has it.
+
+        Where the file system has no locks nothing is held, and nobody can be asked.
+        """
+        self._file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # closing alone would leave it to a process that was forked
-            fcntl.flock(opened, fcntl.LOCK_UN)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # not kept open: the folder may have been removed and made anew when it is asked again
+            self.let_go()
+            return False
+        except OSError:
+            self.let_go()
+        return True
+
+    def let_go(self) -> None:
+        """Let the folder go, if it is held."""
+        if self._file is None:
+            return
+        try:
+            # Closing alone would leave it to a process that was forked; and that one must not undo
+            # what this one holds.
+            if os.getpid() == self._process:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        except OSError:
+            pass  # what it was held for is done, and closed it is gone
         finally:
-            os.close(opened)
+            opened, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                os.close(opened)
+
+    __del__ = let_go
 
 
 def remove(path: Path) -> None:

@@ -21,7 +21,7 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 from fzero.checkpoint.format import disk, manifest
@@ -200,14 +200,14 @@ def why_it_stays(folder: Path) -> str:
     return f"no save of this release has written {strange[0]} in it" if strange else ""
 
 
-def hold(path: Path, seconds: float) -> Callable[[], None]:
-    """Wait for the folder's lock; what lets it go.
+def hold(path: Path, seconds: float, lock: disk.Lock) -> None:
+    """Wait until `lock` has the folder.
 
     Raises:
         CheckpointError: another process has had it all the time.
     """
     start = time.monotonic()
-    while (lock := disk.lock(path)) is None:
+    while not lock.take(path):
         if time.monotonic() - start > seconds:
             raise CheckpointError(
                 f"another process has been saving to {path} for {seconds:g} s. One process (or one "
@@ -216,13 +216,6 @@ def hold(path: Path, seconds: float) -> Callable[[], None]:
             )
         # asked again and again: a lock that is waited for has no time limit
         time.sleep(0.02)
-
-    def let_go() -> None:
-        # what it was held for is done
-        with contextlib.suppress(OSError):
-            disk.unlock(lock)
-
-    return let_go
 
 
 def publish(folder: Path, there: Path, *, replaces: bool) -> Path | None:
