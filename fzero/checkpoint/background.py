@@ -92,12 +92,15 @@ class Background:
             )
         # no context manager of Python's: an interrupt between its turn and ours would keep both
         with self._turn:
-            try:
-                self._whose = threading.get_ident()
-                self.wait()
-                return act()
-            finally:
-                self._whose = 0
+            self._whose = threading.get_ident()
+            return self._alone(act)
+
+    def _alone(self, act: Callable[[], T]) -> T:
+        try:
+            self.wait()
+            return act()
+        finally:
+            self._whose = 0
 
     def start(self, job: Callable[[], str], what: str) -> None:
         """Run `job` on a thread, and warn of what it returns; the last one has been waited for."""
@@ -177,6 +180,11 @@ def in_turn(act: Callable[[], T]) -> T:
 def start(job: Callable[[], str], what: str) -> None:
     """Run a save's `job` on a thread; what it returns is warned of at the next call."""
     _background.start(job, what)
+
+
+def is_ending() -> bool:
+    """Whether the interpreter waits for no thread any more that starts now: `atexit` has begun."""
+    return not threading.main_thread().is_alive()
 
 
 def runs(job: Callable[[], str]) -> bool:

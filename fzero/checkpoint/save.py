@@ -119,7 +119,7 @@ def save(
         asynchronous: return once this rank's share is copied to the host, and write it from a
             thread. Training may go on at once; `dist.destroy_process_group()` waits for it. An
             error is raised by the next `save`, `load` or `wait`, or else printed when the program
-            ends.
+            ends. In an `atexit` handler, where no thread is waited for, it is written at once.
         timeout: seconds that ranks wait for each other; None: as long as the process group does.
         client_state: what else belongs to the run, the same on every rank; `client_state(path)`
             gives it back. None, numbers, texts, bytes, small dense tensors, and lists, tuples and
@@ -188,6 +188,12 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
     asked = {"path": str(where), "step": str(step), "keep": str(keep), "overwrite": str(overwrite)}
     # before the plan, which each rank makes by itself and which is the same if these are
     _agree(flat, ranks, asked | compared(client))
+    if not flat.tensors and not flat.scalars:
+        raise CheckpointError(
+            "params and opt_state have no leaf between them (None, an empty dict), so there is "
+            "nothing to save. Pass the trees that step_fn.init and step_fn return, or of an Engine "
+            "its state: fzero.checkpoint.save(path, *engine.state)."
+        )
     chunks = plan_save(flat.tensors, ranks.members)
     mine = {i: _value_of(flat, c) for i, c in enumerate(chunks) if c.rank == ranks.index}
     total = sum(x.nbytes for x in mine.values())
@@ -227,8 +233,10 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
             left,
         )
         told = ""
-        if asynchronous:
-            # Without a pool: it may go on while the interpreter ends, which starts no threads then.
+        # Without a pool: it may go on while the interpreter ends, which starts no threads then.
+        if background.is_ending():
+            told = job()
+        elif asynchronous:
             background.start(job, f"the save of step {step} to {where}")
         else:
             with ThreadPoolExecutor(1) as pool:

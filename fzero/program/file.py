@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.errors import FzeroError
 from fzero.numerics.host import on_host
 
 _DTYPES = {
@@ -42,6 +43,7 @@ def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
 
     Raises:
         KeyError: a tensor has a dtype that the format lacks.
+        FzeroError: the disk is full, for one; what was begun is removed.
     """
     text = bytearray(json.dumps(data, separators=(",", ":")).encode())
     header: dict[str, Any] = {}
@@ -57,14 +59,24 @@ def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
         chunks.append(flat.numpy().tobytes())
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with part.open("wb") as file:
-        for chunk in (len(head).to_bytes(8, "little"), head, *chunks):
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with part.open("wb") as file:
+                for chunk in (len(head).to_bytes(8, "little"), head, *chunks):
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            # gone already if all went well; else a full disk needs the room back
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise FzeroError(
+            f"the Programs can't be written to {path}: {error}. What was there is as it was. See "
+            f"that {path.parent} can be a folder and that its disk has room, then save again."
+        ) from error
 
 
 def read(path: Path) -> tuple[Any, dict[str, Tensor]]:

@@ -304,7 +304,7 @@ class TrainStep:
         Raises:
             FzeroError: nothing is staged out yet, or a Program holds what can't be written as data:
                 an opaque part, a tensor from outside that no walk of what the function reads comes
-                to.
+                to. Or the file can't be written; what was there is as it was then.
 
         Examples:
             >>> import fzero, tempfile, torch
@@ -323,7 +323,7 @@ class TrainStep:
             >>> str(again) == str(program)
             True
         """
-        self._executors.save(Path(path), self._plan)
+        self._executors.save(Path(path).absolute(), self._plan)
 
     def load_programs(self, path: str | PathLike[str]) -> None:
         """Use what `save_programs` wrote, where it still holds; otherwise stage out as ever.
@@ -341,7 +341,8 @@ class TrainStep:
         Args:
             path: of the folder. If nothing is there, as at the first start, nothing happens.
         """
-        self._executors.saved = SavedPrograms(Path(path))
+        # absolute at once: it is read at the first step, which may run in another folder
+        self._executors.saved = SavedPrograms(Path(path).absolute())
 
     def _use(self, plan: Plan) -> Plan:
         """Go on with `plan`; Programs for other parameters are of no use then."""

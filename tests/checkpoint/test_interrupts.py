@@ -98,7 +98,7 @@ class _AtLine:
             sys.settrace(before)
 
 
-@pytest.mark.parametrize("stride", [61, pytest.param(1, marks=pytest.mark.slow, id="all")])
+@pytest.mark.parametrize("stride", [67, pytest.param(1, marks=pytest.mark.slow, id="all")])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_wherever_a_save_breaks_off_the_next_ones_work(
     asynchronous: bool, stride: int, tmp_path: Path

@@ -64,6 +64,14 @@ def test_a_state_without_its_star_is_refused(tmp_path: Path) -> None:
     save(tmp_path, *state)
 
 
+@pytest.mark.parametrize("nothing", [(None, None), (None,), ({}, []), ({"g": {}}, ())])
+def test_nothing_makes_no_checkpoint(nothing: tuple[Any, ...], tmp_path: Path) -> None:
+    with pytest.raises(fzero.CheckpointError, match=r"nothing to save.*\*engine\.state\)"):
+        save(tmp_path, *nothing, step=1)
+    assert _names(tmp_path) == []
+    save(tmp_path, None, {"lr": 0.1}, step=1)
+
+
 def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
     save(tmp_path, _tree(1), step=1)
     with pytest.raises(fzero.CheckpointError, match="there already"):
@@ -383,3 +391,17 @@ fzero.checkpoint.save({str(tmp_path)!r}, {{"w": torch.ones(10**6)}}, step=1, asy
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=60)
     assert problems(tmp_path / "step-00000001") == []
+
+
+def test_a_save_in_an_exit_handler_is_written(tmp_path: Path) -> None:
+    """The interpreter waits for no thread any more by then, and starts none for checksums."""
+    script = f"""
+import atexit, torch, fzero
+params = {{"w": torch.ones(10**6)}}
+for step, how in ((1, True), (2, False)):
+    atexit.register(fzero.checkpoint.save, {str(tmp_path)!r}, params, step=step, asynchronous=how)
+"""
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=60)
+    assert _names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert [problems(step) for step in steps(tmp_path)] == [[], []]

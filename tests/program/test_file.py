@@ -1,6 +1,7 @@
 """Programs in files of data: the same again, or refused."""
 
 import gc
+import resource
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,21 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         torch.equal(tensors[k], x) and tensors[k].dtype == x.dtype for k, x in TENSORS.items()
     )
     assert [x.name for x in (tmp_path / "new").iterdir()] == ["x"]
+
+
+def test_a_file_that_cannot_be_written_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
+    write(tmp_path / "x", {}, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(FzeroError, match=r"written to .*x: .*File too large.*save again"):
+            write(tmp_path / "x", {}, {"w": torch.ones(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(FzeroError, match=r"File exists.*can be a folder"):
+        write(tmp_path / "x" / "y", {}, {})
+    assert [x.name for x in tmp_path.iterdir()] == ["x"]
+    assert read(tmp_path / "x") == ({}, {})
 
 
 @pytest.mark.parametrize("cut", [0, 4, 12, 100, -1])

@@ -439,6 +439,29 @@ def test_a_first_start_has_no_files(folder: str, tmp_path: Path) -> None:
         again.steps(1)
 
 
+def test_a_relative_folder_is_that_of_the_call(
+    nothing_is_staged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = Fresh("sgd")
+    first.steps(1)
+    first.step_fn.save_programs("programs")
+    nothing_is_staged.clear()
+    again = Fresh("sgd")
+    again.step_fn.load_programs("programs")
+    monkeypatch.chdir("/")
+    again.steps(1)
+    assert nothing_is_staged == []
+
+
+def test_a_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    first = Fresh("sgd")
+    first.steps(1)
+    with pytest.raises(FzeroError, match=r"can't be written.*can be a folder"):
+        first.step_fn.save_programs(tmp_path / "x")
+
+
 def test_a_file_for_other_ranks_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "rank-00000-of-00008.programs").write_bytes(file_in(folder).read_bytes())
     again = Fresh()

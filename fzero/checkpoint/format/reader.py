@@ -46,7 +46,8 @@ class Reader(StorageReader):
     def __init__(
         self, folder: str | os.PathLike[str], on_bytes: OnBytes = lambda nbytes: None
     ) -> None:
-        self.folder, self.on_bytes = as_path(folder), on_bytes
+        # absolute at once: it may be read from another folder
+        self.folder, self.on_bytes = as_path(folder).absolute(), on_bytes
         self.manifest = manifest.read(self.folder)
 
     def reset(self, checkpoint_id: Any = None) -> None:
