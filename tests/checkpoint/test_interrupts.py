@@ -78,7 +78,10 @@ class _AtLine:
         self.left, self.where = number, ""
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(HERE) else None
+        # `in_turn` is a `with` of a lock and a call: Python lets no signal come between its block
+        # and its exit, and traces a line there
+        mine = frame.f_code.co_filename.startswith(HERE) and frame.f_code.co_name != "in_turn"
+        return self._line if mine else None
 
     def _line(self, frame: Any, event: str, _: Any) -> Any:
         if event == "line":

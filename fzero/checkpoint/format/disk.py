@@ -106,8 +106,9 @@ class Lock:
     wherever an interrupt came. It lets go too when it is collected, and when the process ends.
     """
 
+    _file: int | None = None  # of the class, too: it may be collected before it is made
+
     def __init__(self) -> None:
-        self._file: int | None = None
         self._process = os.getpid()
 
     def take(self, folder: Path) -> bool:
