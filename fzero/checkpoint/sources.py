@@ -1,6 +1,5 @@
 """What can be loaded, whoever wrote it, as one value: a reader and its leaves."""
 
-import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -226,17 +225,22 @@ def split_key(key: str, names: Container[str]) -> tuple[str, str | None]:
     return key, None
 
 
-def moment_of(key: str, names: Sequence[str]) -> tuple[str, str] | None:
+def moment_of(key: str, names: Container[str]) -> tuple[str, str] | None:
     """Whose state a key of ours is, and what torch.optim calls it: `("a.w", "exp_avg")`.
 
     >>> moment_of("opt_state.inner.0.mu.a.w", ["a.w", "w"])
     ('a.w', 'exp_avg')
     """
-    for ours, theirs in TORCH_NAMES.items():
-        found = re.search(rf"\.{ours}\.", key)
+    if not key.startswith("opt_state."):
+        return None
+    at = key.find(".")
+    # the longest name first: a parameter may itself be called as a field is
+    while at >= 0:
+        kind = TORCH_NAMES.get(key[:at].rpartition(".")[2])
         # an optimizer's field may have any name; only a parameter's behind it makes it a moment
-        if key.startswith("opt_state.") and found and key[found.end() :] in names:
-            return key[found.end() :], theirs
+        if kind is not None and key[at + 1 :] in names:
+            return key[at + 1 :], kind
+        at = key.find(".", at + 1)
     return None
 
 

@@ -7,11 +7,11 @@ Tensors are read with `torch.load(weights_only=True)`; entries that are no tenso
 
 import enum
 import pickle
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import (
@@ -69,7 +69,7 @@ def open_dcp(
     """A checkpoint of `torch.distributed.checkpoint` as a source.
 
     Parameters are found under the names that they have there, whatever one prefix stands before all
-    of them; moments of Adam under torch.optim's names.
+    of them; moments of Adam under torch.optim's names, see `_states`.
 
     Args:
         path: the folder with the `.metadata`.
@@ -78,24 +78,25 @@ def open_dcp(
         rename: see `our_names`.
 
     Raises:
-        CheckpointError: the metadata is damaged, asks for code, or leads out of the folder.
+        CheckpointError: the metadata is damaged, asks for code, or leads out of the folder; or a
+            parameter's state is there several times.
     """
     there = _read(path)
     foreign = {k: v for k, v in there.tensors.items() if isinstance(v, TensorStorageMetadata)}
     names = names_of(flat.tensors)
+    params = {*names}
     # an optimizer's keys end in the names of parameters, too
     theirs = [key for key in foreign if not key.startswith("optim")]
     found = our_names(names, theirs, rename)
     ours = {f"params.{to}": key for key, to in found.items()}
-    for key in flat.tensors:
-        if (moment := moment_of(key, names)) is not None:
-            ending = f".{moment[0]}.{moment[1]}"
-            if at := next((k for k in foreign if k.endswith(ending)), None):
-                ours[key] = at
+    moments = {key: at for key in flat.tensors if (at := moment_of(key, params)) is not None}
+    states = _states(foreign, {*moments.values()}, params | {*found.values()}, path)
+    ours |= {key: states.at[moment] for key, moment in moments.items() if moment in states.at}
     reader = _Reader(path, there, ours, on_bytes)
     metadata = reader.read_metadata()
-    steps = {k for k in foreign if k.startswith("optim") and k.endswith(".step")}
-    values = _steps(path, there, steps, flat) if steps else {}
+    heads = states.heads or ("optim",)
+    steps = {key for key in foreign if key.startswith(heads) and key.endswith(".step")}
+    values = _steps(path, there, steps, states, flat) if steps else {}
     for key, value in values.items():
         metadata.state_dict_metadata[key] = TensorStorageMetadata(
             TensorProperties(dtype=value.dtype), value.shape, []
@@ -104,6 +105,68 @@ def open_dcp(
     renamed = renamed_params(found, rename)
     source = Source(str(path), reader, metadata, values=values, identity=identity)
     return replace(source, renamed=renamed, names=theirs)
+
+
+class _States(NamedTuple):
+    """Where an optimizer keeps what it knows of our parameters.
+
+    Args:
+        at: keys in the checkpoint, by a parameter's name and what torch.optim calls the state.
+        heads: what stands before the names in these.
+    """
+
+    at: dict[tuple[str, str], str]
+    heads: tuple[str, ...]
+
+
+def _states(
+    foreign: Iterable[str], moments: Set[tuple[str, str]], known: Set[str], path: Path
+) -> _States:
+    """Whose state each of an optimizer's keys is.
+
+    Before its last part a key ends in the name of a parameter. If it ends in several, the one that
+    leaves the head that most keys share is meant, then the longest. If several optimizers have a
+    state of one parameter, it is that of the one that has most.
+
+    Args:
+        foreign: keys in the checkpoint.
+        moments: that are asked for, each a parameter's name and what torch.optim calls it; counts
+            of updates are looked for besides.
+        known: names of parameters, here and in the checkpoint.
+        path: of the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: none has most.
+    """
+    wanted = moments | {(name, "step") for name, _ in moments}
+    kinds = {kind for _, kind in wanted}
+    ends: dict[str, list[tuple[str, str]]] = {}
+    for key in foreign:
+        stem, _, kind = key.rpartition(".")
+        if kind in kinds:
+            dots = [i + 1 for i, c in enumerate(stem) if c == "."]
+            ends[key] = [(stem[:i], stem[i:]) for i in dots if stem[i:] in known]
+    shared = Counter(head for pairs in ends.values() for head, _ in pairs)
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for key, pairs in ends.items():
+        # the longest name is the first
+        head, name = max(pairs, key=lambda pair: shared[pair[0]], default=("", ""))
+        of = (name, key.rpartition(".")[2])
+        if of in wanted:
+            found.setdefault(of, {})[head] = key
+    counts = Counter(head for keys in found.values() for head in keys)
+    if several := [keys for keys in found.values() if len(keys) > 1]:
+        most = [head for head, count in counts.items() if count == max(counts.values())]
+        if len(most) > 1:
+            one, other, *_ = several[0].values()
+            raise CheckpointError(
+                f"{path} has two states of one parameter, {one} and {other}, and nothing tells "
+                "which of its optimizers is meant. Load the parameters alone "
+                "(opt_state_like=None), or save the other job with one of them."
+            )
+        counts = Counter(most)
+    at = {of: keys[head] for of, keys in found.items() for head in keys if head in counts}
+    return _States(at, tuple(counts))
 
 
 class _There:
@@ -159,7 +222,9 @@ class _Reader(FileSystemReader):
         return done
 
 
-def _steps(path: Path, there: _There, steps: set[str], flat: Flat) -> dict[str, torch.Tensor]:
+def _steps(
+    path: Path, there: _There, steps: set[str], states: _States, flat: Flat
+) -> dict[str, torch.Tensor]:
     """The one count of updates that all parameters have, for each of our counters."""
     read: dict[str, Any] = {
         key: torch.zeros((), dtype=there.tensors[key].properties.dtype) for key in sorted(steps)
@@ -168,20 +233,31 @@ def _steps(path: Path, there: _There, steps: set[str], flat: Flat) -> dict[str, 
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(read, reader.read_metadata(), is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner)
-    return one_step({key: float(x) for key, x in read.items()}, str(path), flat)
+    counted = {key: float(x) for key, x in read.items()}
+    own = {name: counted[key] for (name, kind), key in states.at.items() if kind == "step"}
+    return one_step(counted, own, str(path), flat)
 
 
-def one_step(steps: dict[str, float], where: str, flat: Flat) -> dict[str, torch.Tensor]:
+def one_step(
+    steps: Mapping[str, float], own: Mapping[str, float], where: str, flat: Flat
+) -> dict[str, torch.Tensor]:
     """The count of `steps` for each of our counters; and for each leaf of Adam's, if they differ.
+
+    Args:
+        steps: every count that there is, by where it is.
+        own: of those, each parameter's by its name.
+        where: the checkpoint is.
+        flat: what is to be filled.
 
     Raises:
         CheckpointError: they differ, and an optimizer that is to be filled keeps one for all.
     """
     step = max(steps.values())
     values = {k: torch.tensor(step).to(x.dtype) for k, x in flat.tensors.items() if is_step(k)}
-    if len(set(steps.values())) == 1:
+    # parameters alone need no count
+    if len(set(steps.values())) == 1 or not values:
         return values
-    counts = _counts(steps, flat)
+    counts = _counts(own, flat)
     if not counts:
         low, high = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
         raise CheckpointError(
@@ -193,19 +269,18 @@ def one_step(steps: dict[str, float], where: str, flat: Flat) -> dict[str, torch
     return values | counts
 
 
-def _counts(steps: dict[str, float], flat: Flat) -> dict[str, torch.Tensor]:
+def _counts(own: Mapping[str, float], flat: Flat) -> dict[str, torch.Tensor]:
     """Each leaf's own count, under the key that it has in Adam's state; {} if one has none."""
-    names, counts = names_of(flat.tensors), {}
+    names, counts = {*names_of(flat.tensors)}, {}
     for key in flat.tensors:
         if (moment := moment_of(key, names)) is None:
             continue
         name, kind = moment
-        theirs = [k for k in steps if k == name or k.endswith(f".{name}.step")]
         state = key.removesuffix(f".{name}")
-        if not theirs or kind not in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        if name not in own or kind not in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
             return {}
         if kind == "exp_avg_sq":  # what has one is Adam's
-            count = torch.tensor(steps[min(theirs, key=len)], dtype=torch.float32)
+            count = torch.tensor(own[name], dtype=torch.float32)
             counts[f"{state.removesuffix('.nu')}.counts.{name}"] = count
     return counts
 

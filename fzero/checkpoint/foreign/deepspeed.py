@@ -115,7 +115,7 @@ def _zero(path: Path) -> Path:
 
 def _open(where: str, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
     zero = Path(where)
-    names = names_of(flat.tensors)
+    names = dict.fromkeys(names_of(flat.tensors))
     folders = {e.name: e for e in sorted(zero.iterdir()) if (e / "fp32.pt").exists()}
     leaves = {f"params.{n}": _lazy(f / "fp32.pt", flat, f"params.{n}") for n, f in folders.items()}
     for key in flat.tensors:
@@ -126,7 +126,8 @@ def _open(where: str, flat: Flat, on_bytes: Callable[[int], None]) -> Source:
                 leaves[key] = _lazy(file, flat, key)
     moments = any(key.startswith("opt_state.") for key in leaves)
     steps = _steps(zero, [folders[name] for name in names if name in folders], moments=moments)
-    values = one_step(steps, str(zero), flat) if steps else {}
+    own = {name: steps[name] for name in names if name in steps}
+    values = one_step(steps, own, str(zero), flat) if steps else {}
     reader = LazyReader(leaves, on_bytes)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
