@@ -1,6 +1,7 @@
 """What can be loaded, whoever wrote it, as one value: a reader and its leaves."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -139,21 +140,56 @@ def names_of(keys: Iterable[str]) -> list[str]:
     return [key.removeprefix("params.") for key in keys if key.startswith("params.")]
 
 
-def shared_prefix(names: Sequence[str], foreign: Iterable[str]) -> str:
+def ends_of(key: str) -> Iterator[tuple[str, str]]:
+    """A key, cut in two before each of its parts: the longest end first.
+
+    >>> list(ends_of("a.b.w"))
+    [('', 'a.b.w'), ('a.', 'b.w'), ('a.b.', 'w')]
+    """
+    at = 0
+    while at >= 0:
+        yield key[:at], key[at:]
+        at = key.find(".", at) + 1 or -1
+
+
+def shared_prefix(names: Iterable[str], foreign: Iterable[str], where: str) -> str:
     """What the others put before our names: the prefix under which most of them are found.
 
-    >>> shared_prefix(["a.w", "b.w"], ["model.a.w", "model.b.w", "ema.a.w"])
+    Of several it is the one that all of them begin with: none, if the names themselves are there.
+
+    Args:
+        names: of our parameters.
+        foreign: theirs.
+        where: they are, for the message.
+
+    Raises:
+        CheckpointError: as many are found under two that are beside each other.
+
+    >>> shared_prefix(["a.w", "b.w"], ["model.a.w", "model.b.w", "ema.a.w"], "file")
     'model.'
+    >>> shared_prefix(["w"], ["ema.w", "w"], "file"), shared_prefix(["w"], ["m.a.w", "m.w"], "file")
+    ('', 'm.')
     """
-    there = set(foreign)
-    # Candidates from three names: from all of them it would be quadratic in the leaves.
-    found = {key[: -len(n)] for n in names[:3] for key in there if f".{key}".endswith(f".{n}")}
-    ranked = [(-sum(f"{p}{n}" in there for n in names), len(p), p) for p in found]
-    return min(ranked)[2] if ranked else ""
+    known = {*names}
+    heads = (head for key in {*foreign} for head, end in ends_of(key) if end in known)
+    counts = Counter(heads)
+    most = max(counts.values(), default=0)
+    # in this order what all begin with comes first
+    best = sorted(head for head, count in counts.items() if count == most)
+    apart = [head for head in best if not head.startswith(best[0])]
+    if apart:
+        one, other = best[0], apart[0]
+        raise CheckpointError(
+            f"{where} has {most} of the {len(known)} names that are asked for under {one!r} and as "
+            f"many under {other!r}, and nothing tells which are meant. Choose: fzero.checkpoint."
+            f"load_partial(..., rename={{'{one}*': '*'}}) takes the first, {{'{other}*': '*'}} the "
+            "second."
+        )
+    return best[0] if best else ""
 
 
 def our_names(
-    names: Sequence[str], foreign: Sequence[str], rename: Rename | None
+    names: Sequence[str], foreign: Sequence[str], rename: Rename | None, where: str
 ) -> dict[str, str]:
     """Foreign names of parameters, and what they are here.
 
@@ -161,17 +197,18 @@ def our_names(
         names: of our parameters.
         foreign: theirs.
         rename: the user's choice, which is final; what it doesn't choose loses the prefix that most
-            of it shares. None: what is not below that prefix is left out, too.
+            of our other names have there. None: what is not below that prefix is left out, too.
+        where: they are, for messages.
 
     Raises:
-        CheckpointError: two of theirs would be one of ours.
+        CheckpointError: two of theirs would be one of ours, or two prefixes fit as well.
 
-    >>> our_names(["a.w", "b.w"], ["m.a.w", "m.c.w", "x"], {"m.c.w": "b.w"}.get)
+    >>> our_names(["a.w", "b.w"], ["m.a.w", "m.c.w", "x"], {"m.c.w": "b.w"}.get, "file")
     {'m.a.w': 'a.w', 'm.c.w': 'b.w', 'x': 'x'}
     """
     chosen = {} if rename is None else {k: to for k in foreign if (to := rename(k)) is not None}
     rest = [k for k in foreign if k not in chosen]
-    prefix = shared_prefix(names, rest)
+    prefix = shared_prefix({*names} - {*chosen.values()}, rest, where)
     found = {k: k.removeprefix(prefix) for k in rest if rename or k.startswith(prefix)}
     ours = {k: (chosen | found)[k] for k in foreign if k in chosen or k in found}
     one_each(ours)
@@ -216,12 +253,10 @@ def split_key(key: str, names: Container[str]) -> tuple[str, str | None]:
     for head in ("params.", BUFFERS):
         if key.startswith(head):
             return head, key.removeprefix(head)
-    at = key.find(".")
-    # the longest name first
-    while at >= 0:
-        if key[at + 1 :] in names:
-            return key[: at + 1], key[at + 1 :]
-        at = key.find(".", at + 1)
+    # the longest name first, and never the key as a whole
+    for head, name in ends_of(key):
+        if head and name in names:
+            return head, name
     return key, None
 
 
@@ -233,14 +268,12 @@ def moment_of(key: str, names: Container[str]) -> tuple[str, str] | None:
     """
     if not key.startswith("opt_state."):
         return None
-    at = key.find(".")
     # the longest name first: a parameter may itself be called as a field is
-    while at >= 0:
-        kind = TORCH_NAMES.get(key[:at].rpartition(".")[2])
+    for head, name in ends_of(key):
+        kind = TORCH_NAMES.get(head.removesuffix(".").rpartition(".")[2])
         # an optimizer's field may have any name; only a parameter's behind it makes it a moment
-        if kind is not None and key[at + 1 :] in names:
-            return key[at + 1 :], kind
-        at = key.find(".", at + 1)
+        if kind is not None and name in names:
+            return name, kind
     return None
 
 

@@ -36,6 +36,7 @@ from fzero.checkpoint.flatten import Flat
 from fzero.checkpoint.sources import (
     Rename,
     Source,
+    ends_of,
     is_step,
     moment_of,
     names_of,
@@ -78,8 +79,8 @@ def open_dcp(
         rename: see `our_names`.
 
     Raises:
-        CheckpointError: the metadata is damaged, asks for code, or leads out of the folder; or a
-            parameter's state is there several times.
+        CheckpointError: the metadata is damaged, asks for code, or leads out of the folder; a
+            parameter's state is there several times, or two prefixes fit as well.
     """
     there = _read(path)
     foreign = {k: v for k, v in there.tensors.items() if isinstance(v, TensorStorageMetadata)}
@@ -87,7 +88,7 @@ def open_dcp(
     params = {*names}
     # an optimizer's keys end in the names of parameters, too
     theirs = [key for key in foreign if not key.startswith("optim")]
-    found = our_names(names, theirs, rename)
+    found = our_names(names, theirs, rename, str(path))
     ours = {f"params.{to}": key for key, to in found.items()}
     moments = {key: at for key in flat.tensors if (at := moment_of(key, params)) is not None}
     states = _states(foreign, {*moments.values()}, params | {*found.values()}, path)
@@ -144,8 +145,7 @@ def _states(
     for key in foreign:
         stem, _, kind = key.rpartition(".")
         if kind in kinds:
-            dots = [i + 1 for i, c in enumerate(stem) if c == "."]
-            ends[key] = [(stem[:i], stem[i:]) for i in dots if stem[i:] in known]
+            ends[key] = [(head, name) for head, name in ends_of(stem) if head and name in known]
     shared = Counter(head for pairs in ends.values() for head, _ in pairs)
     found: dict[tuple[str, str], dict[str, str]] = {}
     for key, pairs in ends.items():
@@ -156,7 +156,8 @@ def _states(
             found.setdefault(of, {})[head] = key
     counts = Counter(head for keys in found.values() for head in keys)
     if several := [keys for keys in found.values() if len(keys) > 1]:
-        most = [head for head, count in counts.items() if count == max(counts.values())]
+        top = max(counts.values())
+        most = [head for head, count in counts.items() if count == top]
         if len(most) > 1:
             one, other, *_ = several[0].values()
             raise CheckpointError(

@@ -255,10 +255,10 @@ def open_safetensors(
         rename: see `our_names`.
 
     Raises:
-        CheckpointError: a file is damaged, missing, or not in the folder.
+        CheckpointError: a file is damaged, missing, or not in the folder; two prefixes fit as well.
     """
     found = {name: file for file in _members(path) for name in _names_in(file)}
-    ours = our_names(names_of(wanted), list(found), rename)
+    ours = our_names(names_of(wanted), list(found), rename, str(path))
     leaves = {f"params.{to}": _lazy(found[name], name) for name, to in ours.items()}
     reader = LazyReader(leaves, on_bytes)
     # sizes, not contents: to compare those would cost a reading of all files
