@@ -78,7 +78,7 @@ def export_safetensors(
 
     Raises:
         CheckpointError: a leaf that the format can't hold, files that are there already, a disk
-            that is full.
+            that is full. What was written by then is removed, as it is on Ctrl-C.
 
     Examples:
         >>> import tempfile
@@ -130,7 +130,7 @@ def write_folder(
     files = [f"model-{i:05d}-of-{len(members):05d}.safetensors" for i in range(1, len(members) + 1)]
     shown = progress(f"exporting to {folder}", sum(sizes), shown=ranks.leads)
 
-    def prepare() -> str | None:
+    def prepare() -> tuple[str, bool] | None:
         if not ranks.leads:
             return None
         disk.make_folder(folder)
@@ -140,7 +140,7 @@ def write_folder(
                 f"{folder} has {', '.join(there[:3])} already. Export to another folder, remove "
                 "them first, or pass overwrite=True."
             )
-        return secrets.token_hex(4)
+        return secrets.token_hex(4), bool(there)
 
     def write(number: int) -> None:
         rows = [leaves[i] for i in members[number]]
@@ -153,27 +153,29 @@ def write_folder(
         described = [(leaf.name, leaf.dtype, leaf.shape) for leaf in rows]
         tensors = (_made(leaf) for leaf in rows)
         part = folder / parts[number]
-        write_file(part, described, tensors, about={"format": "pt"}, on_bytes=shown)
+        try:
+            write_file(part, described, tensors, about={"format": "pt"}, on_bytes=shown)
+        except BaseException:  # no other rank has been told of it: it can go
+            _remove(folder, [part.name])
+            raise
 
     def finish() -> None:
         if ranks.leads:
             rows = [(leaves[i].name, k) for k, f in enumerate(members) for i in f]
-            _publish(folder, parts, files, rows, sum(sizes))
+            _publish(folder, parts, files, rows, sum(sizes), replaced=replaced)
 
     # Of this export alone: what another left may be what its index names.
-    token = on_every_rank(ranks, "whether the folder is there", prepare, _UNWRITTEN)[0]
+    token, replaced = on_every_rank(ranks, "whether the folder is there", prepare, _UNWRITTEN)[0]
     parts = [f".{name}.{token}.part" for name in files]
     try:
         for number, name in enumerate(files):
             on_every_rank(ranks, f"whether {name} is written", partial(write, number), _UNWRITTEN)
-    except CheckpointError:
+        # Last: readers find the files through the index, and by then all are there.
+        on_every_rank(ranks, "whether the index is written", finish, _UNWRITTEN)
+    except BaseException:
         if ranks.leads:  # a full disk needs the room back
-            for part in parts:
-                with contextlib.suppress(OSError):
-                    disk.unlink(folder / part)
+            _withdraw(folder, [_INDEX_PART, *parts, *([] if replaced else files)])
         raise
-    # Last: readers find the files through the index, and by then all are there.
-    on_every_rank(ranks, "whether the index is written", finish, _UNWRITTEN)
     shown.close()
     return folder
 
@@ -184,6 +186,8 @@ def _publish(
     files: Sequence[str],
     rows: Sequence[tuple[str, int]],
     total: int,
+    *,
+    replaced: bool,
 ) -> None:
     """Give files that are written the names that they are found by, on one rank.
 
@@ -197,12 +201,13 @@ def _publish(
         files: their names from now on.
         rows: each leaf's name, and the number of its file.
         total: bytes of all leaves.
+        replaced: whether any file of an export was there.
     """
 
     def write_index(names: Sequence[str]) -> None:
         where = {leaf: names[number] for leaf, number in rows}
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        part = folder / f".{INDEX}.part"
+        part = folder / _INDEX_PART
         disk.unlink(part)  # of an export that was cut short
         file = disk.create(part)
         try:
@@ -214,7 +219,6 @@ def _publish(
         disk.rename(part, folder / INDEX)
         disk.sync_folder(folder)
 
-    replaced = (folder / INDEX).exists() or (folder / SINGLE).exists()
     if replaced:
         write_index(parts)
         # transformers takes it before any index
@@ -230,6 +234,24 @@ def _publish(
             disk.unlink(file)
 
 
+def _withdraw(folder: Path, made: Sequence[str]) -> None:
+    """Remove the files that an export made before it failed; what the index names stays."""
+    named: set[str] = set()
+    if (folder / INDEX).exists():
+        try:
+            named = {file.name for file in _members(folder)}
+        except CheckpointError:  # nobody knows
+            return
+    _remove(folder, [name for name in made if name not in named])
+
+
+def _remove(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):  # an error is on its way already
+            disk.unlink(folder / name)
+
+
+_INDEX_PART = f".{INDEX}.part"
 _EXPORTED = re.compile(r"\.?model-\d{5,}-of-\d{5,}\.safetensors(\.[0-9a-f]{8})?(\.part)?")
 
 

@@ -78,20 +78,81 @@ def test_files_that_are_there_are_not_overwritten(tmp_path: Path) -> None:
 
 
 class Cut(BaseException):
-    """In place of a kill."""
+    """In place of a kill, or of a Ctrl-C."""
 
 
-def _cut_at(at: int) -> Any:
+def _cut_at(at: int, how: str) -> Any:
     def act(number: int, name: str, args: Any) -> None:
-        if number == at:
-            raise Cut
+        # whoever is killed does nothing any more
+        if number == at or (how == "killed" and number > at):
+            raise OSError(28, "No space left on device") if how == "full" else Cut
 
     return act
 
 
+@pytest.mark.parametrize("how", ["full", "interrupted"])
+def test_an_export_that_fails_leaves_the_folder_as_it_was(how: str, tmp_path: Path) -> None:
+    new = {"a": torch.ones(16), "b": torch.ones(12)}
+
+    def names(folder: Path) -> list[str]:
+        return sorted(file.name for file in folder.iterdir())
+
+    whole = tmp_path / "whole"
+    with watched(lambda number, name, args: None) as calls:
+        export_safetensors(whole, new, max_file_bytes=60)
+    published = [i for i, name in enumerate(calls) if name == "rename"]
+    for at in range(1, len(calls)):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        with pytest.raises((CheckpointError, Cut)), watched(_cut_at(at, how)):
+            export_safetensors(folder, new, max_file_bytes=60)
+        if at <= published[-1]:
+            assert names(folder) == []
+            export_safetensors(folder, new, max_file_bytes=60)
+        assert names(folder) == names(whole)
+        assert load(folder, {name: torch.zeros_like(x) for name, x in new.items()})[0]["b"].all()
+
+
+def _one_fails(folder: Path, failing: int, call: str) -> list[str]:
+    def act(number: int, name: str, args: Any) -> None:
+        if torch.distributed.get_rank() == failing and name == call:
+            raise OSError(28, "No space left on device")
+
+    params = {name: torch.ones(16) for name in "abc"}
+    with pytest.raises(CheckpointError, match="No space left"), watched(act):
+        export_safetensors(folder, params, max_file_bytes=60)
+    torch.distributed.barrier()
+    return sorted(file.name for file in folder.iterdir())
+
+
+@pytest.mark.parametrize(("failing", "call"), [(1, "sync"), (0, "link")])
+def test_no_rank_leaves_files_of_an_export_that_fails(
+    failing: int, call: str, tmp_path: Path
+) -> None:
+    assert run_ranks(2, _one_fails, tmp_path, failing, call) == [[], []]
+
+
+@pytest.mark.parametrize("how", ["full", "interrupted"])
+def test_files_without_an_index_stay_until_the_new_ones_are_found(how: str, tmp_path: Path) -> None:
+    # as a kill between the files and the index leaves them
+    old = tmp_path / "model-00001-of-00001.safetensors"
+    safetensors.torch.save_file({"w": torch.zeros(3)}, old)
+    with watched(lambda number, name, args: None) as calls:
+        export_safetensors(tmp_path / "whole", {"w": torch.ones(3)})
+    before = old.read_bytes()
+    with pytest.raises((CheckpointError, Cut)), watched(_cut_at(calls.index("rename"), how)):
+        export_safetensors(tmp_path, {"w": torch.ones(3)}, overwrite=True)
+    assert old.read_bytes() == before
+    export_safetensors(tmp_path, {"w": torch.ones(3)}, overwrite=True)
+    assert load(tmp_path, {"w": torch.zeros(3)})[0]["w"].tolist() == [1, 1, 1]
+
+
 # Another number of files, the same number, and one file as transformers calls it.
+@pytest.mark.parametrize("how", ["killed", "full", "interrupted"])
 @pytest.mark.parametrize("before", [60, 100, None])
-def test_an_export_that_is_replaced_is_one_or_the_other(before: int | None, tmp_path: Path) -> None:
+def test_an_export_that_is_replaced_is_one_or_the_other(
+    before: int | None, how: str, tmp_path: Path
+) -> None:
     old = {"a": torch.zeros(16), "b": torch.zeros(12)}
     new = {"a": torch.ones(16), "b": torch.ones(12)}
 
@@ -110,17 +171,21 @@ def test_an_export_that_is_replaced_is_one_or_the_other(before: int | None, tmp_
         assert len(values) == 1
         return values.pop()
 
-    how: dict[str, Any] = {"max_file_bytes": 60, "overwrite": True}
+    asked: dict[str, Any] = {"max_file_bytes": 60, "overwrite": True}
     whole = there(tmp_path / "whole")
     with watched(lambda number, name, args: None) as calls:
-        export_safetensors(whole, new, **how)
+        export_safetensors(whole, new, **asked)
     seen = []
     for at in range(len(calls)):
         folder = there(tmp_path / str(at))
-        with pytest.raises(Cut), watched(_cut_at(at)):
-            export_safetensors(folder, new, **how)
+        old_files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        with pytest.raises((CheckpointError, Cut)), watched(_cut_at(at, how)):
+            export_safetensors(folder, new, **asked)
         seen.append(read(folder))
-        export_safetensors(folder, new, **how)
+        if how != "killed" and not seen[-1]:
+            now = {file.name: file.read_bytes() for file in folder.iterdir()}
+            assert now == old_files
+        export_safetensors(folder, new, **asked)
         assert read(folder) == 1.0
         files = sorted(file.name for file in folder.iterdir())
         assert files == sorted(file.name for file in whole.iterdir())
