@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,6 @@ from fzero.checkpoint.sources import (
     LazyReader,
     Rename,
     Source,
-    names_of,
     our_names,
     renamed_params,
 )
@@ -64,8 +64,10 @@ def export_safetensors(
 
     Args:
         path: folder for the files, such as one with the model's config.json; made if need be.
-        params: pytree of tensors or DTensors; names are its keys joined by dots. A module's buffers
-            (running statistics, say) go along as `{**params, **buffers}`.
+        params: pytree of tensors or DTensors; names are its keys joined by dots. Where two leaves
+            have one name so, or a leaf has none (a tensor by itself), the name is its path,
+            `params['a.b']`. A module's buffers (running statistics, say) go along as
+            `{**params, **buffers}`.
         dtype: what floating leaves are converted to; None leaves them.
         max_file_bytes: a file is closed before it would grow beyond this, unless one leaf does.
         overwrite: replace an export that is there. The old one stays readable until all files of
@@ -123,6 +125,18 @@ def write_folder(
     if bad:
         raise CheckpointError(
             f"safetensors can't hold {', '.join(bad)}. Pass a dtype, or convert these leaves."
+        )
+    names = [leaf.name for leaf in leaves]
+    if unreadable := [repr(name) for name in names if name == _ABOUT or not _is_text(name)]:
+        raise CheckpointError(
+            f"safetensors can't hold a leaf by the name of {', '.join(unreadable)}: the format has "
+            f"another use for {_ABOUT!r}, and its names are texts of Unicode, without lone "
+            "surrogates. Rename the dict keys that lead there."
+        )
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise CheckpointError(
+            f"several leaves would be {', '.join(map(repr, twice))} in the file, which needs one "
+            "name for each. Rename one of the dict keys that lead there."
         )
     ranks.same("what they export", {leaf.name: f"{leaf.dtype} {leaf.shape}" for leaf in leaves})
     sizes = [torch.Size(leaf.shape).numel() * leaf.dtype.itemsize for leaf in leaves]
@@ -251,6 +265,15 @@ def _remove(folder: Path, names: Sequence[str]) -> None:
             disk.unlink(folder / name)
 
 
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_ABOUT = "__metadata__"
 _INDEX_PART = f".{INDEX}.part"
 _EXPORTED = re.compile(r"\.?model-\d{5,}-of-\d{5,}\.safetensors(\.[0-9a-f]{8})?(\.part)?")
 
@@ -280,8 +303,10 @@ def open_safetensors(
         CheckpointError: a file is damaged, missing, or not in the folder; two prefixes fit as well.
     """
     found = {name: file for file in _members(path) for name in _names_in(file)}
-    ours = our_names(names_of(wanted), list(found), rename, str(path))
-    leaves = {f"params.{to}": _lazy(found[name], name) for name, to in ours.items()}
+    # as they are exported: what has no dotted name of its own goes by its path
+    keys = {key.removeprefix("params."): key for key in wanted if key.startswith("params")}
+    ours = our_names(list(keys), list(found), rename, str(path))
+    leaves = {keys.get(to, f"params.{to}"): _lazy(found[n], n) for n, to in ours.items()}
     reader = LazyReader(leaves, on_bytes)
     # sizes, not contents: to compare those would cost a reading of all files
     identity = json.dumps(sorted((name, file.stat().st_size) for name, file in found.items()))

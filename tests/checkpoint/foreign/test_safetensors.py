@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import fzero
+from fzero import tree as trees
 from fzero.checkpoint import export_safetensors, load, load_partial, save
 from fzero.errors import CheckpointError
 from tests.checkpoint.cases import Job, full, make
@@ -61,6 +62,47 @@ def test_what_is_exported_is_what_the_library_reads(limit: int, tmp_path: Path) 
         f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
     ]
     assert all((tmp_path / file).stat().st_size <= limit + 500 for file in files if limit > 1)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a.b": 1.0, "a": {"b": 2.0}, "c": 3.0},
+        {0: 1.0, "0": 2.0},
+        {"": 1.0},
+        1.0,
+        {"params": 1.0},
+        {"\u00fc\n\"'": 1.0, "x/y": 2.0, "['a']": 3.0},
+    ],
+    ids=repr,
+)
+def test_every_name_that_is_exported_is_found(tree: Any, tmp_path: Path) -> None:
+    def of(fill: Any) -> Any:
+        return trees.map(lambda x: torch.full((2,), fill(x)), tree)
+
+    def values(of: Any) -> list[float]:
+        return [x[0].item() for x in trees.leaves(of)]
+
+    export_safetensors(tmp_path, of(float))
+    assert len(_read(tmp_path)) == len(trees.leaves(tree))
+    assert values(load(tmp_path, of(lambda x: 0.0))[0]) == trees.leaves(tree)
+    loaded, _, report = load_partial(tmp_path, of(lambda x: 0.0))
+    assert values(loaded) == trees.leaves(tree)
+    assert report.missing == report.unexpected == ()
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"__metadata__": 1}, "by the name of '__metadata__'"),
+        ({"a": {"\ud800": 1}, "b": 2}, r"by the name of 'a\.\\ud800'"),
+        ({"a.b": 1, "a": {"b": 2}, "params['a.b']": 3}, "several leaves would be .*a.b"),
+    ],
+)
+def test_names_that_a_file_cannot_have_are_refused(tree: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        export_safetensors(tmp_path / "out", trees.map(lambda x: torch.ones(1), tree))
+    assert not (tmp_path / "out").exists()
 
 
 def test_ranks_export_whole_leaves(tmp_path: Path) -> None:
