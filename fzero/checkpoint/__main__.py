@@ -90,7 +90,7 @@ def _stored(folder: Path, found: Manifest, key: str, dtype: torch.dtype) -> Whol
     leaf = found.leaves[key]
 
     def make(keep: bool) -> Tensor:
-        full = torch.empty(leaf.shape, dtype=dtype)
+        full = torch.empty(leaf.shape, dtype=dtype, device="cpu")
         for box, extent in leaf.boxes.items():
             part = full
             for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):

@@ -168,7 +168,7 @@ def _tensor(parts: list[Any]) -> Tensor:
     data = bytearray(base64.b64decode(text, validate=True))
     dtype = manifest.dtype_of(name)
     if not data and math.prod(shape) == 0:  # of nothing torch makes no view
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
 
 

@@ -69,7 +69,7 @@ class Ranks:
         try:
             with self.circle.at(f"a checkpoint's exchange of {what}", self.timeout):
                 # two rounds: what is gathered must be of one length, and nobody knows the others'
-                lengths = [int(n) for n in self._gather(torch.tensor([len(data)]))]
+                lengths = [int(n) for n in self._gather(torch.tensor([len(data)], device="cpu"))]
                 padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
                 texts = self._gather(padded)
         except (RuntimeError, RankMismatchError) as error:

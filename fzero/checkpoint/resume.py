@@ -67,7 +67,7 @@ def sample_order(
         )
     mine = batch // world
     first = step * batch + rank * mine
-    number = torch.arange(first, first + mine)
+    number = torch.arange(first, first + mine, device="cpu")
     return _shuffled(number % samples, number // samples, samples, seed)
 
 

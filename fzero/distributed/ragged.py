@@ -202,7 +202,7 @@ def is_supported() -> bool:
     DTensor refuses to be delegated to, which is what tells.
     """
     try:
-        DTensor.__torch_dispatch__(torch.ops.aten.neg.default, (), (torch.ones(1),))
+        DTensor.__torch_dispatch__(torch.ops.aten.neg.default, (), (torch.ones(1, device="cpu"),))
     except NotImplementedError:
         return False
     return True

@@ -269,7 +269,7 @@ def _pull_back(
     )
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 def _refuse_captured(call: _Call, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

@@ -118,7 +118,7 @@ class Buffers:
                 flags += [True, True]
             else:
                 flags += [not same_bits(new, old), False]
-        said = torch.tensor(flags, dtype=torch.float32).to(self.device_type)
+        said = torch.tensor(flags, dtype=torch.float32, device="cpu").to(self.device_type)
         answers = [flag > 0 for flag in self.total(said).tolist()]
         for name, moved, misfit in zip(list(self._still), answers[::2], answers[1::2], strict=True):
             if moved:

@@ -88,7 +88,7 @@ def _asked(driver: Driver, parts: Parts, loader: Iterable[Batch]) -> Iterator[tu
                 is_over = True
         driver.recover("engine.join() was called")
         phases.refuse_inside(driver.state, "join()")
-        flags = torch.tensor([not is_over, not last], dtype=torch.float32)
+        flags = torch.tensor([not is_over, not last], dtype=torch.float32, device="cpu")
         driver.journal.enter("join")
         with transport.circle.at("engine.join, the next batch", driver.cfg.timeout):
             going, without = map(int, transport.sum(flags.to(parts.reducer.device)).tolist())

@@ -248,7 +248,7 @@ class Reducer:
 
     def anywhere(self, *here: bool) -> list[bool]:
         """Whether any rank says so; all of them must ask."""
-        flags = torch.tensor(here, dtype=torch.float32).to(self.device)
+        flags = torch.tensor(here, dtype=torch.float32, device="cpu").to(self.device)
         return [flag > 0 for flag in self.transport.sum(flags).tolist()]
 
     def drop(self, index: int) -> None:

@@ -123,7 +123,7 @@ class Stepper:
             over = over and cfg.nonfinite_policy != "raise"
             now.half = UpdateProgram(plan, reduced=self.reduced, over=over)
         size = int(cfg.bucket_mb * 2**20)
-        told = torch.tensor(sums) if plan.axes.world > 1 else None
+        told = torch.tensor(sums, device="cpu") if plan.axes.world > 1 else None
         lr = rate_of(plan.opt, state.inner)  # before the update writes over the state
         updated = now.half.in_buckets(size, trained, local, grads, loss, [], told)
         self.buffers.agree()

@@ -211,7 +211,7 @@ def _made(
 
 def _fake_results(island: Island) -> tuple[Tensor, ...]:
     found = tuple(form.empty() for form in island.outputs)
-    return (*found, torch.empty(0, dtype=torch.uint8)) if island.taped else found
+    return (*found, torch.empty(0, dtype=torch.uint8, device="cpu")) if island.taped else found
 
 
 def _fake_grads(island: Island) -> tuple[Tensor, ...]:

@@ -213,7 +213,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _places(x: Tensor) -> Tensor:
     """Where in its storage each element of a tensor is; in one dim."""
     start, end = (at // x.element_size() for at in extent(x))
-    return torch.arange(start, end).as_strided(x.shape, x.stride(), 0).flatten()
+    return torch.arange(start, end, device="cpu").as_strided(x.shape, x.stride(), 0).flatten()
 
 
 def _shared(kind: str, name: str, other_kind: str, other: str) -> ShardError:

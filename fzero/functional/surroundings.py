@@ -46,7 +46,7 @@ def refuse_fakes(what: str) -> None:
         TraceError: they have none.
     """
     # whatever else is in force, what torch makes now is one of these
-    if isinstance(torch.empty(0), FakeTensor):
+    if isinstance(torch.empty(0, device="cpu"), FakeTensor):
         raise TraceError(
             f"{what} was called under FakeTensorMode, where tensors have no values, and a step "
             "needs them. For shapes, collectives and memory without values, make parameters and "

@@ -115,7 +115,7 @@ def check_tasks() -> None:
     """
     seen: list[int] = [current_task()]
     with torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones(1, requires_grad=True)
+        x = torch.ones(1, requires_grad=True, device="cpu")
 
         def hook(grad: Tensor) -> None:
             with torch.enable_grad():

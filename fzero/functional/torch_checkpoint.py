@@ -92,7 +92,7 @@ def _is_recorded(reentrant: bool) -> bool:
         return torch_checkpoint.checkpoint(torch.sin, x, use_reentrant=reentrant)
 
     with _PATCH:
-        nodes = make_fx(function)(torch.ones(1)).graph.nodes
+        nodes = make_fx(function)(torch.ones(1, device="cpu")).graph.nodes
     return [bool(regions_of(node)) for node in nodes if node.op == "call_function"] == [True]
 
 
@@ -102,7 +102,7 @@ def _recomputes(reentrant: bool) -> bool:
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: calls.append("again") or function(*args)
 
-    x, w = (torch.ones(1, requires_grad=True) for _ in range(2))
+    x, w = (torch.ones(1, requires_grad=True, device="cpu") for _ in range(2))
     with recomputing(noting):
         y: Any = torch_checkpoint.checkpoint(lambda x: (x * w).sin(), x, use_reentrant=reentrant)
     (grad,) = torch.autograd.grad(y, w, allow_unused=True)

@@ -239,7 +239,9 @@ class Watch:
             if flag.item():
                 raise told("")
             return
-        copy = torch.zeros((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+        copy = torch.zeros((), dtype=torch.bool, pin_memory=True, device="cpu").copy_(
+            flag, non_blocking=True
+        )
         there = torch.cuda.Event()
         there.record(torch.cuda.current_stream(flag.device))
         self._flags.append(_Flag(copy, there, self._step, told))

@@ -31,7 +31,7 @@ def tree_global_norm(values: PyTree) -> Tensor:
     """
     values = [settled(x) for x in tree.leaves(values)]
     if not values:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     shards = [x for x in values if is_split(x)]
     leaves = [local_tensor(x) for x in values]
 

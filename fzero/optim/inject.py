@@ -211,7 +211,7 @@ def _is_number(value: Any) -> bool:
 
 def _takes(factory: Callable[..., Any], given: inspect.BoundArguments, name: str) -> bool:
     """Whether the factory makes an optimizer of a 0-d tensor in the place of a number."""
-    value = torch.tensor(float(given.arguments[name]), dtype=torch.float64)
+    value = torch.tensor(float(given.arguments[name]), dtype=torch.float64, device="cpu")
     bound = inspect.BoundArguments(given.signature, given.arguments | {name: value})  # pyright: ignore
     try:
         factory(*bound.args, **bound.kwargs)

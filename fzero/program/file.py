@@ -102,7 +102,7 @@ def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
         flat = (
             torch.frombuffer(bytearray(body[start:end]), dtype=torch.uint8)
             if end > start
-            else (torch.empty(0, dtype=torch.uint8))
+            else (torch.empty(0, dtype=torch.uint8, device="cpu"))
         )
         tensors[name] = flat.view(_DTYPES[row["dtype"]]).reshape(row["shape"])
     return data, tensors

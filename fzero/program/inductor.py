@@ -201,7 +201,7 @@ def _faked(mode: FakeTensorMode, x: Tensor) -> Tensor:
 @functools.cache
 def why_not() -> str:
     """Why inductor compiles nothing in this process; "" if it does."""
-    x = torch.arange(6.0).view(2, 3)
+    x = torch.arange(6.0, device="cpu").view(2, 3)
     with FakeTensorMode() as mode:
         program = make_fx(lambda x: ((x * 2).sin().sum(1),))(mode.from_tensor(x))
     found = compiled(program.graph)

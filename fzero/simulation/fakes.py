@@ -116,7 +116,7 @@ class _OnCpu(TorchFunctionMode):
         if id(x) not in self.made:
             # one element, seen as many: no memory; and not recorded, as `x` itself is not
             with _disable_current_modes():
-                self.made[id(x)] = (x, torch.zeros((), dtype=x.dtype).expand(x.shape))
+                self.made[id(x)] = (x, torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape))
         return self.made[id(x)][1]
 
 

@@ -1,11 +1,13 @@
 """The first state of a step: what ranks must agree on, shards, masters, optimizer state."""
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero import tree
 from fzero.config import Config
@@ -20,6 +22,7 @@ from fzero.layout.end_to_end import lay
 from fzero.layout.modules import check_together
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
+from fzero.numerics.rng import generator_of, mix, preserved
 from fzero.optim.base import Optimizer
 from fzero.optim.whole import whole_leaves
 from fzero.state.agreement import agree_on_optimizer, agree_on_start
@@ -127,7 +130,7 @@ def start(
     wide = targets
     if cfg.dtypes.state == torch.float32:  # the state is made in the dtype of what it is made for
         wide = [widened(x) for x in targets]
-    with whole_leaves(plan.whole):
+    with whole_leaves(plan.whole), _drawing(cfg.seed, wide), plan.noise(wide):
         inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
     inner = _apart(tree.map(residence.state, inner), [*shards, *targets])
     if lies:
@@ -137,7 +140,7 @@ def start(
         inner = tree.unflatten(spec, state)
     agree_on_optimizer(opt, inner, mesh, cfg.timeout)
     opt_state = OptState(
-        step=torch.zeros((), dtype=torch.int64),
+        step=torch.zeros((), dtype=torch.int64, device="cpu"),
         inner=plan.wrap_inner(inner),
         master=None if dtypes.masters is None else plan.trained_tree(plan.wrap(targets)),
         loss_scale=loss_scale.init(cfg.scaling, device=device) if cfg.scaling else None,
@@ -145,6 +148,21 @@ def start(
         metrics={},
     )
     return plan, tree.unflatten(sharding.spec, sharding.wrap(shards)), opt_state
+
+
+@contextlib.contextmanager
+def _drawing(seed: int, leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Random numbers inside are a function of the seed; the generators stay as they are."""
+    held = [x for x in leaves if not isinstance(x, FakeTensor) and x.device.type != "meta"]
+    devices = {x.device for x in held} | {torch.device("cpu")}
+    generators = [generator_of(device) for device in sorted(devices, key=str)]
+    with preserved(generators):
+        for generator in generators:
+            generator.manual_seed(mix(seed, _START))
+        yield
+
+
+_START = 0x517  # tells the first state's numbers from those of updates
 
 
 def _apart(inner: PyTree, held: Sequence[Tensor]) -> PyTree:
@@ -157,7 +175,10 @@ def _apart(inner: PyTree, held: Sequence[Tensor]) -> PyTree:
         held: the parameters, and what else an update writes over.
     """
     leaves, spec = tree.flatten(inner)
-    every = [local_tensor(x) if isinstance(x, Tensor) else torch.empty(0) for x in (*held, *leaves)]
+    every = [
+        local_tensor(x) if isinstance(x, Tensor) else torch.empty(0, device="cpu")
+        for x in (*held, *leaves)
+    ]
     twice = {j - len(held) for _, j in overlapping(every, [True] * len(every))}
     twice |= {i for i, x in enumerate(every[len(held) :]) if why_unwritable(x)}
     return tree.unflatten(spec, [copied(x) if i in twice else x for i, x in enumerate(leaves)])

@@ -1,5 +1,6 @@
 """What is known about a step before any batch: where every leaf lives, and how states look."""
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from fzero.distributed.mesh import Axes, Mesh
 from fzero.distributed.ragged import placements_of
 from fzero.errors import ShardError
 from fzero.layout import LeafLayout
+from fzero.numerics.noise import WholeLeafNoise
 from fzero.optim.base import Optimizer
 from fzero.optim.counts import common_count
 from fzero.optim.whole import Leaves, Whole, whole_leaves
@@ -175,6 +177,17 @@ class Plan:
         if self.opt.foreign:  # its parts are given DTensors, which know their mesh, or all
             return Leaves(self.sharding.spec, found)
         return Leaves(self.sharding.spec, found, self.axes.shard, self.mesh.device_type)
+
+    def noise(self, *groups: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+        """The optimizer's random numbers inside are those of whole leaves, where leaves are split.
+
+        Args:
+            groups: of this rank's parts of the trained leaves.
+        """
+        shard = self.axes.shard
+        if self.opt.foreign or not self.splits_state or shard.size == 1:  # it has whole leaves
+            return contextlib.nullcontext()
+        return WholeLeafNoise(self.sharding.layout.trained, groups, shard.rank)
 
     @property
     def inner_spec(self) -> tree.Spec | None:

@@ -50,7 +50,7 @@ def rate_of(opt: Optimizer, inner: PyTree) -> Tensor | None:
     if not rates or any(rate is not rates[0] for rate in rates):  # to compare them would wait
         return None
     if not isinstance(rates[0], Tensor):
-        return torch.tensor(rates[0], dtype=torch.float32)
+        return torch.tensor(rates[0], dtype=torch.float32, device="cpu")
     return rates[0].to(torch.float32, copy=True)
 
 

@@ -328,7 +328,7 @@ def _as_data(x: Any) -> Json:
 def _of_data(data: Json) -> Any:
     ((kind, inner),) = data.items()
     if kind == "tensor":
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     if kind == "plain":
         return inner
     if kind == "dict":

@@ -4,7 +4,6 @@ grads ─▶ reduce (if not yet) ─▶ float32 ─▶ unscale ─▶ norm, fini
     optimizer on shards (where the masters live) ─▶ params again
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from fzero.layout import LeafLayout
 from fzero.numerics import loss_scale as scales
 from fzero.numerics.casts import widened
 from fzero.numerics.loss_scale import LossScaleState
-from fzero.numerics.noise import WholeLeafNoise
 from fzero.numerics.norms import sum_of_squares
 from fzero.numerics.rounding import random_bits, stochastically
 from fzero.optim import tree_norm
@@ -296,7 +294,7 @@ class Shards:
             given = [widened(x) if isinstance(x, Tensor) else x for x in leaves]
             state = tree.unflatten(spec, given)
         in_tree = self.plan.foreign_tree if opt.foreign else self.plan.trained_tree
-        with whole_leaves(self.plan.whole), self._noise(opt, grads, wide):
+        with whole_leaves(self.plan.whole), self.plan.noise(grads, wide):
             new = opt.apply_(in_tree(grads), state, in_tree(wide), global_norm=self.global_norm)
         after = tree.leaves(new)
         for i, (old, leaf) in enumerate(zip(leaves, after, strict=True)):
@@ -307,15 +305,6 @@ class Shards:
             if x is not old:
                 old.copy_(self._rounded(x, old, leaf, step))
         return None if all(isinstance(x, Tensor) for x in leaves) else after
-
-    def _noise(
-        self, opt: Optimizer, grads: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> contextlib.AbstractContextManager[Any]:
-        """What makes random numbers those of the whole leaf, where leaves are split."""
-        if opt.foreign or self.cfg.stage == 0 or self.axes.shard.size == 1:
-            return contextlib.nullcontext()
-        leaves = self.layout.trained
-        return WholeLeafNoise(leaves, (grads, targets), self.axes.shard.rank)
 
     @property
     def _widens(self) -> bool:

@@ -184,7 +184,7 @@ def _apart(
     for leaf, below, name in zip(leaves, tree.paths(value), tree.names(value), strict=True):
         here = path + below
         if numbers and type(leaf) in (bool, int, float, complex):
-            leaf = torch.as_tensor(leaf)
+            leaf = torch.as_tensor(leaf, device="cpu")
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
             parts.append(None)

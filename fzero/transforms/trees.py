@@ -116,7 +116,7 @@ def tree_vdot(a: PyTree, b: PyTree) -> Tensor:
         shares = all_reduce(torch.stack(split).sum(), mesh.axes.shard, "vdot")
         found = shares if found is None else shares + found
     if found is None:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     if found.is_complex():
         return found
     return found if torch.float64 in dtypes else found.float()
@@ -194,7 +194,7 @@ def _counter(seed: Any) -> Tensor:
         and hasattr(seed, "__index__")
         and -(2**63) <= (number := operator.index(seed)) < 2**63
     ):
-        return torch.tensor(number)
+        return torch.tensor(number, device="cpu")
     raise ConfigError(
         f"tree_random_like: seed is {kind}; it must be an int of 64 bits or a 0-d int64 tensor. "
         "Pass the number of the step, opt_state.step, or a constant."

@@ -87,6 +87,45 @@ def test_noise_is_another_in_every_step_leaf_and_seed() -> None:
     assert not torch.equal(one["a"], after_steps("randn_like", 3, steps=1, seed=1)["a"])
 
 
+class Started:
+    """Somebody else's, which starts with noise."""
+
+    def init(self, params: Any) -> Any:
+        return tree.map(torch.randn_like, params)
+
+    def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return state, state
+
+
+def _first_states(kind: str) -> list[dict[str, Tensor]]:
+    """Parameters after one update by the noise with which the state began, at every stage."""
+    opt: Any = Started()
+    if kind == "of fzero":
+        opt = fzero.optim.as_optimizer(
+            Optimizer(opt.init, lambda grads, state, params=None, **_: (state, state))
+        )
+    found: list[dict[str, Tensor]] = []
+    for stage in range(4):
+        step_fn = fzero.make_train_step(loss_of, opt, fzero.Config(stage=stage))
+        full = {k: torch.zeros(s) for k, s in SHAPES.items()}
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 5)
+        before = torch.get_rng_state()
+        params, state = step_fn.init(full)
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(fzero.unshard(step_fn(params, state, torch.ones(2))[0]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["of fzero", "foreign"])
+def test_noise_of_a_first_state_does_not_depend_on_ranks_or_stage(kind: str) -> None:
+    alone = _first_states(kind)[0]
+    assert not torch.equal(alone["a"][:1], alone["a"][1:2])
+    for found in [_first_states(kind), *run_ranks(2, _first_states, kind)]:
+        for params in found:
+            for name in SHAPES:
+                assert torch.equal(params[name], alone[name]), name
+
+
 def _of_no_leaf() -> str:
     def update(grads: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
         return tree.map(lambda g: g * torch.rand(g.shape), grads), state

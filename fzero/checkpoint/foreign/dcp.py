@@ -228,7 +228,8 @@ def _steps(
 ) -> dict[str, torch.Tensor]:
     """The one count of updates that all parameters have, for each of our counters."""
     read: dict[str, Any] = {
-        key: torch.zeros((), dtype=there.tensors[key].properties.dtype) for key in sorted(steps)
+        key: torch.zeros((), dtype=there.tensors[key].properties.dtype, device="cpu")
+        for key in sorted(steps)
     }
     reader = _Reader(path, there, {key: key for key in read}, lambda nbytes: None)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -254,7 +255,11 @@ def one_step(
         CheckpointError: they differ, and an optimizer that is to be filled keeps one for all.
     """
     step = max(steps.values())
-    values = {k: torch.tensor(step).to(x.dtype) for k, x in flat.tensors.items() if is_step(k)}
+    values = {
+        k: torch.tensor(step, device="cpu").to(x.dtype)
+        for k, x in flat.tensors.items()
+        if is_step(k)
+    }
     # parameters alone need no count
     if len(set(steps.values())) == 1 or not values:
         return values
@@ -281,7 +286,7 @@ def _counts(own: Mapping[str, float], flat: Flat) -> dict[str, torch.Tensor]:
         if name not in own or kind not in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
             return {}
         if kind == "exp_avg_sq":  # what has one is Adam's
-            count = torch.tensor(own[name], dtype=torch.float32)
+            count = torch.tensor(own[name], dtype=torch.float32, device="cpu")
             counts[f"{state.removesuffix('.nu')}.counts.{name}"] = count
     return counts
 

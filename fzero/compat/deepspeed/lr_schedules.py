@@ -35,7 +35,7 @@ class Scheduler:
 
     def get_lr(self) -> list[float]:
         """The rate of each group."""
-        step = torch.tensor(float(self.last_batch_iteration + 1), dtype=torch.float64)
+        step = torch.tensor(float(self.last_batch_iteration + 1), dtype=torch.float64, device="cpu")
         return [float(schedule(step)) for schedule in self.schedules]
 
     def get_last_lr(self) -> list[float]:

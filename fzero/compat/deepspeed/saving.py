@@ -154,7 +154,9 @@ def module_of(found: Path, *, frozen: bool = True) -> dict[str, Tensor]:
     for key, leaf in reader.read_metadata().state_dict_metadata.items():
         if key.startswith(_PREFIXES) and hasattr(leaf, "properties"):
             described: Any = leaf
-            wanted[key] = torch.empty(described.size, dtype=described.properties.dtype)
+            wanted[key] = torch.empty(
+                described.size, dtype=described.properties.dtype, device="cpu"
+            )
     dcp.load(wanted, storage_reader=reader, no_dist=True)
     there = {
         next(key[len(p) :] for p in _PREFIXES if key.startswith(p)): wanted[key] for key in wanted
