@@ -457,6 +457,17 @@ def test_a_model_state_that_changes_its_form_is_refused(new: Any, said: str) -> 
 
 
 # ---- what can't be staged out
+def test_what_torch_compile_has_made_is_named() -> None:
+    net = torch.compile(nn.Linear(4, 3), backend="eager")
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        return net(x).sum() + _loss(params, x)
+
+    step_fn = _make(model_fn)
+    with pytest.raises(TraceError, match=r"torch\.compile has made at .*_orig_mod.*inductor"):
+        step_fn(*_state(step_fn), X)
+
+
 def _reads_a_value(params: Any, x: Tensor) -> Tensor:
     loss = _loss(params, x)
     return loss * loss.item()  # mark: item

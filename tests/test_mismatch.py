@@ -179,6 +179,7 @@ def test_another_branch_in_the_first_call_is_named_and_the_next_call_is_right() 
     assert message == other
     assert "ranks differ in the step function's collectives at row" in str(message)
     assert "unused" in str(message)
+    assert "The usual cause is data" in str(message)
     step_fn = fzero.make_train_step(_loss, SGD)
     expected, _ = step_fn(*step_fn.init(_params()), X)
     for a, b in zip(params, tree.leaves(expected), strict=True):

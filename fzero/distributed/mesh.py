@@ -93,7 +93,8 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> Mesh:
 
     Args:
         mesh: None for all ranks on one axis; 1 axis: shard; 2 axes: (replicate, shard), HSDP.
-        device_type: where the tensors live, such as "cpu" or "cuda".
+        device_type: where the tensors live, such as "cpu" or "cuda"; "meta" will live on the
+            ranks' device.
 
     Raises:
         ConfigError: the mesh has more than 2 axes, lacks this rank, is for another kind of device
@@ -103,6 +104,9 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> Mesh:
     >>> resolve_mesh(None, "cpu").ranks
     (0,)
     """
+    if device_type == "meta":  # such tensors travel nowhere: where their ranks have values
+        ours = "cuda" if torch.cuda.is_available() else "cpu"
+        device_type = ours if mesh is None else mesh.device_type
     if mesh is None:
         _start_from_environment(os.environ, device_type)
         mesh = _all_ranks(device_type) if dist.is_initialized() else _mesh_of_one(device_type)

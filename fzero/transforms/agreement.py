@@ -187,7 +187,7 @@ class Agreement:
             return
         if self.collectives is None:
             lines = [(f"row {i}", line) for i, line in enumerate(collectives.split("\n"), 1)]
-            agree(f"the {self.what}'s collectives", lines, mesh, self.timeout)
+            agree(f"the {self.what}'s collectives", lines, mesh, self.timeout, hint=_ALIKE)
             if not circle_of(mesh).alone:
                 # ranks make their functions in the same order: the n-th is the same on all
                 key = f"fzero/{self.what}s/{mesh.ranks}/{mesh.rank}"
@@ -243,6 +243,13 @@ def _alone(refusal: NothingFits) -> str:
     )
 
 
+_ALIKE = (
+    "Ranks gather and reduce what their functions read, and these read other parameters. The usual "
+    "cause is data: give every rank batches of the same structure, with the same strings, numbers "
+    "and Nones in them, as the function may go another way for each. Where ranks must differ "
+    "(experts), stages 0 and 1 of Config(executor='eager'), and an Engine with "
+    "Config(gather_together=...) take it. Else look for code, configuration or a seed that differs."
+)
 _LAST = MAX_RUNG + 2  # less the number of a plan: how urgent it is; 0 is left for refusals
 _RANKS = 2**20  # more than there are
 _TOLD = len(Choice(0).told())

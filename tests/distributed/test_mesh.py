@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import fzero
 from fzero.distributed.mesh import Mesh, _attempt, is_simulated, resolve_mesh
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, ShardError
 from tests.ranks import fake_ranks, local_ranks, run_fresh, run_ranks
 
 
@@ -221,3 +222,23 @@ def _starts_again() -> list[float]:
 
 def test_ranks_start_again_after_their_group_was_destroyed() -> None:
     assert run_fresh(2, _starts_again, timeout=30) == [[2.0, 2.0] * 3] * 2
+
+
+def _without_values() -> list[str]:
+    """What is said of parameters on meta, by a step and by a tree of shards."""
+    params = {"w": torch.ones(3, 4, device="meta")}
+    step_fn = fzero.make_train_step(lambda p, x: (x @ p["w"].t()).sum(), fzero.optim.sgd(0.1))
+    state = step_fn.init(params)
+    step_fn.lower(*state, torch.ones(2, 4, device="meta"))
+    with pytest.raises(ShardError) as caught:
+        step_fn(*state, torch.ones(2, 4))
+    shards: Any = fzero.shard(params)
+    return [str(caught.value), f"{shards['w'].device.type} on {shards['w'].device_mesh.size()}"]
+
+
+def test_ranks_of_what_has_no_values_are_those_of_what_has() -> None:
+    assert resolve_mesh(None, "meta").device_type in ("cpu", "cuda")
+    for said, kind in run_ranks(2, _without_values):
+        assert "params['w'] is on the meta device" in said
+        assert "step_fn.init(build)" in said
+        assert kind == "meta on 2"
