@@ -268,15 +268,16 @@ def _over(hops: tuple[tuple[str, str], ...]) -> str:
 def replayed(part: Part) -> Iterator[str]:
     """Randomness: each operator draws from the generator of its site; only what is computed again
     shares one."""
-    if not any(line.startswith("seed:") for line in part.log):
-        return  # sites have no numbers yet
+    numbered = any(line.startswith("seed:") for line in part.log)
     first: dict[int, fx.Node] = {}
     phase = phases(part.graph)
     seeded = KEY in part.inputs
     for node in part.graph.nodes:
         site = node.meta.get(SITE)
         if site is None:
-            if is_random(node.target, node.args, node.kwargs) or node.target in _DRAWS:
+            drawing = is_random(node.target, node.args, node.kwargs) or node.target in _DRAWS
+            # what was recorded gets its site later, and what nobody recorded never
+            if drawing and (numbered or promise_of(node) is None):
                 yield f"{node.name} draws random numbers, and has no site: they can't be replayed"
             continue
         if seeded and not _draws_from(node, site):

@@ -375,43 +375,6 @@ _COMPILED = (
     "module its `_orig_mod`): a Program has no Python left to save. Config(executor='inductor') "
     "compiles all of it; Config(executor='eager') takes it as it is."
 )
-_PERHAPS_A_BUG
-    empty = [(n, x) for n, x in zip(names, inputs, strict=False) if x.numel() == 0]
-    if empty and isinstance(cause, ArithmeticError):
-        ((leaf, x), *_) = empty
-        bug = _EMPTY.format(leaf, tuple(x.shape))
-    if "mixed torch.Tensor and DTensor" in str(cause):
-        bug = _SHARDS_READ
-    error = TraceError(
-        f"the model function can't be staged out: {_operation(cause)}{where}.\n"
-        f"{''.join(told.values())}{bug}A Program holds the same operations for every batch, so "
-        "nothing in it may depend on a tensor's values. Ways on: use tensor operations "
-        "(torch.where instead of `if`, a mask instead of indexing by a condition); "
-        f"{_wrap(module)}; move this part out of the model function and pass its result in the "
-        "batch; or Config(executor='eager'), which runs any Python."
-    )
-    error.__cause__ = cause
-    return error
-
-
-def is_anomaly_mode() -> bool:
-    """Whether autograd looks at the values of each gradient."""
-    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-
-
-_ANOMALY = (
-    "torch.autograd's anomaly mode is on (set_detect_anomaly, detect_anomaly), which looks at the "
-    "values of each gradient. While a function is staged out there are none, and its Program runs "
-    "without autograd, so nobody would look. Switch the mode off: Config(on_nonfinite='raise') "
-    "stops at the first step whose gradient is not finite, and under Config(executor='eager') "
-    "anomaly mode names the operation."
-)
-_COMPILED = (
-    "the model function calls what torch.compile has made{}: it can't be staged out, as its operators "
-    "are hidden in there. Call the function or module that was compiled itself (of a module its "
-    "`_orig_mod`): a Program has no Python left to save. Config(executor='inductor') compiles all of "
-    "it; Config(executor='eager') takes it as it is."
-)
 _PERHAPS_A_BUG = "If the function raises the same when you call it yourself, mend that first. "
 _EMPTY = (
     "{} has shape {}, and what torch records divides by the number of elements (the gradient of "

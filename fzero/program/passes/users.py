@@ -22,9 +22,9 @@ from fzero.layout import LeafLayout
 from fzero.program.foreign import note_foreign
 from fzero.program.graph import placeholders, tensors_of
 from fzero.program.origin import origin_of, set_origin
-from fzero.program.passes.rewrite import carried_by, fake_mode, substitute
+from fzero.program.passes.rewrite import call, carried_by, fake_mode, substitute
 from fzero.program.program import Pass, Program
-from fzero.program.promises import stand_in
+from fzero.program.promises import promise_of, stand_in
 
 Named = Sequence[tuple[str, Pass]]
 
@@ -242,6 +242,9 @@ def replace_value(node: fx.Node, new: fx.Node) -> None:
             f"fzero.passes.replace_value: {new.name} is {value.dtype} {tuple(value.shape)}, and "
             f"{node.name}, which it is to stand for, is {old.dtype} {tuple(old.shape)}."
         )
+    if promise_of(new) is not None:  # a value of its own, which others may read as that
+        with new.graph.inserting_after(new):
+            new = call(new.graph, torch.ops.aten.alias.default, new)
     stand_in(new, node)
     if not node.users:
         node.graph.erase_node(node)

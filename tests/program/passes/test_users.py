@@ -279,6 +279,49 @@ def test_a_wrong_pass_is_refused_by_name_and_deed(broken: Any, stage: int, told:
     assert f"the pass {name_of(broken)}, on the Program 'gradients'" in str(error.value)
 
 
+def noisy_update(program: Program) -> Program:
+    graph = passes.copy_graph(program.graph)
+    for node in passes.calls(graph, "aten::clamp") if program.name == "update" else ():
+        with graph.inserting_before(node):
+            new = passes.inline(graph, lambda x: x + torch.rand_like(x), node.args[0])
+        passes.replace_value(node, new)
+    return program.logged(graph, "noisy")
+
+
+def test_a_pass_may_not_draw_where_nothing_was_drawn() -> None:
+    with fake_ranks(2), pytest.raises(TraceError, match="has no site") as error:
+        lowered(nothing, noisy_update, stage=0, clip_norm=0.1)
+    assert "on the Program 'update'" in str(error.value)
+
+
+def test_a_value_may_stand_for_another_and_for_itself() -> None:
+    """Of two products that are one, the second goes, and those who read the first stay."""
+
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        h = x @ params["w"]
+        return (h.tanh() * h.tanh().sin()).square().sum()
+
+    def joined(program: Program) -> Program:
+        graph = passes.copy_graph(program.graph)
+        if program.name == "gradients":
+            first, *rest = passes.calls(graph, "aten::tanh")
+            for node in rest:
+                passes.replace_value(node, first)
+        return program.logged(graph, "joined")
+
+    params, x = {"w": torch.randn(4, 4, dtype=torch.float64)}, torch.randn(8, 4).double()
+    found = []
+    for given in ((), joined):
+        cfg = fzero.Config(passes=given)
+        step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), cfg)
+        state = step_fn.init(params)
+        program = step_fn.lower(*state, x)
+        tanhs = len(passes.calls(program.graph, "aten::tanh"))
+        found.append((tanhs, fzero.unshard(step_fn(*state, x)[0])["w"]))
+    assert [tanhs for tanhs, _ in found] == [2, 1]
+    assert torch.equal(found[0][1], found[1][1])
+
+
 def test_a_wrong_pass_leaves_others_alone() -> None:
     step_fn = step_of()
     state = step_fn.init(start())
