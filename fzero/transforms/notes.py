@@ -406,6 +406,9 @@ def ambient() -> tuple[Any, ...]:
     return (
         torch.get_default_dtype(),
         torch.get_default_device(),
+        # what autocast takes inside of a model function that names no dtype
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
         is_anomaly_mode(),  # of which a Program knows nothing: it is refused
     )

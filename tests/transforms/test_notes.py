@@ -1282,3 +1282,21 @@ def test_a_mode_with_hooks_on_all_modules_changes_no_step(executor: Any) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the mode's own, of its hooks on backward
         assert losses(CommDebugMode) == losses(contextlib.nullcontext)
+
+
+def test_the_dtype_that_autocast_takes_is_noted() -> None:
+    def model_fn(params: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return (x @ params["w"]).float().square().sum()
+
+    before = torch.get_autocast_dtype("cpu")
+    params, x = {"w": torch.randn(4, 4)}, torch.randn(8, 4)
+    step_fn = fzero.make_train_step(model_fn, fzero.optim.sgd(0.1), fzero.Config(donate=False))
+    state = step_fn.init(params)
+    try:
+        for dtype in (torch.bfloat16, torch.float16):
+            torch.set_autocast_dtype("cpu", dtype)
+            found = step_fn(*state, x)[1].metrics["loss"]
+            assert torch.equal(found, model_fn(params, x))
+    finally:
+        torch.set_autocast_dtype("cpu", before)
