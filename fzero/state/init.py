@@ -130,7 +130,7 @@ def start(
     wide = targets
     if cfg.dtypes.state == torch.float32:  # the state is made in the dtype of what it is made for
         wide = [widened(x) for x in targets]
-    with whole_leaves(plan.whole), _drawing(cfg.seed, wide), plan.noise(wide):
+    with whole_leaves(plan.whole), _drawing(cfg.seed, wide) as begin, plan.noise(wide, begin=begin):
         inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
     inner = _apart(tree.map(residence.state, inner), [*shards, *targets])
     if lies:
@@ -151,15 +151,23 @@ def start(
 
 
 @contextlib.contextmanager
-def _drawing(seed: int, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Random numbers inside are a function of the seed; the generators stay as they are."""
+def _drawing(seed: int, leaves: Sequence[Tensor]) -> Iterator[Callable[[int], None]]:
+    """Random numbers inside are a function of the seed; the generators stay as they are.
+
+    Returns:
+        What begins draws of a number of their own.
+    """
     held = [x for x in leaves if not isinstance(x, FakeTensor) and x.device.type != "meta"]
     devices = {x.device for x in held} | {torch.device("cpu")}
     generators = [generator_of(device) for device in sorted(devices, key=str)]
-    with preserved(generators):
+
+    def begin(number: int) -> None:
         for generator in generators:
-            generator.manual_seed(mix(seed, _START))
-        yield
+            generator.manual_seed(mix(seed, number, _START))
+
+    with preserved(generators):
+        begin(0)
+        yield begin
 
 
 _START = 0x517  # tells the first state's numbers from those of updates

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, eq, is_
@@ -20,7 +20,7 @@ from fzero.distributed.mesh import Axes, Mesh
 from fzero.distributed.ragged import placements_of
 from fzero.errors import ShardError
 from fzero.layout import LeafLayout
-from fzero.numerics.noise import WholeLeafNoise
+from fzero.numerics.noise import SITE_OF_NEXT, WholeLeafNoise
 from fzero.optim.base import Optimizer
 from fzero.optim.counts import common_count
 from fzero.optim.whole import Leaves, Whole, whole_leaves
@@ -178,16 +178,20 @@ class Plan:
             return Leaves(self.sharding.spec, found)
         return Leaves(self.sharding.spec, found, self.axes.shard, self.mesh.device_type)
 
-    def noise(self, *groups: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """The optimizer's random numbers inside are those of whole leaves, where leaves are split.
+    def noise(
+        self, *groups: Sequence[Tensor], begin: Callable[[int], object] = SITE_OF_NEXT
+    ) -> contextlib.AbstractContextManager[Any]:
+        """The optimizer's random numbers inside are those of whole leaves, on every rank.
 
         Args:
             groups: of this rank's parts of the trained leaves.
+            begin: see `WholeLeafNoise`.
         """
-        shard = self.axes.shard
-        if self.opt.foreign or not self.splits_state or shard.size == 1:  # it has whole leaves
+        if self.opt.foreign:  # it has whole leaves
             return contextlib.nullcontext()
-        return WholeLeafNoise(self.sharding.layout.trained, groups, shard.rank)
+        shard = self.axes.shard
+        rank = shard.rank if self.splits_state and shard.size > 1 else None
+        return WholeLeafNoise(self.sharding.layout.trained, groups, rank, begin)
 
     @property
     def inner_spec(self) -> tree.Spec | None:

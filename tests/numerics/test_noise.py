@@ -13,11 +13,14 @@ from fzero.errors import TraceError
 from fzero.optim.base import Optimizer
 from tests.ranks import run_ranks
 
-SHAPES = {"a": (5, 3), "b": (3,), "c": (2, 7), "d": ()}
+SHAPES = {"a": (5, 3), "b": (3,), "c": (2, 7), "d": (), "e": (1, 3), "f": (4,)}
 KINDS = {
     "randn_like": torch.randn_like,
     "rand_like": torch.rand_like,
     "empty_like().normal_": lambda g: torch.empty_like(g).normal_(std=2.0),
+    # of "e" one of two ranks has nothing, and draws nothing
+    "dropout": lambda g: torch.nn.functional.dropout(g, 0.5),
+    "guarded": lambda g: torch.rand_like(g) if g.numel() else g,
     "of a product": lambda g: torch.randn_like(g * 2) + torch.empty_like(g).bernoulli_(0.3),
 }
 
@@ -67,6 +70,8 @@ def _all_stages(kind: str) -> list[dict[str, Tensor]]:
     [
         "randn_like",
         "of a product",
+        "dropout",
+        "guarded",
         "foreign",
         "foreign, masked",
         *(pytest.param(k, marks=pytest.mark.slow) for k in list(KINDS)[1:3]),

@@ -12,7 +12,7 @@ from torch import fx
 from fzero.errors import TraceError
 from fzero.functional import islands
 from fzero.numerics.rng import is_random
-from fzero.program.graph import BACKWARD, copy_graph, phases, placeholders, tensors_of
+from fzero.program.graph import BACKWARD, copy_graph, is_op, phases, placeholders, tensors_of
 from fzero.program.program import Program
 from fzero.program.sites import KEY, SITE, generator, seed, with_generator
 
@@ -24,10 +24,19 @@ def number_sites(program: Program) -> Program:
         TraceError: a random operator after forward: a recomputation that would draw a new mask.
     """
     graph = copy_graph(program.graph)
-    # numbered in the order of the recording, which is the same on every rank and at every call
-    sites = [node for node in graph.nodes if _is_random(node)]
+    # in the order of the recording, which is the same on every rank and at every call
+    sites: list[fx.Node] = []
     phase = phases(graph)
-    for site, node in enumerate(sites):
+    number: int | None = None
+    for node in [*graph.nodes]:
+        if is_op(node, "fzero::site"):  # of an update: see `numerics.noise`
+            number = node.args[0]  # pyright: ignore
+            graph.erase_node(node)
+            continue
+        if not _is_random(node):
+            continue
+        site, number = len(sites) if number is None else number, None
+        sites.append(node)
         if phase[node] == BACKWARD:
             raise TraceError(
                 f"{node.target} draws random numbers in backward, on a tensor of shape "
