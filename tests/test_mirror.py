@@ -118,8 +118,6 @@ LAWS = {
     "checkpoint/flatten": "checkpoint/test_trees.py: every_leaf_has_a_key_of_its_own",
     "checkpoint/load": "checkpoint/test_trees.py: what_is_saved_is_what_is_loaded",
     "checkpoint/ranks": "checkpoint/test_save.py: ranks_that_differ_are_told",
-    "checkpoint/sources": "checkpoint/foreign/test_foreign.py: a_checkpoint_of_fsdp2_loads",
-    "checkpoint/foreign/dcp": "checkpoint/foreign/test_foreign.py: a_checkpoint_of_fsdp2_loads",
     "checkpoint/format/boxes": "checkpoint/test_trees.py: boxes_are_what_dtensors_hold",
     "checkpoint/format/disk": "checkpoint/test_kills.py: a_kill_at_any_call_loses_nothing",
     "checkpoint/format/folders": "checkpoint/test_lineage.py: any_history_keeps_what_it_stands_on",
