@@ -188,12 +188,6 @@ def _save(where: Path, params: PyTree, opt_state: PyTree, options: _Options) -> 
     asked = {"path": str(where), "step": str(step), "keep": str(keep), "overwrite": str(overwrite)}
     # before the plan, which each rank makes by itself and which is the same if these are
     _agree(flat, ranks, asked | compared(client))
-    if not flat.tensors and not flat.scalars:
-        raise CheckpointError(
-            "params and opt_state have no leaf between them (None, an empty dict), so there is "
-            "nothing to save. Pass the trees that step_fn.init and step_fn return, or of an Engine "
-            "its state: fzero.checkpoint.save(path, *engine.state)."
-        )
     chunks = plan_save(flat.tensors, ranks.members)
     mine = {i: _value_of(flat, c) for i, c in enumerate(chunks) if c.rank == ranks.index}
     total = sum(x.nbytes for x in mine.values())

@@ -64,14 +64,6 @@ def test_a_state_without_its_star_is_refused(tmp_path: Path) -> None:
     save(tmp_path, *state)
 
 
-@pytest.mark.parametrize("nothing", [(None, None), (None,), ({}, []), ({"g": {}}, ())])
-def test_nothing_makes_no_checkpoint(nothing: tuple[Any, ...], tmp_path: Path) -> None:
-    with pytest.raises(fzero.CheckpointError, match=r"nothing to save.*\*engine\.state\)"):
-        save(tmp_path, *nothing, step=1)
-    assert _names(tmp_path) == []
-    save(tmp_path, None, {"lr": 0.1}, step=1)
-
-
 def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
     save(tmp_path, _tree(1), step=1)
     with pytest.raises(fzero.CheckpointError, match="there already"):
