@@ -8,9 +8,9 @@ processor time: 1,900 pages with two million parameters, 150,000 with batches of
 The first threshold is twice the second, which is the largest block that was mapped and freed so
 far, up to 32 MiB. So one block of the largest size that counts is taken and freed; none of its
 pages is ever touched. That will do for steps that make up to 64 MiB. A Program knows what it makes:
-for larger ones both thresholds are set (mallopt(3)), to what the largest of those that are alive
-makes at once, and to its largest block. What is kept is no more than such a step takes each time it
-runs, and serves whatever the process allocates in between. With the last of them it goes back.
+for larger ones both thresholds are set (mallopt(3)), to twice what the largest of those that are
+alive makes at once, as gaps between blocks are free as well, and to its largest block. What is kept
+serves whatever the process allocates in between. With the last of them it goes back.
 
 These are the process's thresholds, as its heap is. Who has set one by hand (MALLOC_TRIM_THRESHOLD_,
 GLIBC_TUNABLES) keeps it, other allocators take no notice, and what lives on other devices counts
@@ -80,7 +80,6 @@ _ALIVE: dict[object, Made] = {}
 def _settle() -> None:
     """Set the thresholds to what the largest of those alive needs."""
     alive = list(_ALIVE.values())
-    # twice, as gaps between blocks are free as well
     free = 2 * max((_LARGEST, *(made.at_once for made in alive)))
     largest = max((_LARGEST, *(made.largest for made in alive))) + _BESIDE
     libc = ctypes.CDLL(None)
