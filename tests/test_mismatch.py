@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -218,12 +217,10 @@ def _one_branches() -> None:
     step_fn = fzero.make_train_step(model_fn, SGD, Config(stage=3))
     state = step_fn(*step_fn.init(_params()), X)
     model_fn.other = _rank() == 0
-    start = time.monotonic()
     try:
         step_fn(*state, X[:3] if model_fn.other else X)
     except RankMismatchError as error:
         print(f"rank {_rank()} raised: {error}", flush=True)
-    print(f"rank {_rank()} waited {time.monotonic() - start < 15}", flush=True)
     os._exit(1)  # as a program does that nobody catches the error of
 
 
@@ -234,8 +231,6 @@ def test_a_rank_that_branches_alone_is_told_and_so_are_those_it_leaves() -> None
     told = "rank 0 came to 'step function 1, call 2, new collectives', and rank 1 to 'step"
     assert f"rank 0 raised: {told}" in said
     assert f"rank 1 raised: {told}" in said
-    assert "rank 0 waited True" in said
-    assert "rank 1 waited True" in said
 
 
 # ---- what may differ

@@ -7,6 +7,7 @@ of the part is of the same leaf. Draws are counted for each leaf: where a part i
 optimizer may draw none for it (`F.dropout` does not), and all others have their numbers still.
 """
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ class WholeLeafNoise(TorchDispatchMode):
         leaves: of the layout.
         groups: lists of this rank's parts, in the order of `leaves`.
         rank: along the shard axis; None: every rank has all of each leaf.
-        begin: called with the number of each draw, before it.
+        around: a context for each draw, by its number.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class WholeLeafNoise(TorchDispatchMode):
         leaves: Sequence[LeafLayout],
         groups: Sequence[Sequence[Tensor]],
         rank: int | None,
-        begin: Callable[[int], object],
+        around: Callable[[int], contextlib.AbstractContextManager[object]],
     ) -> None:
         super().__init__()
-        self.leaves, self.rank, self.begin = leaves, rank, begin
+        self.leaves, self.rank, self.around = leaves, rank, around
         self._place: dict[int, int] = {}  # of a tensor's leaf
         self._refs: dict[int, Any] = {}
         self._drawn_of: Counter[int | None] = Counter()
@@ -76,17 +77,18 @@ class WholeLeafNoise(TorchDispatchMode):
                 "part. Draw them in the shape of a gradient or a parameter: torch.randn_like(g), "
                 "torch.rand_like(g), or torch.empty_like(g).normal_()."
             )
-        self.begin((0 if place is None else 1 + place) * _APART + self._drawn_of[place])
+        number = (0 if place is None else 1 + place) * _APART + self._drawn_of[place]
         self._drawn_of[place] += 1
-        if place is None:
-            return func(*args, **kwargs)
-        leaf, part = self.leaves[place], tensors[0]
-        if self.rank is None or leaf.dim is None or part.shape == leaf.shape:
-            result = func(*args, **kwargs)
-        else:
-            whole = torch.empty(leaf.shape, dtype=part.dtype, device=part.device)
-            drawn = leaf.split(func(whole, *args[1:], **kwargs), self.rank)
-            result = part.copy_(drawn) if name.endswith("_") else drawn.contiguous()
+        with self.around(number):
+            if place is None:
+                return func(*args, **kwargs)
+            leaf, part = self.leaves[place], tensors[0]
+            if self.rank is None or leaf.dim is None or part.shape == leaf.shape:
+                result = func(*args, **kwargs)
+            else:
+                whole = torch.empty(leaf.shape, dtype=part.dtype, device=part.device)
+                drawn = leaf.split(func(whole, *args[1:], **kwargs), self.rank)
+                result = part.copy_(drawn) if name.endswith("_") else drawn.contiguous()
         self._tell(result, place)
         return result
 
@@ -108,6 +110,12 @@ def _site(number: int) -> None:
 
 SITE_OF_NEXT = define("site(int number) -> ()", _site, _site)
 """Before a random operator of a recorded update: the number of its site."""
+
+
+def noted(number: int) -> contextlib.AbstractContextManager[None]:
+    """Around a draw of an update: where it is recorded, its site has this number."""
+    SITE_OF_NEXT(number)
+    return contextlib.nullcontext()
 
 
 def _random_name(func: Any) -> bool:

@@ -23,6 +23,7 @@ from fzero.layout.modules import check_together
 from fzero.numerics import loss_scale
 from fzero.numerics.casts import widened
 from fzero.numerics.rng import generator_of, mix, preserved
+from fzero.numerics.thread_generator import check_draws, drawing_from
 from fzero.optim.base import Optimizer
 from fzero.optim.whole import whole_leaves
 from fzero.state.agreement import agree_on_optimizer, agree_on_start
@@ -130,7 +131,12 @@ def start(
     wide = targets
     if cfg.dtypes.state == torch.float32:  # the state is made in the dtype of what it is made for
         wide = [widened(x) for x in targets]
-    with whole_leaves(plan.whole), _drawing(cfg.seed, wide) as begin, plan.noise(wide, begin=begin):
+
+    def draw(number: int) -> contextlib.AbstractContextManager[None]:
+        return _drawing(mix(cfg.seed, number, _START), wide)
+
+    noise = draw(0) if opt.foreign else plan.noise(wide, around=draw)
+    with whole_leaves(plan.whole), noise:
         inner = opt.init((plan.foreign_tree if opt.foreign else plan.trained_tree)(wide))
     inner = _apart(tree.map(residence.state, inner), [*shards, *targets])
     if lies:
@@ -151,23 +157,20 @@ def start(
 
 
 @contextlib.contextmanager
-def _drawing(seed: int, leaves: Sequence[Tensor]) -> Iterator[Callable[[int], None]]:
+def _drawing(seed: int, leaves: Sequence[Tensor]) -> Iterator[None]:
     """Random numbers inside are a function of the seed; the generators stay as they are.
 
-    Returns:
-        What begins draws of a number of their own.
+    The host's is this thread's own, as in a step: [Note: own draws].
     """
     held = [x for x in leaves if not isinstance(x, FakeTensor) and x.device.type != "meta"]
     devices = {x.device for x in held} | {torch.device("cpu")}
-    generators = [generator_of(device) for device in sorted(devices, key=str)]
-
-    def begin(number: int) -> None:
-        for generator in generators:
-            generator.manual_seed(mix(seed, number, _START))
-
-    with preserved(generators):
-        begin(0)
-        yield begin
+    own = drawing_from(torch.Generator("cpu")) if check_draws() else contextlib.nullcontext()
+    with own:
+        generators = [generator_of(device) for device in sorted(devices, key=str)]
+        with preserved(generators):
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
 
 
 _START = 0x517  # tells the first state's numbers from those of updates

@@ -20,7 +20,7 @@ from fzero.distributed.mesh import Axes, Mesh
 from fzero.distributed.ragged import placements_of
 from fzero.errors import ShardError
 from fzero.layout import LeafLayout
-from fzero.numerics.noise import SITE_OF_NEXT, WholeLeafNoise
+from fzero.numerics.noise import WholeLeafNoise, noted
 from fzero.optim.base import Optimizer
 from fzero.optim.counts import common_count
 from fzero.optim.whole import Leaves, Whole, whole_leaves
@@ -179,19 +179,21 @@ class Plan:
         return Leaves(self.sharding.spec, found, self.axes.shard, self.mesh.device_type)
 
     def noise(
-        self, *groups: Sequence[Tensor], begin: Callable[[int], object] = SITE_OF_NEXT
+        self,
+        *groups: Sequence[Tensor],
+        around: Callable[[int], contextlib.AbstractContextManager[object]] = noted,
     ) -> contextlib.AbstractContextManager[Any]:
         """The optimizer's random numbers inside are those of whole leaves, on every rank.
 
         Args:
             groups: of this rank's parts of the trained leaves.
-            begin: see `WholeLeafNoise`.
+            around: see `WholeLeafNoise`.
         """
         if self.opt.foreign:  # it has whole leaves
             return contextlib.nullcontext()
         shard = self.axes.shard
         rank = shard.rank if self.splits_state and shard.size > 1 else None
-        return WholeLeafNoise(self.sharding.layout.trained, groups, rank, begin)
+        return WholeLeafNoise(self.sharding.layout.trained, groups, rank, around)
 
     @property
     def inner_spec(self) -> tree.Spec | None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,10 +304,8 @@ def test_a_process_that_never_ends_its_save_is_told_of(tmp_path: Path) -> None:
     tmp_path.mkdir(exist_ok=True)
     other = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
-    start = time.monotonic()
     with pytest.raises(fzero.CheckpointError, match="another process has been saving to"):
         save(tmp_path, tree_of(1), step=1, timeout=1.0)
-    assert time.monotonic() - start < 10
     os.close(other)
     save(tmp_path, tree_of(1), step=1)
 

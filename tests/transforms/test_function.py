@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import itertools
 import threading
-import time
 import warnings
 from typing import Any
 
@@ -585,7 +584,7 @@ def test_a_batch_that_is_jagged_is_refused_by_name(executor: Any) -> None:
         step_fn(*step_fn.init({"w": torch.ones(3)}), jagged)
 
 
-def _differentiates_on_one_rank(leaf: str, alone: int) -> tuple[str, float]:
+def _differentiates_on_one_rank(leaf: str, alone: int) -> str:
     dist.init_process_group("gloo")
     cfg = fzero.Config(executor="eager", stage=3, timeout=60.0)
     leaves = {"w": torch.ones(4, 4), "v": torch.ones(6, 4), "s": torch.tensor(2.0)}
@@ -596,21 +595,19 @@ def _differentiates_on_one_rank(leaf: str, alone: int) -> tuple[str, float]:
         return out + params[leaf].sum() if dist.get_rank() == alone else out
 
     dist.barrier()
-    start = time.monotonic()
     try:
         fzero.value_and_grad(fn, cfg)(params, torch.ones(2, 4))
     except fzero.RankMismatchError as error:
-        return str(error), time.monotonic() - start
-    return "", time.monotonic() - start
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("leaf", ["v", "s"])
 @pytest.mark.parametrize("alone", [0, 1])
 def test_ranks_that_differentiate_other_leaves_eagerly_are_told(leaf: str, alone: int) -> None:
     """Gloo would end the process where buffers have other sizes."""
-    for said, seconds in run_fresh(2, _differentiates_on_one_rank, leaf, alone, timeout=120):
+    for said in run_fresh(2, _differentiates_on_one_rank, leaf, alone, timeout=120):
         assert "eager function 1, fn 1, collective" in said
-        assert seconds < 20
 
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])
