@@ -19,5 +19,22 @@ def pytest_configure() -> None:
     settings.load_profile("fzero")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.quick("2-bf16")`: of all cases of a test these run by default."""
+    found: dict[str, set[str]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("quick")) and isinstance(item, pytest.Function):
+            case = item.name.partition("[")[2][:-1]
+            found.setdefault(item.nodeid.partition("[")[0], set()).add(case)
+            if case not in mark.args:
+                item.add_marker("slow")
+    for item in items:
+        mark, name = item.get_closest_marker("quick"), item.nodeid.partition("[")[0]
+        # a case that is asked for by its name comes alone
+        if mark and len(found[name]) > 1 and (unknown := set(mark.args) - found[name]):
+            raise pytest.UsageError(f"{name}: no case {sorted(unknown)} of {sorted(found[name])}")
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     close_ranks()

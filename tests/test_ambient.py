@@ -106,5 +106,6 @@ def test_one_rank_trains_on_its_device(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.quick("3")
 def test_ranks_train_on_their_device(stage: int) -> None:
     assert run_ranks(2, _same, {"stage": stage}) == [[], []]

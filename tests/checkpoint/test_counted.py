@@ -41,6 +41,7 @@ def _resumed(path: Path, saving: int, loading: int, saver: Any, loader: Any) -> 
 @pytest.mark.parametrize(("saving", "loading"), [(3, 1), (0, 3)])
 @pytest.mark.parametrize("saver", [(), (0, 1)])
 @pytest.mark.parametrize("loader", [(), (0,)])
+@pytest.mark.quick("loader1-saver0-3-1", "loader0-saver1-3-1")
 def test_a_run_goes_on_whoever_has_counts(
     saving: int, loading: int, saver: Any, loader: Any, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def _pair_resumed(path: Path, saving: int, loading: int, precision: str | None) 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 1)])
+@pytest.mark.quick("2-3-bf16", "3-1-None")
 def test_engines_that_are_trained_together_have_one_checkpoint(
     saving: int, loading: int, precision: str | None, tmp_path: Path
 ) -> None:

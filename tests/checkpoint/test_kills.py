@@ -83,6 +83,7 @@ def _points(run: Path, world: int) -> list[tuple[int, int, bool]]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.quick("1")
 def test_a_kill_at_any_call_loses_nothing(world: int, tmp_path: Path) -> None:
     points = _points(tmp_path / "undisturbed", world)
     assert len(points) >= {1: 20, 2: 30}[world]  # at least 50 kills in all

@@ -11,6 +11,7 @@ from fzero.checkpoint import sample_order
 
 @settings(max_examples=50)
 @given(samples=st.integers(1, 300), batch=st.integers(1, 40), seed=st.integers(0, 2**40))
+@pytest.mark.slow
 def test_every_epoch_sees_every_sample_once(samples: int, batch: int, seed: int) -> None:
     steps = -(-3 * samples // batch)
     order = torch.cat(

@@ -51,6 +51,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.quick("2", "3")
 def test_every_job_reads_what_every_other_wrote(
     world: int, written: tuple[Path, list[dict]]
 ) -> None:

@@ -63,6 +63,7 @@ def _train(
         (2, {"stage": 1, "precision": "fp16", "loss_scale": "dynamic"}),
     ],
 )
+@pytest.mark.quick("2-cfg3", "1-cfg0")
 def test_resuming_is_exact(world: int, cfg: dict[str, Any], tmp_path: Path) -> None:
     straight = run_fresh(world, _train, cfg, tmp_path / "unused", 0, STEPS)
     before = run_fresh(world, _train, cfg, tmp_path, 0, FIRST)

@@ -203,6 +203,7 @@ def _lost_on_the_way(victim: int, how: str, out: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "raises"])
+@pytest.mark.quick("dies")
 def test_a_rank_that_is_lost_while_it_is_made_is_named(how: str, tmp_path: Path) -> None:
     ranks = Ranks.start(3, {}, joined=False)
     try:

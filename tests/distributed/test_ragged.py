@@ -546,6 +546,7 @@ def _of_layout(dtype: torch.dtype, mesh_shape: tuple[int, ...]) -> list[str]:
         ((2,), torch.bfloat16),
     ],
 )
+@pytest.mark.quick("mesh_shape1-dtype1", "mesh_shape4-dtype4")
 def test_functions_of_leaves_are_those_of_whole_ones(
     mesh_shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -613,6 +614,7 @@ def _derived(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.quick("2")
 def test_gradients_and_updates_in_jit(stage: int) -> None:
     for wrong in run_ranks(2, _derived, stage):
         assert wrong == []
@@ -794,6 +796,7 @@ def _read(case: Case, kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", [Case((0, 6)), Case((0, 1, 6)), Case((0, 4, 5), replicas=2)])
+@pytest.mark.quick("writer1")
 def test_checkpoints_go_anywhere_and_back(writer: Case, tmp_path: Path) -> None:
     rows = writer.borders[-1]
     for kind in ("rows", "one rank each", "shard"):

@@ -108,6 +108,7 @@ def _all_ways(hybrid: bool, flat: bool) -> None:
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize(("world", "hybrid"), [(2, False), (3, False), (4, True), (2, True)])
+@pytest.mark.quick("3-False-True", "4-True-True")
 def test_values_are_those_of_plain_sums_and_joins(world: int, hybrid: bool, flat: bool) -> None:
     run_ranks(world, _all_ways, hybrid, flat)
 

@@ -342,6 +342,7 @@ def _wait_long(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["traced 3", "engine 3"])
+@pytest.mark.quick("engine 3")
 def test_who_is_waited_for_long_is_told_while_there_is_time(how: str) -> None:
     ranks = Ranks.start(3, {}, joined=False)
     try:

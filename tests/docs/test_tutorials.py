@@ -47,6 +47,7 @@ def run_page(page: str, folder: Path) -> str:
         if page not in ("index", "debug")
     ],
 )
+@pytest.mark.quick("train", "faq")
 def test_a_page_runs(page: str, tmp_path: Path) -> None:
     run_page(page, tmp_path)
 

@@ -83,6 +83,7 @@ def traffic(layout: str, stage: int, executor: str) -> tuple[dict[str, int], lis
 
 @pytest.mark.parametrize("executor", ["engine", "eager"])
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.quick("3-eager", "2-engine")
 def test_flats_carry_no_more_bytes_than_rows(executor: str, stage: int) -> None:
     for rank, flat in enumerate(run_ranks(2, traffic, "flat", stage, executor)):
         rows = run_ranks(2, traffic, "rows", stage, executor)[rank]

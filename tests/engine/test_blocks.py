@@ -67,6 +67,7 @@ def written_by_one(stage: int, precision: str | None) -> None:
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.quick("2-bf16", "1-None")
 def test_what_one_rank_writes_is_what_every_rank_has(world: int, precision: str | None) -> None:
     for stage in STAGES:
         if world == 1:

@@ -166,6 +166,7 @@ BREAKS_OFF = pytest.mark.skipif(
 @BREAKS_OFF
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.quick("True-3", "False-0")
 def test_a_compiled_loop_trains_as_a_plain_one(stage: int, made_inside: bool) -> None:
     run_ranks(2, _loop, stage, made_inside, timeout=200)
 

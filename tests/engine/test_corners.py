@@ -157,6 +157,7 @@ def test_a_backward_inside_forward_that_is_all_there_is() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.quick("0-False", "3-True", "2-False")
 def test_a_module_has_one_engine(stage: int, frozen: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
     model[0].requires_grad_(not frozen)

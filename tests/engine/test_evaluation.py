@@ -113,6 +113,7 @@ def laws(configs: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.quick("2")
 def test_evaluations_are_right_and_training_knows_nothing_of_them(world: int) -> None:
     configs: list[dict[str, Any]] = [{"stage": stage} for stage in STAGES]
     configs += [{"stage": 3, "reshard_after_forward": False, "prefetch": 2}]
@@ -250,6 +251,7 @@ class Deep(nn.Module):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("fields", [{}, {"reshard_after_forward": False}, {"prefetch": 1}])
+@pytest.mark.quick("fields0-no_grad", "fields1-inference_mode")
 def test_an_evaluation_holds_shards_and_the_units_in_flight(
     fields: dict[str, Any], mode: Context
 ) -> None:

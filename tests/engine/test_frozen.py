@@ -157,6 +157,7 @@ def _branching(stage: int, kind: str, freezes: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.quick("3-sgd-True", "1-adamw-True", "2-adamw-False", "0-sgd-False")
 def test_what_no_rank_runs_is_updated_with_zeros_unless_it_is_frozen(
     stage: int, kind: str, freezes: bool
 ) -> None:

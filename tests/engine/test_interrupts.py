@@ -221,6 +221,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("stage", "stride"), EVERY)
+@pytest.mark.quick("3-7")
 def test_wherever_a_backward_breaks_off_zero_grad_begins_anew(stage: int, stride: int) -> None:
     once, hit = _whole(_accumulating(stage)), 0
     for engine, where in _broken_off(stage, stride):
@@ -231,6 +232,7 @@ def test_wherever_a_backward_breaks_off_zero_grad_begins_anew(stage: int, stride
 
 
 @pytest.mark.parametrize(("stage", "stride"), EVERY)
+@pytest.mark.quick("3-7")
 def test_wherever_a_step_breaks_off_another_is_exact_or_refused(stage: int, stride: int) -> None:
     once, twice = _whole(_accumulating(stage)), _whole(_whole(_accumulating(stage)))
     number, told = 1 + stage % stride, list[str]()
@@ -262,6 +264,7 @@ def test_wherever_a_step_breaks_off_another_is_exact_or_refused(stage: int, stri
 
 
 @pytest.mark.parametrize(("stage", "stride"), EVERY)
+@pytest.mark.quick("3-7")
 def test_wherever_a_backward_breaks_off_it_can_be_run_again_or_a_step_refuses(
     stage: int, stride: int
 ) -> None:

@@ -24,6 +24,7 @@ def on_a_mesh(names: list[str]) -> None:
         agrees(case.make, case.program, configs, steps=1)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_replicas_of_shards() -> None:
     run_ranks(4, on_a_mesh, MESHED)
 

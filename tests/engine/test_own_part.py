@@ -61,6 +61,7 @@ def goes_on(stage: int, kind: str, more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.quick("2-3", "1-2")
 def test_an_engine_goes_on_from_what_it_gave_out(world: int, stage: int) -> None:
     more: dict[str, Any] = {"precision": "fp16", "loss_scale": "dynamic"}
     for kind, options in (("adamw", {}), ("injected", more), ("scheduled", {})):

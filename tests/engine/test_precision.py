@@ -331,6 +331,7 @@ class Collects(nn.Module):
 
 @pytest.mark.parametrize("way", ["engine", "traced", "eager"])
 @pytest.mark.parametrize("precision", [None, "bf16", Precision(param=torch.float64)])
+@pytest.mark.quick("None-traced", "bf16-eager", "precision2-engine", "None-engine")
 def test_what_a_module_puts_into_a_container_is_there(way: Any, precision: Any) -> None:
     torch.manual_seed(0)
     module, x = Collects(), torch.randn(3, 4)

@@ -56,6 +56,7 @@ def raises_alone(stage: int, where: str) -> str:
 
 
 @pytest.mark.parametrize(("stage", "where"), [(2, "backward"), (3, "backward"), (3, "forward")])
+@pytest.mark.quick("3-backward")
 def test_a_rank_that_starts_again_alone_is_found_out(stage: int, where: str) -> None:
     for message in run_fresh(2, raises_alone, stage, where, timeout=60):
         assert "(raised)" in message

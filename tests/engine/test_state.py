@@ -76,6 +76,7 @@ def adamw() -> Any:
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.quick("2")
 def test_five_steps_in_each_are_ten_in_either(world: int) -> None:
     accum = {0: 1, 1: 2, 2: 2, 3: 1}
     if world == 1:
@@ -217,6 +218,7 @@ def hessian_products(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.quick("3")
 def test_hessian_products_at_an_engines_state(stage: int) -> None:
     hessian_products(stage)
     run_ranks(2, hessian_products, stage)

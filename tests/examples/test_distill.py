@@ -11,6 +11,7 @@ TINY = ["--teacher-steps", "30", "--steps", "30", "--width", "64", "--batch", "4
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_student_learns_in_one_program_a_step(ranks: int, tmp_path: Path) -> None:
     printed = run_example("distill", ranks, tmp_path, *TINY)
 

@@ -38,6 +38,7 @@ def blocks(page: str, language: str) -> list[str]:
         ),
     ],
 )
+@pytest.mark.quick("README.md-1", "README.md-2")
 def test_python_blocks_run(page: str, ranks: int, tmp_path: Path) -> None:
     # As a reader would: one page, one script, alone and under torchrun.
     script = tmp_path / "page.py"

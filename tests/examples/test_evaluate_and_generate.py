@@ -11,6 +11,7 @@ TINY = ["--size", "tiny", "--steps", "20", "--batch", "2", "--length", "24"]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_says_how_good_the_model_is_and_what_a_rank_holds(ranks: int, tmp_path: Path) -> None:
     printed = run_example("evaluate_and_generate", ranks, tmp_path, *TINY)
 

@@ -88,6 +88,7 @@ def test_fifty_steps_of_two_ranks_have_the_losses_of_plain_torch(tmp_path: Path)
     assert sum(map(int, counts.split(","))) == 256
 
 
+@pytest.mark.slow
 def test_alone_and_eagerly_it_has_the_same_losses(tmp_path: Path) -> None:
     _run([], tmp_path, 3, "--executor", "eager")
     for ours, theirs in zip(_rows(tmp_path), _plain_torch(3), strict=True):

@@ -63,6 +63,7 @@ def _dense() -> dict[str, Tensor]:
     [[], pytest.param(TORCHRUN, marks=pytest.mark.slow)],
     ids=["alone", "two ranks"],
 )
+@pytest.mark.slow
 def test_the_eigenvalues_are_those_of_the_dense_hessian(
     launcher: list[str], tmp_path: Path
 ) -> None:

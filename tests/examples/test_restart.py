@@ -55,6 +55,7 @@ def _losses(out: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
+@pytest.mark.slow
 def test_the_world_may_change_between_restarts(tmp_path: Path) -> None:
     straight, changing = tmp_path / "straight", tmp_path / "changing"
     run_fresh(1, _example, straight, 14, None, 0, timeout=120)

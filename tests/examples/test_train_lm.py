@@ -50,6 +50,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("which", ["alone", "two_ranks"])
+@pytest.mark.quick("two_ranks")
 def test_writes_what_it_promises(which: str, request: pytest.FixtureRequest) -> None:
     out, printed, rows = request.getfixturevalue(which)
 
@@ -67,6 +68,7 @@ def test_writes_what_it_promises(which: str, request: pytest.FixtureRequest) -> 
     assert printed.count("sample:\ndef ") == 1
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses(alone: Run, tmp_path: Path) -> None:
     again = run([], tmp_path)[1]
     assert [row["loss"] for row in again] == [row["loss"] for row in alone.rows]

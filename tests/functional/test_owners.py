@@ -105,6 +105,7 @@ def test_notes_stay_with_the_tensors(pass_on: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.quick("True-0", "False-3")
 def test_a_step_passes_them_on(stage: int, donate: bool) -> None:
     apply, _ = fzero.functionalize(Net())
     cfg = Config(stage, donate=donate, precision=Precision(autocast=BF16))

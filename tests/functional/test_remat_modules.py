@@ -89,6 +89,7 @@ def again(program: fzero.Program) -> int:
         ({"blocks.1.up": [torch.ops.aten.addmm], "*": "nothing"}, 2 * 2 + 4),
     ],
 )
+@pytest.mark.quick("remat1-0", "remat8-8", "remat7-2", "remat2-12")
 def test_the_globs_say_what_is_computed_again_and_change_no_bit(remat: Any, products: int) -> None:
     plain, _ = trained({})
     found, program = trained(remat)

@@ -345,6 +345,7 @@ def test_weights_are_read_whatever_names_their_files_have(
 
 
 @pytest.mark.parametrize(("make", "data"), [(_vit, Images()), (_mixture, Tokens(24, 1))])
+@pytest.mark.quick("_mixture-data1")
 def test_a_run_resumes_from_its_whole_state_without_a_word(
     make: Callable[[], Any], data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -372,6 +373,7 @@ def test_a_run_resumes_from_its_whole_state_without_a_word(
 
 
 @pytest.mark.parametrize("kept", [None, ["ln_f"]], ids=str)
+@pytest.mark.quick("None")
 def test_adapters_train_and_are_saved_alone(tmp_path: Path, kept: list[str] | None) -> None:
     for found in run_fresh(2, _adapted, str(tmp_path), kept, timeout=240):
         assert found["ours"] == pytest.approx(found["plain"], rel=2e-5)
@@ -380,6 +382,7 @@ def test_adapters_train_and_are_saved_alone(tmp_path: Path, kept: list[str] | No
         assert found["loaded"]
 
 
+@pytest.mark.slow
 def test_texts_are_generated_on_sharded_parameters(tmp_path: Path) -> None:
     for found in run_fresh(2, _generated, str(tmp_path), timeout=240):
         assert found["ours"] == pytest.approx(found["plain"], rel=2e-5)

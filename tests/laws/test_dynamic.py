@@ -170,6 +170,7 @@ SIZES = st.tuples(st.integers(1, 4), st.integers(1, 13)).filter(lambda sizes: si
 )
 @given(sizes=st.lists(SIZES, min_size=2, max_size=2))
 @settings(max_examples=1)
+@pytest.mark.quick("written slices", "batch norm", "numbers", "dropout", "branch")
 def test_every_batch_has_the_bits_of_a_recording_of_its_own(
     name: str, sizes: list[tuple[int, int]]
 ) -> None:

@@ -38,6 +38,7 @@ def _instructions(leaves: int, cfg: fzero.Config, monkeypatch: Any) -> Counter[A
 
 
 @pytest.mark.parametrize(("world", "fields"), CASES)
+@pytest.mark.quick("1-fields0", "2-fields5")
 def test_python_runs_as_many_instructions_for_ten_leaves_as_for_fifty(
     world: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_the_order_of_batches_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("share", [0.79, 0.796875, 0.8, 0.805])
+@pytest.mark.quick("0.8", "0.805")
 def test_alike_batches_grow_and_shards_are_uneven(share: float) -> None:
     """One rank is a few bytes above the limit, the other a few below: both look for a new plan."""
     _check(3, "step", [(16, 16), (48, 48)], [share])

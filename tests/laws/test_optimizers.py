@@ -313,6 +313,7 @@ def _saved(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.quick("3")
 def test_their_states_load_into_another_world_and_stage(stage: int, tmp_path: Path) -> None:
     wanted, _ = run_ranks(2, _saved, tmp_path, timeout=240)
     cfg = Config(stage=stage, frozen=["*.frozen"])

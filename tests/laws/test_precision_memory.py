@@ -29,6 +29,7 @@ CASES = [
         *(pytest.param(*c, marks=[pytest.mark.slow] * (i % 2)) for i, c in enumerate(CASES[-8:])),
     ],
 )
+@pytest.mark.quick("bf16-3-1-None", "fp16 masters-3-1-None", "autocast-1-1-None", "bf16-3-2-cpu")
 def test_memory_by_category(name: str, stage: int, accum: int, offload: Any) -> None:
     cfg = Config(stage, precision=PRESETS[name], accum_steps=accum, offload=offload)
     expected = formula(numel_of(TINY), WORLD, cfg, safe=numel_of(TINY, torch.nn.Linear))

@@ -254,6 +254,7 @@ def test_low_masters_and_states_are_kept_as_asked(stage: int, low: Any, state: A
 
 @EXECUTORS
 @pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.quick("2-traced", "2-eager")
 def test_stages_keep_the_same_low_masters(executor: Any, accum: int) -> None:
     precision = Precision(BF16, master=BF16, reduce=FP32, stochastic_rounding=accum == 1)
     found = []

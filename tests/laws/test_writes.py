@@ -239,6 +239,7 @@ OPS = st.tuples(st.sampled_from([*WRITES, "step", "step", "bad"]), st.integers(1
 
 @pytest.mark.parametrize("make", ["traced", "eager", "engine"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.quick("1-engine", "3-traced", "3-eager", "2-traced")
 def test_what_is_written_counts(stage: int, make: str) -> None:
     @settings(max_examples=8)
     @given(

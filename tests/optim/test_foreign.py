@@ -144,6 +144,7 @@ def _gaps(expected: dict[str, dict[str, Tensor]], batches: Tensor) -> dict[str, 
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.quick("2")
 def test_an_optimizer_from_elsewhere_has_the_numbers_of_its_own_loop(world: int) -> None:
     batches = torch.randn(STEPS, 6, 3, dtype=F64, generator=torch.Generator().manual_seed(3))
     expected = {name: _plain(name, batches) for name in OPTIMIZERS}

@@ -99,6 +99,7 @@ def _all_stages(case: dict[str, Any], batches: Tensor) -> list[tuple[Any, list[A
     seed=st.integers(0, 99),
 )
 @settings(max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@pytest.mark.quick("2")
 def test_a_mask_decides_by_whole_leaves_whatever_the_sharding(
     world: int,
     shapes: list[tuple[int, ...]],

@@ -103,6 +103,7 @@ def test_pages_of_large_steps_stay_as_long_as_their_program() -> None:
 
 
 @ON_GLIBC
+@pytest.mark.slow
 def test_who_has_set_a_threshold_keeps_it() -> None:
     faults, _ = run(LARGE, MALLOC_TRIM_THRESHOLD_="131072")
     assert faults > 200_000

@@ -55,6 +55,9 @@ def param_bytes(size: Size) -> int:
     ],
     ids=lambda cfg: f"stage{cfg.stage}-k{cfg.accum_steps}-clip{cfg.clip_norm}-mb{cfg.bucket_mb}",
 )
+@pytest.mark.quick(
+    "stage3-k3-clip1.0-mb25-8", "stage1-k1-clip1.0-mb25-8", "stage3-k1-clipNone-mb0.01-8"
+)
 def test_peak_is_predicted(world: int, cfg: fzero.Config) -> None:
     with fake_ranks(world):
         held, program = held_by(TINY, cfg)
@@ -81,6 +84,7 @@ def test_peak_at_world_8_is_a_fifth_of_the_parameters() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.quick("3")
 def test_world_1_holds_no_more_than_plain_torch(stage: int) -> None:
     held, _ = held_by(TINY, fzero.Config(stage=stage))
     plain, _ = measure(lambda: plain_step(TINY, batch_of(TINY, TINY.rows)))

@@ -104,6 +104,7 @@ def _command(process: int) -> bytes:
     ("when", "ending"),
     [("workers start", signal.SIGTERM), ("workers simulate", signal.SIGKILL)],
 )
+@pytest.mark.quick("workers start-15")
 def test_workers_end_with_the_process_that_sweeps(when: str, ending: signal.Signals) -> None:
     options = "--model gpt2 --layers 1 --sequence 16 --world 4 --sweep --workers 2"
     command = [sys.executable, "-m", "fzero.simulate", *options.split()]

@@ -171,6 +171,7 @@ def test_any_fills_in_any_order(shapes: Any, fills: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.quick("2")
 def test_init_gives_every_rank_its_part(world: int) -> None:
     assert all(run_ranks(world, _init_everything, timeout=120))
 

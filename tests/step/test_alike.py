@@ -140,6 +140,7 @@ def _scenario(world: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.quick("2")
 def test_numbers_of_the_state_are_those_of_all_ranks(world: int) -> None:
     assert run_ranks(world, _scenario, world, timeout=240) == [[]] * world
 

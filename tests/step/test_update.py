@@ -163,6 +163,7 @@ def _stages(
 
 
 @pytest.mark.parametrize(("precision", "accum"), [(None, 1), (None, 2), ("bf16", 1)])
+@pytest.mark.quick("None-2", "bf16-1")
 def test_leaves_that_are_gathered_where_they_live_are_those_of_plain_torch(
     precision: Any, accum: int
 ) -> None:
@@ -191,6 +192,7 @@ def test_leaves_that_are_gathered_where_they_live_are_those_of_plain_torch(
     ("precision", "accum", "donate"),
     [(None, 1, True), (None, 2, True), ("bf16", 1, True), (None, 1, False)],
 )
+@pytest.mark.quick("None-2-True", "bf16-1-True")
 def test_so_they_are_where_they_lie_end_to_end(precision: Any, accum: int, donate: bool) -> None:
     """On one rank a leaf comes from elsewhere: it is where it should be from the first step on."""
     dtype = F64 if precision is None else torch.float32

@@ -51,6 +51,7 @@ def param_bytes() -> int:
         return sum(p.nbytes for p in GPT(FEW_TOKENS).parameters())
 
 
+@pytest.mark.slow
 def test_evaluation_at_world_8_peaks_at_shards_and_a_tenth_of_the_parameters() -> None:
     cfg = fzero.Config(stage=3)
     with fake_ranks(8):

@@ -163,6 +163,7 @@ BYTES = pytest.param(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, BYTES, torch.bool], ids=str)
+@pytest.mark.quick("torch.float64")
 def test_what_follows_a_reduction_is_that_of_the_whole(dtype: torch.dtype) -> None:
     for compared, wrong in run_ranks(2, _followed, dtype, timeout=200):
         assert wrong == []

@@ -119,6 +119,7 @@ def _reductions(executor: Any, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.quick("3-traced", "1-eager")
 def test_what_reads_a_reduction_reads_that_of_whole_leaves(stage: int, executor: Any) -> None:
     assert run_ranks(2, _reductions, executor, stage) == [[], []]
 

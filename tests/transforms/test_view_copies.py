@@ -135,11 +135,13 @@ def _lost(layout: Any, executor: Any, way: str, shapes: list[tuple[int, ...]]) -
 @pytest.mark.parametrize("way", ["jit", "tree_map"])
 @pytest.mark.parametrize("layout", ["rows", pytest.param("flat", marks=NEEDS_RAGGED)])
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.quick("2-rows-jit", "3-rows-tree_map", "2-flat-jit", "3-flat-tree_map")
 def test_what_is_written_through_a_view_is_written(world: int, layout: Any, way: str) -> None:
     assert run_ranks(world, _lost, layout, "eager", way, SHAPES) == [[]] * world
 
 
 @pytest.mark.parametrize("way", ["jit", "both"])
+@pytest.mark.quick("jit")
 def test_what_is_staged_out_writes_through_views(way: str) -> None:
     assert run_ranks(2, _lost, "rows", "traced", way, [(6, 5)]) == [[], []]
 
@@ -201,6 +203,7 @@ def _outdated(executor: Any, way: str) -> list[str]:
 @pytest.mark.parametrize("way", ["jit", "tree_map"])
 @pytest.mark.parametrize("executor", ["eager", "traced"])
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.quick("2-traced-jit", "3-eager-jit", "3-traced-tree_map", "2-eager-tree_map")
 def test_whoever_reads_a_view_sees_what_was_written(world: int, executor: Any, way: str) -> None:
     assert run_ranks(world, _outdated, executor, way) == [[]] * world
 

@@ -144,6 +144,7 @@ def _of_shards(cfg: fzero.Config, names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["rows", pytest.param("flat", marks=NEEDS_RAGGED)])
+@pytest.mark.quick("rows")
 def test_operators_are_those_of_whole_leaves(layout: Any) -> None:
     cfg = fzero.Config(stage=3, layout=layout, executor="eager")
     assert run_ranks(2, _of_shards, cfg, list(OPERATORS)) == [[], []]

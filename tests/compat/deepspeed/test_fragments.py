@@ -94,6 +94,7 @@ CASES += [(stage, "fp16", 2) for stage in range(4)]
 CASES += [(3, "bf16", 1), (1, "bf16", 2)]
 
 
+@pytest.mark.slow
 def test_what_is_written_is_read_and_trained_with() -> None:
     assert run_ranks(2, _written, CASES, timeout=200) == [[], []]
 

@@ -308,6 +308,7 @@ def _leaves_frozen_ones_out(folder: Path, stage: int, bf16: bool) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.quick("True-3", "False-1")
 def test_a_checkpoint_may_leave_frozen_parameters_out(
     tmp_path: Path, stage: int, bf16: bool
 ) -> None:

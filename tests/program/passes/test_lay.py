@@ -43,6 +43,7 @@ def test_it_is_left_where_nobody_gains(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("rows", [2, 16, 256, 2048])
+@pytest.mark.quick("16-0", "2-3")
 def test_the_peak_is_hardly_higher(rows: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("fzero.step.gradients.lay", lambda program: program)

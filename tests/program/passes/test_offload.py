@@ -70,6 +70,7 @@ def lowered(cfg: fzero.Config, depth: int = 3) -> fzero.Program:
     return step_fn.lower(*step_fn.init(params), torch.ones(256, 32))
 
 
+@pytest.mark.slow
 def test_a_limit_that_recomputation_cannot_reach_is_reached_with_the_host() -> None:
     program = lowered(fzero.Config(stage=3))
     least = min(point.bytes for point in program.frontier(2))

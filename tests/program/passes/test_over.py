@@ -165,6 +165,7 @@ ALL = st.sampled_from([EVERY[4:12], EVERY[:12], []])
 
 @settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
 @given(st.lists(st.tuples(STEPS, ALL, STEPS), min_size=6, max_size=6))
+@pytest.mark.slow
 def test_so_it_does_where_leaves_lie_in_flats(
     cases: list[tuple[list[Step], list[Step], list[Step]]],
 ) -> None:

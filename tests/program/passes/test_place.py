@@ -193,6 +193,7 @@ def trained(world: int, stage: int, layout: str, precision: str | None) -> list[
 @pytest.mark.skipif(not is_supported(), reason="an older torch has no DTensors for flats")
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.quick("3-bf16", "2-None")
 def test_training_is_the_same_where_gradients_are_placed(stage: int, precision: str | None) -> None:
     for rows, flat in zip(
         run_ranks(2, trained, 2, stage, "rows", precision),

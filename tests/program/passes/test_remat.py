@@ -387,6 +387,7 @@ def _different(stage: int, ways: Sequence[str]) -> list[str]:
     [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3],
 )
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.quick("2-3", "1-1")
 def test_training_is_the_same_bit_for_bit(world: int, stage: int) -> None:
     """Each front end with another checkpoint; the next stage the other way round."""
     ways = ("remat", "not re-entrant") if stage % 2 == 0 else ("re-entrant", "nested")
