@@ -4,9 +4,7 @@ import contextlib
 import fcntl
 import itertools
 import os
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,11 @@ import fzero
 from fzero.checkpoint import latest, load, save, wait
 from fzero.checkpoint.format import disk
 from tests.checkpoint.runs import names_in, tree_of, value_of
+from tests.interrupts import AtLine
 
-HERE = str(Path(fzero.checkpoint.__file__).parent)
+# A `with` of a lock and a call: Python lets no signal come between its block and its exit, and
+# traces a line there.
+UNINTERRUPTED = ("in_turn",)
 
 pytestmark = pytest.mark.usefixtures("new_process")
 
@@ -72,36 +73,6 @@ def test_an_interrupt_around_a_call_stops_no_later_save(
     _goes_on(tmp_path)
 
 
-class _AtLine:
-    """Ctrl-C at the n-th line that runs of the package's own code."""
-
-    def __init__(self, number: int) -> None:
-        self.left, self.where = number, ""
-
-    def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        # `in_turn` is a `with` of a lock and a call: Python lets no signal come between its block
-        # and its exit, and traces a line there
-        mine = frame.f_code.co_filename.startswith(HERE) and frame.f_code.co_name != "in_turn"
-        return self._line if mine else None
-
-    def _line(self, frame: Any, event: str, _: Any) -> Any:
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self._line
-
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-
 @pytest.mark.parametrize("stride", [67, pytest.param(1, marks=pytest.mark.slow, id="all")])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_wherever_a_save_breaks_off_the_next_ones_work(
@@ -109,7 +80,7 @@ def test_wherever_a_save_breaks_off_the_next_ones_work(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda file: None)  # no crash here, and hundreds of saves
     for hit, number in enumerate(range(1, 10**6, stride)):
-        run, at = tmp_path / str(number), _AtLine(number)
+        run, at = tmp_path / str(number), AtLine(fzero.checkpoint, number, UNINTERRUPTED)
         with at.interrupting():
             _interrupted(run, asynchronous)
         if not at.where:

@@ -50,7 +50,7 @@ NAMES = [name for name, _ in _cases()]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "world",
-    [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],
+    [1, 2, pytest.param(3, marks=pytest.mark.slow)],  # four: on a mesh of 2 by 2
 )
 def test_training_equals_plain_torch(world: int, name: str) -> None:
     _check(_errors(world), name)
