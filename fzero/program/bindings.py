@@ -6,9 +6,11 @@ was generated for it. Which is most of what small operators cost, and a step has
 
 What a function makes of its arguments is its own affair (it may choose another overload, or do
 more), so each is tried before it is taken: called with a node's own operands it must give the
-dispatcher exactly what the overload itself does, and give back the same kind of value.
+dispatcher exactly what the overload itself does, and give back the same kind of value. A try takes
+as long as recording the node did, so what was found is kept: it depends on torch and on the key.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,32 +36,46 @@ Known = dict[Any, Binding | None]
 """What was found, by what it depends on."""
 
 
-def binding_of(node: fx.Node, known: Known) -> Binding | None:
+def binding_of(node: fx.Node, known: Known | None = None) -> Binding | None:
     """What of torch's calls a node's overload with its arguments; None if nothing does.
 
     Args:
         node: with fake values; its target is an overload.
-        known: of nodes before; added to.
+        known: of nodes before, and added to; None: of all this process has asked for.
 
     Examples:
         >>> from torch.fx.experimental.proxy_tensor import make_fx
         >>> graph = make_fx(lambda x: (x @ x).t(), tracing_mode="fake")(torch.ones(2, 2)).graph
-        >>> [binding_of(n, {}).function for n in graph.nodes if n.op == "call_function"]
+        >>> [binding_of(n).function for n in graph.nodes if n.op == "call_function"]
         [<built-in method mm of type object at ...>, <built-in method t of type object at ...>]
     """
     target: Any = node.target
     found = _candidate(target)
     if found is None:
         return None
+    known = _of_process() if known is None else known
     try:
         key = target, _kind(node.args), _kind(tuple(sorted(node.kwargs.items())))
-        if key not in known:
+        binding = known.get(key, _UNKNOWN)
+        if binding is _UNKNOWN:
             ways = Binding(found, spreads=True), Binding(found)
             tried = ways if _ends_in_sizes(found, node.args) else ways[1:]
-            known[key] = next((one for one in tried if _are_same(node, one)), None)
+            binding = next((one for one in tried if _are_same(node, one)), None)
+            if len(known) >= _MOST:
+                known.clear()
+            known[key] = binding
     except (TypeError, KeyError):  # an argument that can't be hashed, or has no recorded value
         return None
-    return known[key]
+    return binding
+
+
+@functools.cache
+def _of_process() -> Known:
+    return {}
+
+
+_UNKNOWN: Any = object()
+_MOST = 10_000  # sizes are part of a key: there is no end of them
 
 
 def _candidate(target: Any) -> Callable[..., Any] | None:

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from fzero.distributed import works
 from fzero.errors import FzeroError, TraceError
 from fzero.numerics.rng import generator_of
-from fzero.program.bindings import Binding, Known, binding_of
+from fzero.program.bindings import Binding, binding_of
 from fzero.program.categories import GRADIENTS
 from fzero.program.dynamic import Dynamic, mark_of, substituted
 from fzero.program.graph import (
@@ -324,7 +324,6 @@ def _laid_out(strides: Sequence[Sequence[int] | None], value: Any) -> Any:
 def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dict[str, Any]]:
     """The Python source of a Program, and the names that it uses."""
     scope: dict[str, Any] = {}
-    known: Known = {}
     bound: dict[Any, str] = {}
     taken = {_FIRST_WRITE, *(node.name for node in program.graph.nodes)}
 
@@ -391,7 +390,7 @@ def generate(program: Program, then: Then = lambda node: None) -> tuple[str, dic
             lines.append(f"{dropped}None")
             lines.append(f"{node.name} = {bind(node.target.run, 'region')}(boxed)")
         else:
-            lines.append(_statement(node, show, bind, then, table, known))
+            lines.append(_statement(node, show, bind, then, table))
         if dead := last_use.get(node):
             lines[-1] += "; " + " = ".join(dead) + " = None"
     scope[_FIRST_WRITE] = first_write
@@ -413,7 +412,6 @@ def _statement(
     bind: Callable[[Any, str], str],
     then: Then,
     table: Sequence[Any],
-    known: Known,
 ) -> str:
     target: Any = node.target
     mark = mark_of(node) if table else None
@@ -423,7 +421,7 @@ def _statement(
     binding = Binding(target)
     if isinstance(target, torch._ops.OpOverload):
         # else the overload's C++ function itself: one Python frame less a call
-        binding = binding_of(node, known) or Binding(target._op)
+        binding = binding_of(node) or Binding(target._op)
     function = binding.function
     function = joined(node, function)
     function = getattr(function, "runs", function)  # an island: see its operator

@@ -1,5 +1,6 @@
 """A function of torch's is called for an overload only where it does what the overload does."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +130,7 @@ def test_a_step_runs_the_operators_that_it_was_recorded_with(
         return seen.calls, fzero.unshard(state[0])
 
     calls, params = run()
-    monkeypatch.setattr(codegen, "binding_of", lambda node, known: None)
+    monkeypatch.setattr(codegen, "binding_of", lambda node: None)
     plain_calls, plain = run()
     assert calls == plain_calls
     assert len(calls) > 50
@@ -160,3 +161,23 @@ def test_a_function_that_warns_is_not_called() -> None:
     (node,) = _nodes(lambda x: torch.ops.aten.mm.default(x, x), torch.ones(2, 2))
     assert bindings._are_same(node, Binding(torch.mm))
     assert not bindings._are_same(node, Binding(loud))
+
+
+def test_a_process_tries_what_it_has_tried_no_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> list[Binding | None]:
+        return [binding_of(n) for n in _nodes(lambda x: (x @ x).view(5, 3, 15), torch.ones(15, 15))]
+
+    first = found()
+    monkeypatch.setattr(bindings, "_are_same", None)
+    assert found() == first
+
+
+def test_what_is_kept_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bindings, "_MOST", 2)
+    known: bindings.Known = {}
+    for n in range(1, 6):
+        (node,) = _nodes(lambda x: x.view(-1, 1), torch.ones(n, n))
+        assert binding_of(node, known) is not None
+        (node,) = _nodes(functools.partial(Tensor.view, size=(n, 1)), torch.ones(n))
+        assert binding_of(node, known) is not None
+        assert len(known) <= 2
