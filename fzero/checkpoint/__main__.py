@@ -78,7 +78,7 @@ def _export(folder: Path, out: Path, dtype: str | None, *, overwrite: bool) -> N
     leaves = [
         _stored(folder, found, key, to if leaf.dtype.is_floating_point and to else leaf.dtype)
         for key, leaf in found.leaves.items()
-        if key.startswith("params.")
+        if key.startswith(("params.", "params[")) or key == "params"
     ]
     if not leaves:
         raise CheckpointError(f"{folder} holds no params, so there is nothing to export.")

@@ -13,6 +13,7 @@ from torch import Tensor
 import fzero
 from fzero import tree as trees
 from fzero.checkpoint import export_safetensors, load, load_partial, save
+from fzero.checkpoint.__main__ import main
 from fzero.errors import CheckpointError
 from tests.checkpoint.cases import Job, full, make
 from tests.checkpoint.faults import watched
@@ -89,6 +90,9 @@ def test_every_name_that_is_exported_is_found(tree: Any, tmp_path: Path) -> None
     loaded, _, report = load_partial(tmp_path, of(lambda x: 0.0))
     assert values(loaded) == trees.leaves(tree)
     assert report.missing == report.unexpected == ()
+    save(tmp_path / "run", of(float), step=1)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    assert _read(tmp_path / "again").keys() == _read(tmp_path).keys()
 
 
 @pytest.mark.parametrize(
