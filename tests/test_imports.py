@@ -31,6 +31,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("errors", "operators", "layout", "numerics.host", "numerics.rng", "distributed"),
         *("functional.islands", "functional.library", "functional.memory", "functional.opaque"),
         "functional.patch",
+        "functional.warned",
         *("functional.remat", "functional.remat_modules", "functional.torch_checkpoint"),
         "functional.transforms",
     ),
@@ -38,7 +39,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "state": (
         *("errors", "tree", "inference", "layout", "numerics", "distributed", "optim"),
         *("functional.memory", "functional.owners", "functional.transforms"),
-        *("functional.uncompiled", "config"),
+        *("functional.uncompiled", "functional.warned", "config"),
     ),
     "transforms": (
         *("errors", "tree", "inference", "layout", "numerics"),

@@ -11,7 +11,6 @@ as long as recording the node did, so what was found is kept: it depends on torc
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fzero.functional.warned import warned_here
 
 
 class Binding(NamedTuple):
@@ -127,9 +128,8 @@ def _are_same(node: fx.Node, binding: Binding) -> bool:
             _disable_current_modes(),
             _Hears() as hears,
             torch.no_grad(),
-            warnings.catch_warnings(),
+            warned_here("error"),  # what an overload does without a word
         ):
-            warnings.simplefilter("error")  # what an overload does without a word
             try:
                 result = call(*args, **kwargs)
             except Exception:  # it takes no such arguments

@@ -7,6 +7,7 @@ generated, and the Program's log says which and why. See [Note: stretches].
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -165,12 +166,16 @@ def compiled(graph: fx.Graph) -> Compiled | str:
     try:
         # with symbols, though there are none: without them the cache on disk is passed by
         mode = FakeTensorMode(shape_env=ShapeEnv())
-        with torch.no_grad(), config.patch(settings), tracing(TracingContext(mode)):
+        # what is set is the process's: of two at a time one would put back what the other set
+        with _ONE_AT_A_TIME, torch.no_grad(), config.patch(settings), tracing(TracingContext(mode)):
             module, inputs = _decomposed(graph, mode)
             result: Any = compile_fx_inner(module, inputs, is_inference=True)
         return result
     except Exception as error:  # whatever it meets in one stretch, the others can be compiled
         return f"{type(error).__name__}: {first_line(error)}"
+
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def _decomposed(graph: fx.Graph, mode: FakeTensorMode) -> tuple[fx.GraphModule, list[Any]]:

@@ -8,7 +8,6 @@ alone: a function that can't be recorded with symbols is recorded for each size,
 import contextlib
 import logging
 import threading
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
+
+from fzero.functional.warned import warned_here
 
 
 def new_env() -> Any:
@@ -137,7 +138,7 @@ def quiet() -> Iterator[None]:
 
     logger.addFilter(other)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warned_here("ignore"):
             yield
     finally:
         logger.removeFilter(other)

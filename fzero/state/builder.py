@@ -12,7 +12,6 @@ one. After each random operator the recorder therefore puts its generator into a
 refused.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fzero import tree
 from fzero.errors import FzeroError, ShardError, TraceError, first_line
 from fzero.functional.owners import noted_like
+from fzero.functional.warned import warned_here
 from fzero.numerics.rng import generator_of, is_random, mix, preserved
 from fzero.state.replay import START, Draw, Memory, Op, Player, StorageView, digest, real
 from fzero.tree import PyTree
@@ -144,9 +144,9 @@ def record(builder: Callable[[], PyTree]) -> Recording:
     fakes = _Fakes(allow_non_fake_inputs=True)
     recorder = _Recorder(fakes)
     try:
-        with fakes, recorder, warnings.catch_warnings():
-            # deepcopy asks a fake tensor for its pointer to see if it has one
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        # deepcopy asks a fake tensor for its pointer to see if it has one
+        told = warned_here("ignore", "Accessing the data pointer of FakeTensor")
+        with fakes, recorder, told:
             built = builder()
             leaves, spec = tree.flatten(built)
             views = {i: recorder.view(x) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
