@@ -216,6 +216,10 @@ def test_a_state_that_was_not_donated_is_taken_again() -> None:
 
 
 # ---- names of arguments
+def _step_fn() -> fzero.TrainStep:
+    return fzero.make_train_step(lambda params, x: x.mean(), fzero.optim.sgd(0.1))
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -268,6 +272,14 @@ def test_a_state_that_was_not_donated_is_taken_again() -> None:
         (
             lambda: fzero.checkpoint.load("run"),  # pyright: ignore
             r"missing 1 required positional argument: 'params_like'. Call it as load\(path, para",
+        ),
+        (
+            lambda: _step_fn().lower(*_step_fn().init({})),  # pyright: ignore
+            r"missing 1 required positional argument: 'batch'. Call it as step_fn.lower\(params, op",
+        ),
+        (
+            lambda: _step_fn().init(param={}),  # pyright: ignore
+            r"step_fn.init has no argument 'param'. Did you mean 'params'\?",
         ),
     ],
 )

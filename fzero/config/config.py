@@ -5,6 +5,7 @@ Every field is checked when the `Config` is made, so that what runs later can re
 
 import dataclasses
 import functools
+import inspect
 import math
 import re
 import warnings
@@ -195,6 +196,8 @@ class Config:
             self._refuse("frozen", _OF_NAMES)
         if not callable(self.frozen):
             self._set_globs("frozen", _OF_NAMES)
+        elif not _takes_one(self.frozen):
+            self._refuse("frozen", _OF_NAMES)
         self._set_globs("gather_together", "globs over module names")
         self._set_globs("opaque", '"auto", or globs over module names')
         self._set_remat()
@@ -512,6 +515,17 @@ class Config:
 
 
 _OF_NAMES = "globs over leaf names, such as 'encoder.*' or '*.bias', or a predicate over names"
+
+
+def _takes_one(fn: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one argument, as far as it says what it takes."""
+    try:
+        inspect.signature(fn).bind("name")
+    except ValueError:  # one of C that does not say
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def _shards(axis: str) -> bool:

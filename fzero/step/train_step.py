@@ -127,6 +127,7 @@ class TrainStep:
             "model function, optimizer and Config; save_programs(path) keeps what was staged out."
         )
 
+    @partial(arguments_by_name, name="step_fn.init")
     def init(
         self, params: PyTree | Callable[[], PyTree], model_state: PyTree = None
     ) -> tuple[PyTree, OptState]:
@@ -247,6 +248,7 @@ class TrainStep:
             params = tree.unflatten(spec, map(like, new, old))
         return params, self._pack(opt_state, local, updated, aux, lr)
 
+    @partial(arguments_by_name, name="step_fn.lower")
     def lower(
         self,
         params: PyTree,

@@ -81,6 +81,7 @@ ILLEGAL = [
     ("frozen", ("a", 3), "globs"),
     ("frozen", "", "non-empty"),
     ("frozen", None, "predicate"),
+    ("frozen", lambda: True, "predicate"),
     ("reshard_after_forward", None, "True or False"),
     ("bucket_mb", 0, "> 0"),
     ("bucket_mb", math.nan, "finite"),
