@@ -275,7 +275,7 @@ def _step_fn() -> fzero.TrainStep:
         ),
         (
             lambda: _step_fn().lower(*_step_fn().init({})),  # pyright: ignore
-            r"missing 1 required positional argument: 'batch'. Call it as step_fn.lower\(params, op",
+            r"missing 1 required positional argument: 'batch'. Call it as step_fn.lower\(para",
         ),
         (
             lambda: _step_fn().init(param={}),  # pyright: ignore
