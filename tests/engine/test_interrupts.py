@@ -182,7 +182,7 @@ def _broken_off(stage: int, stride: int) -> Iterator[tuple[fzero.Engine, str]]:
 
 
 # stage, and of how many lines one is broken off at: each takes tens of seconds
-EVERY = [(3, 7), (3, 1), (2, 3), (1, 7), (0, 7)]
+EVERY = [(3, 7), (3, 2), (2, 5), (1, 11), (0, 11)]
 
 
 @pytest.mark.parametrize(("stage", "stride"), EVERY)

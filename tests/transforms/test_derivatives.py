@@ -204,7 +204,7 @@ def _errors(hybrid: bool, stage: int, executor: Any) -> dict[str, float]:
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
-                *[(1, False, 0), (1, False, 3), (2, False, 0), (4, False, 0), (4, False, 3)],
+                *[(1, False, 0), (1, False, 3), (2, False, 0)],
                 *[(4, True, 0), (4, True, 3)],
             ]
         ),
