@@ -31,10 +31,7 @@ def blocks(page: str, language: str) -> list[str]:
         ("README.md", 2),
         *(
             pytest.param(f"docs/{page}.md", 2, marks=pytest.mark.slow)
-            for page in (
-                *("checkpoints", "engine", "explain", "fit", "functions", "models", "passes"),
-                "staging",
-            )
+            for page in ("checkpoints", "engine", "explain", "functions")
         ),
     ],
 )
