@@ -29,6 +29,28 @@ def test_ranks_are_reused() -> None:
     assert run_ranks(2, os.getpid) == run_ranks(2, os.getpid)
 
 
+def _pids_with_groups(groups: int) -> int:
+    for _ in range(groups):
+        dist.new_group(ranks=[0, 1]).barrier()
+    return os.getpid()
+
+
+def _threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux does")
+def test_groups_of_a_call_end_with_it_and_their_threads() -> None:
+    """Each thread wakes up a hundred times a second, until the ranks are called again."""
+    pids = run_ranks(2, _pids_with_groups, 0)
+    before = [_threads(pid) for pid in pids]
+    assert run_ranks(2, _pids_with_groups, 8) == pids
+    while any(
+        _threads(pid) > n for pid, n in zip(pids, before, strict=True)
+    ):  # else the test's own time ends
+        time.sleep(0.05)
+
+
 def _raise_on_rank_1() -> None:
     print("a hint from", dist.get_rank())
     if dist.get_rank() == 1:
