@@ -293,7 +293,7 @@ def _gather_by_a_short_name() -> torch.library.Library:
     """Have torch's functional all-gather done as its `out=` form is, while what returns lives.
 
     Gloo's two threads write the name of what each has done into one string, without a lock
-    (`ProcessGroupGloo::runLoop`, torch 2.13). Names of up to 15 characters lie in the string itself.
+    (`ProcessGroupGloo::runLoop`, torch 2.13). Of up to 15 characters they lie in the string itself.
     This one's is "ALLGATHER_COALESCED": both threads free the memory of the last, and a rank that
     asks for one `full_tensor` after another dies of it, once in thousands on a busy machine. What
     the other form starts is an "ALLGATHER".
