@@ -274,7 +274,7 @@ def _step_fn() -> fzero.TrainStep:
             r"missing 1 required positional argument: 'params_like'. Call it as load\(path, para",
         ),
         (
-            lambda: _step_fn().lower(*_step_fn().init({})),  # pyright: ignore
+            lambda: _step_fn().lower(*_step_fn().init({"w": torch.ones(2)})),  # pyright: ignore
             r"missing 1 required positional argument: 'batch'. Call it as step_fn.lower\(para",
         ),
         (

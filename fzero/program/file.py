@@ -43,8 +43,10 @@ def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
 
     Raises:
         KeyError: a tensor has a dtype that the format lacks.
-        FzeroError: the disk is full, for one; what was begun is removed.
+        FzeroError: the disk is full, for one; what was begun is removed. Or a folder, a device or a
+            pipe is there, which a file would take the place of.
     """
+    path = Path(os.path.realpath(path))  # a link stays one
     text = bytearray(json.dumps(data, separators=(",", ":")).encode())
     header: dict[str, Any] = {}
     chunks, end = [], 0
@@ -61,6 +63,8 @@ def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
     head += b" " * (-len(head) % 8)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        if path.exists() and not path.is_file():
+            raise FzeroError(f"{path} is no file. Save Programs to a file of their own.")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with part.open("wb") as file:

@@ -244,7 +244,8 @@ class Program:
                 are in it as they are now.
 
         Raises:
-            FzeroError: it holds an opaque part, whose Python can't be written as data.
+            FzeroError: it holds an opaque part, whose Python can't be written as data; or the file
+                can't be written (a full disk, a folder or a device of that name).
 
         Examples:
             >>> import tempfile, torch, fzero

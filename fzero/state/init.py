@@ -14,7 +14,7 @@ from fzero.config import Config
 from fzero.distributed.agree import agree
 from fzero.distributed.dtensor import local_tensor
 from fzero.distributed.mesh import Mesh, resolve_mesh
-from fzero.errors import ConfigError, users_line
+from fzero.errors import ConfigError, ShardError, users_line
 from fzero.functional.memory import overlapping, why_unwritable
 from fzero.functional.owners import is_untrained, keeps_dtype, noted_like, owners_of
 from fzero.inference import makes_normal
@@ -55,7 +55,7 @@ def start(
 
     Raises:
         ConfigError: the config can't be honoured for parameters of these dtypes, or on this device.
-        ShardError: a leaf is not a tensor.
+        ShardError: a leaf is not a tensor, or there is none.
         RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
         TraceError: the function that builds the parameters can't be recorded.
     """
@@ -66,6 +66,12 @@ def start(
     shapes = recording.tree() if recording else params
     leaves = tree.leaves(shapes)
     check_tensors("params", leaves, tree.paths(shapes))
+    if not leaves:
+        raise ShardError(
+            "params has no tensors, so there is nothing to train. Pass init the pytree of the model's "
+            "parameters (of a module the second of fzero.functionalize(module)), or a function that "
+            "returns it."
+        )
     refuse_shards("params", leaves, tree.paths(shapes), "init")
     check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
     cfg.check_frozen(tree.names(shapes))

@@ -147,7 +147,7 @@ class TrainStep:
             `(params, opt_state)`.
 
         Raises:
-            ShardError: a leaf is not a tensor.
+            ShardError: a leaf is not a tensor, or there is none.
             RankMismatchError: ranks differ in config, structure, shapes, dtypes or values.
             TraceError: the function that builds the parameters can't be recorded.
 

@@ -1,6 +1,7 @@
 """Programs in files of data: the same again, or refused."""
 
 import gc
+import os
 import resource
 from pathlib import Path
 
@@ -46,6 +47,24 @@ def test_a_file_that_cannot_be_written_is_told_and_leaves_what_was_there(tmp_pat
         write(tmp_path / "x" / "y", {}, {})
     assert [x.name for x in tmp_path.iterdir()] == ["x"]
     assert read(tmp_path / "x") == ({}, {})
+
+
+def test_what_is_no_file_stays(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(FzeroError, match=rf"{name} is no file. Save Programs to a file"):
+            write(tmp_path / name, {}, {})
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "folder").is_dir()
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("x")
+    for number in range(2):  # nothing is there, and a file is
+        write(tmp_path / "latest", number, {})
+        assert (tmp_path / "latest").is_symlink()
+        assert read(tmp_path / "x") == (number, {})
 
 
 @pytest.mark.parametrize("cut", [0, 4, 12, 100, -1])
