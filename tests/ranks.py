@@ -47,6 +47,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fzero.distributed.collectives import as_wire
+
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Other ranks wait in a collective for one that raised; they get this long to fail by themselves.
 GRACE_SECONDS = 2.0
@@ -300,10 +302,10 @@ def _gather_by_a_short_name() -> torch.library.Library:
     """
 
     def gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-        sent = x.contiguous().view(-1).view(torch.uint8)  # of any dtype
-        out = sent.new_empty(len(sent) * ranks)
+        sent = as_wire(x)
+        out = sent.new_empty((len(sent) * ranks, *sent.shape[1:]))
         torch.ops._c10d_functional.all_gather_into_tensor_out(sent, ranks, group, out=out)
-        return out.view(x.dtype).view(ranks * x.shape[0], *x.shape[1:])
+        return out.view(x.dtype)
 
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor", gather, "CPU")

@@ -88,21 +88,24 @@ def _environment(*names: str) -> tuple[bool, list[str | None]]:
     return dist.is_initialized(), [os.environ.get(name) for name in names]
 
 
-def _gathered(dtype: torch.dtype) -> tuple[bool, torch.Tensor]:
+def _gathered(dtype: torch.dtype) -> tuple[bool, torch.Tensor, torch.Tensor]:
     name = "_c10d_functional::all_gather_into_tensor"
     ours = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
     columns = (torch.arange(6).view(3, 2) % 4 - 3 * dist.get_rank()).to(dtype).t()
-    x = DTensor.from_local(columns, init_device_mesh("cpu", (2,)), [Shard(1)])
-    return ours, x.full_tensor()
+    mesh = init_device_mesh("cpu", (2,))
+    odd = columns[:1, 1:].as_strided((1, 1), (3, 3))  # a number is contiguous with any strides
+    full = [DTensor.from_local(x, mesh, [Shard(1)]).full_tensor() for x in (columns, odd)]
+    return ours, full[0], full[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.bfloat16])
 def test_torchs_gathers_have_a_name_that_gloo_does_not_abort_of(dtype: torch.dtype) -> None:
     first = torch.arange(6).view(3, 2).t() % 4
     expected = torch.cat([first, first - 3], dim=1).to(dtype)
-    for ours, full in run_ranks(2, _gathered, dtype):
+    for ours, full, odd in run_ranks(2, _gathered, dtype):
         assert ours
         assert torch.equal(full, expected)
+        assert torch.equal(odd, expected[:1, 1:].flatten()[None, [0, 3]])
 
 
 def test_fresh_ranks_see_what_torchrun_sets_and_the_changes() -> None:

@@ -68,9 +68,9 @@ def start(
     check_tensors("params", leaves, tree.paths(shapes))
     if not leaves:
         raise ShardError(
-            "params has no tensors, so there is nothing to train. Pass init the pytree of the model's "
-            "parameters (of a module the second of fzero.functionalize(module)), or a function that "
-            "returns it."
+            "params has no tensors, so there is nothing to train. Pass the pytree of the model's "
+            "parameters (of a module: apply, params = fzero.functionalize(module)), or a function "
+            "that returns it."
         )
     refuse_shards("params", leaves, tree.paths(shapes), "init")
     check_tensors("model_state", tree.leaves(model_state), tree.paths(model_state))
