@@ -8,6 +8,7 @@ import atexit
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -76,7 +77,8 @@ class Background:
         self._lock = threading.RLock()  # of what follows
         self._turn, self._whose = threading.Lock(), 0
         self.going: Going | None = None
-        self._ranks: dict[tuple[int, ...], tuple[ProcessGroup | None, Ranks]] = {}
+        # by the group that they have beside: with it this one goes, and its threads and sockets
+        self._ranks: weakref.WeakKeyDictionary[ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
 
     def in_turn(self, act: Callable[[], T]) -> T:
         """What `act` returns, on one thread at a time, with no save going on.
@@ -146,12 +148,12 @@ class Background:
 
     def apart_from(self, ranks: Ranks) -> Ranks | None:
         """The ranks with a group of its own, made once; None if there can be none."""
-        group, apart = self._ranks.get(ranks.members, (None, None))
-        if apart is None or group is not ranks.group:  # the program may have started another one
-            apart = ranks.apart()
-            if apart is None:
-                return None
-            self._ranks[ranks.members] = ranks.group, apart
+        if ranks.group is None:
+            return ranks
+        apart = self._ranks.get(ranks.group) or ranks.apart()
+        if apart is None:
+            return None
+        self._ranks[ranks.group] = apart
         return replace(apart, timeout=ranks.timeout)
 
     def _at_exit(self) -> None:

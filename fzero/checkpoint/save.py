@@ -310,6 +310,8 @@ class Job:
             return self._run(pool)
         finally:
             self.lock.let_go()
+            # what became of it is kept until somebody asks; a copy of all state need not be
+            self.mine.clear()
 
     def _run(self, pool: Executor | None) -> str:
         ranks, folder, there = self.ranks, self.folder, step_folder(self.path, self.step)

@@ -8,6 +8,7 @@ user asks for HSDP, holds copies of that split.
 import atexit
 import functools
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -261,7 +262,8 @@ def _start_from_environment(environ: Mapping[str, str], device_type: str) -> Non
         # a rank's collectives run on its current device, which is the first one on all unless set
         torch.accelerator.set_device_index(int(environ.get("LOCAL_RANK", environ["RANK"])))
     dist.init_process_group(backend, **_meeting_place(environ))
-    atexit.register(functools.partial(_end, dist.group.WORLD))
+    # not held: a program may end it, and start another, which meets anew only if nothing is left
+    atexit.register(_end, weakref.ref(dist.group.WORLD))
 
 
 def _meeting_place(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -300,9 +302,9 @@ def _attempt(environ: Mapping[str, str]) -> int:
     return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if _shares_store(environ) else 0
 
 
-def _end(started: dist.ProcessGroup | None) -> None:
+def _end(started: weakref.ref[Any]) -> None:
     # The program may have ended our group and started its own, which is not ours to end.
-    if dist.is_initialized() and dist.group.WORLD is started:
+    if dist.is_initialized() and dist.group.WORLD is started():
         dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """What a save promises besides its values: order on the disk, a full disk, the background."""
 
+import gc
 import os
 import resource
 import subprocess
@@ -397,3 +398,16 @@ for step, how in ((1, True), (2, False)):
     subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=60)
     assert _names(tmp_path) == ["step-00000001", "step-00000002"]
     assert [problems(step) for step in steps(tmp_path)] == [[], []]
+
+
+def test_what_was_written_beside_training_is_not_kept(tmp_path: Path) -> None:
+    def bytes_alive() -> int:
+        gc.collect()
+        return sum(x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor)
+
+    params = {"w": torch.zeros(1_000_003)}
+    before = bytes_alive()
+    fzero.checkpoint.save(tmp_path, params, None, asynchronous=True)
+    fzero.checkpoint.background._background.going.thread.join(60)  # pyright: ignore
+    assert bytes_alive() < before + params["w"].nbytes
+    fzero.checkpoint.wait()

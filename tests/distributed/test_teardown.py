@@ -1,16 +1,21 @@
 """What is told before torch's process groups are gone, and what of torch is relied on for it."""
 
 import gc
+import os
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import fzero
 from fzero.distributed import teardown
 from fzero.distributed.teardown import before_teardown
-from tests.ranks import fake_ranks
+from tests.ranks import fake_ranks, run_fresh
 
 
 class Held:
@@ -100,3 +105,40 @@ def test_asking_torch_destroys_nothing() -> None:
         assert teardown._finalizes_first(dist.destroy_process_group)
         assert dist.is_initialized()
         assert dist.get_world_size(group) == 2
+
+
+def _worlds(folder: Path, by_user: bool) -> list[tuple[bool, int, int]]:
+    """Of three process groups, one after the other: whether each is left, threads, open files."""
+    seen: list[tuple[bool, int, int]] = []
+    for cycle in range(3):
+        if by_user:
+            # a store of its own: addresses of the last are in the other
+            rank, store = int(os.environ["RANK"]), dist.FileStore(f"{folder}/store {cycle}", 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+            del store
+        step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), fzero.optim.adam(1e-3))
+        state = step_fn.init({"w": torch.ones(4)})
+        state = step_fn(*state, torch.ones(4))
+        fzero.checkpoint.save(folder / str(cycle), *state, asynchronous=True)
+        engine = fzero.Engine(torch.nn.Linear(2, 2), fzero.optim.sgd(0.1))
+        engine(torch.ones(1, 2)).sum().backward()
+        engine.step()
+        world = weakref.ref(dist.group.WORLD)
+        fzero.checkpoint.wait()
+        dist.barrier()
+        dist.destroy_process_group()
+        del step_fn, state, engine
+        gc.collect()
+        counts = [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
+        seen.append((world() is None, counts[0], counts[1]))
+    return seen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what Linux shows in /proc")
+@pytest.mark.parametrize("by_user", [False, True])
+def test_nothing_is_left_of_a_world_that_was_destroyed(by_user: bool, tmp_path: Path) -> None:
+    for seen in run_fresh(2, _worlds, tmp_path, by_user):
+        assert all(gone for gone, _, _ in seen)
+        (_, threads, files), (_, more_threads, more_files) = seen[0], seen[-1]
+        assert more_threads <= threads
+        assert more_files <= files
