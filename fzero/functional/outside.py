@@ -88,7 +88,9 @@ class Walk:
         self._noted: set[tuple[int, Any]] = set()
         self._todo: list[tuple[Any, Place]] = []
         self._classes: set[type] = set()
-        self._named: set[int] = set()  # classes whose attributes code names
+        self._spaces: list[tuple[Any, Place]] = []  # see [Note: who has a name for it]
+        self._names: set[str] = set()  # of all code so far
+        self._paired = (0, 0)  # how many spaces and names there were then
         self._bound: set[tuple[int, int]] = set()  # classes and the code of their class methods
         for label, root in roots.items():
             self.visit(root, Place(None, label))
@@ -96,7 +98,7 @@ class Walk:
     def visit(self, value: Any, place: Place) -> None:
         """Write down all facts that can be reached from `value`."""
         self._todo.append((value, place))
-        while self._todo:
+        while self._todo or self._pair():
             value, place = self._todo.pop()
             if type(value) not in _PLAIN and id(value) not in self.seen:
                 self.seen[id(value)] = value
@@ -166,10 +168,15 @@ class Walk:
                     if not is_library_class(base) and isinstance(member, _CALLED):
                         self._later(member, Place(place, f".{name}"))
         elif isinstance(value, type):
-            if id(value) not in self._named:  # kept in a list, say: no code tells what it reads
-                self._data_of(value, place)
-        elif isinstance(value, (types.ModuleType, enum.Enum)):
-            pass  # modules, as classes, are visited by the code that names their attributes
+            self._data_of(value, place)
+            if not is_library_class(value):
+                self._spaces.append((value, place))
+        elif isinstance(value, types.ModuleType):
+            if not is_library_module(value):
+                self._spaces.append((value, place))
+        elif isinstance(value, enum.Enum):
+            if not is_library_class(type(value)):
+                self._spaces.append((value, place))
         elif isinstance(value, _CONTAINERS):
             self._container(value, place)
             # of an ordered table of hooks torch reads no attribute
@@ -189,32 +196,37 @@ class Walk:
     # ------------------------------------------------------------------------------- functions
     def _function(self, fn: types.FunctionType, place: Place) -> None:
         code = fn.__code__
+        known = is_library(code.co_filename)
+        passed = set() if known else passed_on(code)
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             get = functools.partial(getattr, cell)
-            self._note(get, "cell_contents", Place(None, name), cell)
-        if is_library(code.co_filename):
+            follow = known or name in passed or not _is_space(self._cell(fn, name))
+            self._note(get, "cell_contents", Place(None, name), cell, follow)
+        if known:
             return
         get = functools.partial(getattr, fn)
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._note(get, name, Place(place, f".{name}"), fn)
         names = _names(code)
-        # sorted: another process is to come to all in the same order
-        for name in sorted(names & fn.__dict__.keys()):
-            self._note(fn.__dict__.get, name, Place(place, f".{name}"), fn.__dict__)
+        self._names |= names
+        self._spaces.append((fn, place))
         there = names & fn.__globals__.keys()
         if any(not isinstance(fn.__globals__[name], _DEFINED) for name in there):
             there &= set(_global_names(code))  # data: names of attributes are no globals
+        # sorted: another process is to come to all in the same order
         for name in sorted(there):
-            self._note(fn.__globals__.get, name, Place(None, name), fn.__globals__)
-            self._namespace(fn.__globals__[name], names, Place(None, name))
+            self._note_named(fn.__globals__, name, Place(None, name), passed)
+            self._namespace(fn.__globals__[name], names, Place(None, name), passed)
         for inner in code.co_freevars:
             value = self._cell(fn, inner)
-            self._namespace(value, names, Place(None, inner))
+            self._namespace(value, names, Place(None, inner), passed)
             if inner == "__class__" and isinstance(value, type):  # super() may come to any base
                 for base in value.__mro__[1:]:
-                    self._namespace(base, names, Place(None, "super()"))
+                    self._namespace(base, names, Place(None, "super()"), passed)
         for name in sorted(names & sys.modules.keys()):  # imported inside
-            self._namespace(sys.modules[name], names, Place(None, name))
+            self._namespace(sys.modules[name], names, Place(None, name), passed)
+            if f"import {name}" in passed:
+                self._later(sys.modules[name], Place(None, name))
 
     def _cell(self, fn: types.FunctionType, name: str) -> Any:
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
@@ -223,10 +235,39 @@ class Walk:
         except ValueError:
             return None
 
-    def _namespace(self, value: Any, names: set[str], place: Place, depth: int = 3) -> None:
+    def _note_named(self, space: dict[str, Any], name: str, place: Place, passed: set[str]) -> None:
+        """What code has a name for; a class or a module only goes on where the code hands it on."""
+        follow = name in passed or not _is_space(space[name])
+        self._note(space.get, name, place, space, follow)
+
+    def _pair(self) -> bool:
+        """Note what all code so far may read of all spaces so far; whether that leads on.
+
+        [Note: who has a name for it] Classes, modules, functions and members of enums can't be
+        watched, as objects are. What code does with one that it has a name for is seen in the code:
+        `CFG.beta` reads `beta`. But it may hand it on, `loss(out, CFG)`, or an object may hold it,
+        `self.cfg = CFG`. Who reads it then names the attribute alone, so all names of all code
+        count.
+        """
+        if self._paired == (len(self._spaces), len(self._names)):
+            return False
+        self._paired = len(self._spaces), len(self._names)
+        for value, place in self._spaces[:]:
+            of_class = isinstance(value, type)
+            holders = [vars(base) for base in value.__mro__] if of_class else [vars(value)]
+            for name in sorted(self._names & set().union(*holders)):
+                inner = Place(place, f".{name}")
+                if of_class:
+                    self._class_attribute(value, name, inner)
+                else:
+                    self._note(vars(value).get, name, inner, vars(value))
+        return bool(self._todo)
+
+    def _namespace(
+        self, value: Any, names: set[str], place: Place, passed: set[str], depth: int = 3
+    ) -> None:
         """What code that has these names may read of a class or a module."""
         if isinstance(value, type):
-            self._named.add(id(value))
             special = [k for k in value.__dict__ if k[:2] == k[-2:] == "__"]
             for name in [*sorted(names), *special]:
                 self._class_attribute(value, name, Place(place, f".{name}"))
@@ -234,9 +275,9 @@ class Walk:
             space = value.__dict__
             for name in sorted(names & space.keys()):
                 inner = Place(place, f".{name}")
-                self._note(space.get, name, inner, space)
+                self._note_named(space, name, inner, passed)
                 if depth:
-                    self._namespace(space[name], names, inner, depth - 1)
+                    self._namespace(space[name], names, inner, passed, depth - 1)
 
     def _data_of(self, cls: type, place: Place) -> None:
         """What a class holds beside what it does."""
@@ -271,7 +312,7 @@ class Walk:
         if code is None or is_library(code.co_filename) or (id(cls), id(code)) in self._bound:
             return
         self._bound.add((id(cls), id(code)))  # class methods may call each other
-        self._namespace(cls, _names(code), place)
+        self._namespace(cls, _names(code), place, set())
 
     # --------------------------------------------------------------------------------- objects
     def _object(self, value: Any, place: Place) -> None:
@@ -457,6 +498,35 @@ def _names(code: types.CodeType) -> set[str]:
     return found
 
 
+def passed_on(code: types.CodeType) -> set[str]:
+    """Names of what a code does more with than to call it or to read an attribute.
+
+    Of a module that it imports itself: "import name".
+
+    >>> sorted(passed_on((lambda f: a.b + f(c, f(d.e))).__code__))
+    ['b', 'c', 'e']
+    """
+    found: set[str] = set()
+    steps = [step for step in get_instructions(code) if step.opname not in _NOTHING]
+    for i, step in enumerate(steps):
+        if step.opname not in _LOADS:
+            continue
+        beside = steps[i + 1 if sys.version_info >= (3, 13) else max(i - 1, 0)].opname
+        called = "NULL" in step.argrepr or beside == "PUSH_NULL" or step.opname == "LOAD_METHOD"
+        if not called and steps[i + 1].opname not in _OF_IT:
+            found.add(f"import {step.argval}" if step.opname == "IMPORT_NAME" else step.argval)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= passed_on(const)
+    return found
+
+
+def _is_space(value: Any) -> bool:
+    """Whether what is read of it is seen in code that names it; torch itself calls Functions."""
+    of_torch = isinstance(value, type) and issubclass(value, torch.autograd.Function)
+    return isinstance(value, (type, types.ModuleType)) and not of_torch
+
+
 def _global_names(code: types.CodeType) -> Iterator[str]:
     for instruction in get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -478,6 +548,11 @@ def _dunder_functions(cls: type) -> list[str]:
     ]
 
 
+# instructions, by their names in Python 3.10 to 3.14
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_ATTR", "LOAD_METHOD")
+_LOADS += ("LOAD_FROM_DICT_OR_DEREF", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM")
+_OF_IT = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM", "DELETE_ATTR")
+_NOTHING = ("CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
 _HOOK_TABLES = frozenset(
     name

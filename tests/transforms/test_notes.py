@@ -1112,6 +1112,96 @@ def test_what_no_code_names_counts_too(
     assert losses == [3.0, 9.0]
 
 
+class Annealed:
+    """A config that is a class."""
+
+    factor, other = 1.0, 1.0
+
+    @classmethod
+    def got(cls) -> float:
+        return cls.factor
+
+
+class Named(enum.Enum):
+    ONE = 1
+
+
+SETTINGS: Any = types.ModuleType("settings of a test")
+
+
+def _criterion(x: Tensor, config: Any) -> Tensor:
+    return x * config.factor
+
+
+class Holds(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.config.factor
+
+
+_HOLDS_CLASS, _HOLDS_MODULE = Holds(Annealed), Holds(SETTINGS)
+HANDED_ON: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "a class": (Annealed, lambda x: _criterion(x, Annealed)),
+    "a class in the midst of a call": (Annealed, lambda x: _criterion(x, max([Annealed], key=id))),
+    "a class that is named, too": (Annealed, lambda x: _criterion(x, Annealed) * Annealed.other),
+    "a class of an object": (Annealed, lambda x: _HOLDS_CLASS(x) * Annealed.other),
+    "a class that is asked for": (
+        Annealed,
+        lambda x: x * 0 if isinstance(x, Annealed) else _HOLDS_CLASS(x),
+    ),
+    "a class under another name": (Annealed, lambda x: next(x * c.factor for c in [Annealed])),
+    "a class whose method reads it": (Annealed, lambda x: x * _got(Annealed)),
+    "a module": (SETTINGS, lambda x: _criterion(x, SETTINGS)),
+    "a module of an object": (SETTINGS, lambda x: _HOLDS_MODULE(x)),
+    "a function": (_criterion, lambda x: _criterion(x, Annealed) * _criterion.factor),
+    "a function as an argument": (_criterion, lambda x: _criterion(x, _criterion)),
+    "a member of an enum": (Named.ONE, lambda x: _criterion(x, Named.ONE)),
+}
+
+
+def _got(cls: Any) -> float:
+    return cls.got()
+
+
+@pytest.mark.parametrize("case", HANDED_ON)
+def test_what_is_handed_on_is_read_where_it_comes_to(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, scaled = HANDED_ON[case]
+    monkeypatch.setattr(holder, "factor", 1.0, raising=False)
+    step_fn = fzero.make_train_step(
+        lambda params, x: scaled((params["w"] * x).sum()), fzero.optim.sgd(0.0)
+    )
+    state = step_fn.init({"w": torch.ones(3)})
+    losses = []
+    for factor in (1.0, 3.0, 0.5):
+        monkeypatch.setattr(holder, "factor", factor)
+        state = step_fn(*state, torch.ones(3))
+        losses.append(float(state[1].metrics["loss"]))
+    assert losses == [3.0, 9.0, 1.5]
+
+
+@pytest.mark.parametrize("executor", ["traced", "eager"])
+def test_a_schedule_hands_a_class_on(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Annealed, "factor", 1.0)
+    schedule = lambda step: _criterion(torch.ones(()), Annealed)  # noqa: E731
+    cfg = fzero.Config(executor=executor)
+    step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), fzero.optim.sgd(schedule), cfg)
+    state = step_fn.init({"w": torch.zeros(1)})
+    engine = fzero.Engine(nn.Linear(1, 1, bias=False), fzero.optim.sgd(schedule), cfg)
+    first = engine.full_params()["weight"]
+    for factor in (1.0, 0.5):
+        monkeypatch.setattr(Annealed, "factor", factor)
+        state = step_fn(*state, torch.ones(1))
+        engine(torch.ones(1, 1)).sum().backward()
+        engine.step()
+    assert fzero.unshard(state[0])["w"].item() == -1.5
+    torch.testing.assert_close(engine.full_params()["weight"], first - 1.5)
+
+
 class Keeps:
     """An object that a function keeps tensors in."""
 
