@@ -4,6 +4,9 @@ import contextlib
 import fcntl
 import itertools
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -99,3 +102,32 @@ def test_a_lock_lets_go_once_it_is_collected(tmp_path: Path) -> None:
     assert not second.take(tmp_path)
     del first
     assert second.take(tmp_path)
+
+
+_KILLED_WHILE_SAVING = """
+import os, pathlib, signal, sys, time
+from fzero.checkpoint.format import disk
+lock = disk.Lock()
+taken = lock.take(pathlib.Path(sys.argv[1]))
+child = os.fork()
+if child == 0:  # a loader's worker, say
+    time.sleep(60)
+    os._exit(0)
+print(taken, child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_child_that_lives_on_holds_no_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KILLED_WHILE_SAVING, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        taken, child = trainer.stdout.readline().split()
+        try:
+            trainer.wait(60)
+            lock = disk.Lock()
+            assert taken == "True"
+            assert lock.take(tmp_path)
+            lock.let_go()
+        finally:
+            os.kill(int(child), signal.SIGKILL)

@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import os
 import shutil
+import weakref
 from pathlib import Path
 
 from torch import Tensor
@@ -103,13 +104,15 @@ class Lock:
     """Hold of one folder, for one process at a time.
 
     It is there before it takes anything, so that whoever made it can let go in a `finally`,
-    wherever an interrupt came. It lets go too when it is collected, and when the process ends.
+    wherever an interrupt came. It lets go too when it is collected, and when the process ends: a
+    child that was forked meanwhile has it no longer, and does not keep it.
     """
 
     _file: int | None = None  # of the class, too: it may be collected before it is made
 
     def __init__(self) -> None:
         self._process = os.getpid()
+        _LOCKS.add(self)  # before it opens anything
 
     def take(self, folder: Path) -> bool:
         """Take hold of a folder; False if somebody else has it.
@@ -144,6 +147,26 @@ class Lock:
                 os.close(opened)
 
     __del__ = let_go
+
+    def forget(self) -> None:
+        """In a process that was forked: close what is the parent's, who still holds it."""
+        opened, self._file = self._file, None
+        if opened is not None:
+            with contextlib.suppress(OSError):
+                os.close(opened)
+
+
+_LOCKS: weakref.WeakSet[Lock] = weakref.WeakSet()
+"""Of this process, as its open files are."""
+
+
+def _forget_all() -> None:
+    for lock in list(_LOCKS):
+        lock.forget()
+
+
+# A loader's worker may live on where its trainer was killed in the midst of a save.
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def remove(path: Path) -> None:

@@ -412,9 +412,8 @@ class DeepSpeedEngine(Answers):
     ) -> bool:
         """Write the module's full state dict in its own dtypes; every rank must call it."""
         low = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        if self.global_rank == 0:
-            saving.write_tensors(Path(save_dir) / save_filename, low)
-        comm.barrier()
+        first = self.global_rank == 0
+        saving.write_tensors(Path(save_dir) / save_filename, low if first else None)
         return True
 
     save_fp16_model = save_16bit_model

@@ -12,6 +12,8 @@ import argparse
 import contextlib
 import io
 import os
+import re
+import secrets
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from fzero import checkpoint
+from fzero.checkpoint.format.folders import step_folder, step_of, steps
+from fzero.checkpoint.ranks import on_every_rank, ranks_of
 from fzero.compat.deepspeed import comm
 from fzero.engine import Engine
 from fzero.errors import CheckpointError, ShardError
@@ -50,28 +54,86 @@ def save(
         without: names of parameters that are left out.
 
     Raises:
-        CheckpointError: something is kept that could only be read back by running code; or see
-            `fzero.checkpoint.save`.
+        CheckpointError: on every rank: something is kept that could only be read back by running
+            code, the tag names no folder, its folder has a checkpoint of this step that somebody
+            else wrote, or a rank's disk failed; or see `fzero.checkpoint.save`.
     """
+    _check_tag(tag)
     _same(folder, tag, step)
-    where = folder / tag
-    data = _packed(kept)
-    where.mkdir(parents=True, exist_ok=True)
-    _write(_file(where, comm.get_rank(), step), data)
-    comm.barrier()
+    ranks, where = ranks_of([]), folder / tag
+    packed: list[bytes] = []
+
+    def pack() -> list[bool]:
+        packed.append(_packed(kept))  # before anything is written
+        return _whose(where, step) if ranks.leads else []
+
+    ours, alone = on_every_rank(ranks, "what each keeps", pack, _UNWRITTEN)[0]
+
+    def write() -> None:
+        where.mkdir(parents=True, exist_ok=True)
+        whole_file(_file(where, comm.get_rank(), step), packed[0])
+
+    on_every_rank(ranks, "whether its file is there", write, _UNWRITTEN)
     params, state = engine.state
     params = {name: x for name, x in params.items() if name not in without}
     if state.master is not None:
         master = {name: x for name, x in state.master.items() if name not in without}
         state = state._replace(master=master)
-    checkpoint.save(where, params, state, step=step, keep=1, overwrite=True)
-    if comm.get_rank() == 0:
-        for old in where.glob("rank-*-step-*.pt"):
-            if not old.name.endswith(f"step-{step:08d}.pt"):
-                old.unlink()
-        if latest:
-            _write(folder / LATEST, tag.encode())
-    comm.barrier()
+    # what somebody else keeps in this folder is theirs: nothing of it is replaced or let go
+    keep = 1 if alone else None
+    checkpoint.save(where, params, state, step=step, keep=keep, overwrite=ours)
+
+    def tell() -> None:
+        if ranks.leads:
+            there = {step_of(path) for path in steps(where)}
+            for file, _, of in _files(where):
+                if of not in there:
+                    file.unlink()
+            if latest:
+                whole_file(folder / LATEST, tag.encode())
+
+    on_every_rank(ranks, "whether it is the latest", tell, _UNTOLD)
+
+
+_UNWRITTEN = (
+    "the checkpoint was not written, and earlier ones are as they were",
+    "See that the disks have room and that all ranks reach the same folder, then save again.",
+)
+_UNTOLD = (
+    f"the checkpoint is there, but not all around it: files of earlier ones, or {LATEST!r}",
+    "See to the disk, and save again.",
+)
+
+
+def _check_tag(tag: str) -> None:
+    path = Path(tag)
+    if path.is_absolute() or not path.parts or ".." in path.parts or path.parts[0] == LATEST:
+        raise CheckpointError(
+            f"save_checkpoint: tag={tag!r} names no folder in save_dir for a checkpoint. Pass "
+            f"another ({LATEST!r} is the file that says which tag was saved last); nothing was "
+            "written."
+        )
+
+
+def _files(where: Path) -> list[tuple[Path, int, int]]:
+    """The files that this module has written for a tag: each with its rank and step."""
+    matches = [(path, _RANK_FILE.fullmatch(path.name)) for path in where.glob("rank-*-step-*.pt")]
+    return [(path, int(m[1]), int(m[2])) for path, m in matches if m]
+
+
+_RANK_FILE = re.compile(r"rank-(\d{5,})-step-(\d{8,})\.pt")
+
+
+def _whose(where: Path, step: int) -> list[bool]:
+    """Whether the tag's checkpoint of this step is this module's, and whether all are."""
+    written = {of for _, rank, of in _files(where) if rank == 0}
+    there = {of for path in steps(where) if (of := step_of(path)) is not None}
+    if step in there - written:
+        raise CheckpointError(
+            f"save_checkpoint: {step_folder(where, step)} is there already, and no save_checkpoint "
+            "wrote it. It stays: pass another tag or save_dir, or move it."
+        )
+    return [step in there, there <= written]
 
 
 def latest_tag(folder: Path) -> str | None:
@@ -214,12 +276,22 @@ def _same(folder: Path, tag: str, step: int) -> None:
 _PREFIXES = ("params.", "opt_state.model_state.")
 
 
-def write_tensors(file: Path, tensors: dict[str, Any]) -> None:
-    """`torch.save`, whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    torch.save(tensors, buffer)
-    _write(file, buffer.getvalue())
+def write_tensors(file: Path, tensors: dict[str, Any] | None) -> None:
+    """`torch.save`, whole or not at all, on the rank that has tensors; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank, what is written to failed.
+    """
+
+    def write() -> None:
+        if tensors is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            buffer = io.BytesIO()
+            torch.save(tensors, buffer)
+            whole_file(file, buffer.getvalue())
+
+    failing = (f"{file} was not written", "See that the disk has room, then save again.")
+    on_every_rank(ranks_of([]), f"whether {file.name} is there", write, failing)
 
 
 def _packed(kept: dict[str, Any]) -> bytes:
@@ -262,11 +334,18 @@ def _file(where: Path, rank: int, step: int) -> Path:
     return where / f"rank-{rank:05d}-step-{step:08d}.pt"
 
 
-def _write(file: Path, data: bytes) -> None:
+def whole_file(file: Path, data: bytes) -> None:
+    """Write a file, which is there whole or not at all; of a link the file that it points to."""
+    file = Path(os.path.realpath(file))
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is no file, and stays.")
     # ranks may write the same file: each its own part, and the last one stays
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    with open(part, "wb") as opened:
-        opened.write(data)
-        opened.flush()
-        os.fsync(opened.fileno())
-    part.replace(file)
+    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+    try:
+        with open(part, "wb") as opened:
+            opened.write(data)
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)  # gone already if all went well

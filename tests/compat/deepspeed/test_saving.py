@@ -1,6 +1,7 @@
 """Checkpoints under DeepSpeed's tags."""
 
 import argparse
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -413,3 +414,86 @@ def test_a_load_between_micro_batches_starts_a_whole_step(tmp_path: Path) -> Non
     steps(engine, 2, 1)
     assert engine.is_gradient_accumulation_boundary()
     assert engine.global_steps == 1
+
+
+def _files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_somebody_else_has_in_a_tags_folder_stays(tmp_path: Path) -> None:
+    engine = engine_of()
+    steps(engine, 0, 2)
+    run, notes = tmp_path / "run", tmp_path / "notes" / "step-00000002" / "mine.txt"
+    for step in (1, 2, 3):
+        fzero.checkpoint.save(run, {"w": torch.ones(3)}, step=step)
+    for name in ("rank-0-step-1.pt", "rank-my-notes-step-x.pt", "step-00000002/mine.txt"):
+        (run / name).write_text("mine")
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    before = _files(tmp_path)
+    for tag in ("run", "notes"):
+        with pytest.raises(CheckpointError, match=r"step-00000002 is there .* no save_checkpoint"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+    assert _files(tmp_path) == before
+    steps(engine, 2, 2)
+    engine.save_checkpoint(tmp_path, tag="run")  # beside them
+    assert _files(tmp_path) > before
+    assert engine.load_checkpoint(tmp_path, tag="run")[0] == str(run / "step-00000004")
+
+
+def test_a_checkpoint_that_a_run_went_on_from_can_be_gone_back_to(tmp_path: Path) -> None:
+    for _ in range(2):
+        engine = engine_of()
+        engine.load_checkpoint(tmp_path, tag="last") if tmp_path.joinpath("last").exists() else ...
+        steps(engine, 0, 2)
+        engine.save_checkpoint(tmp_path, tag="last", client_state={"at": engine.global_steps})
+    newest = tmp_path / "last" / "step-00000004" / "rank-00000.safetensors"
+    newest.write_bytes(newest.read_bytes()[:10])
+    assert engine_of().load_checkpoint(tmp_path, tag="last")[1] == {"at": 2}
+    steps(engine, 0, 2)
+    engine.save_checkpoint(tmp_path, tag="last")
+    kept = {name for name in _files(tmp_path / "last") if name.startswith("rank-")}
+    there = {path.name for path in (tmp_path / "last").glob("step-*")}
+    assert kept == {f"rank-00000-{name}.pt" for name in there}
+
+
+@pytest.mark.parametrize("tag", ["", ".", "../up", "a/../../up", "/tmp/up", "latest", "latest/a"])
+def test_a_tag_names_a_folder(tag: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tag=.* names no folder in save_dir"):
+        engine_of().save_checkpoint(tmp_path / "x", tag=tag)
+    assert not list(tmp_path.iterdir())
+
+
+def _one_rank_fails(folder: Path, what: str) -> str:
+    engine = engine_of()
+    steps(engine, 0, 1)
+    client: dict[str, Any] = {}
+    rank = deepspeed.comm.get_rank()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if what == "client" and rank:
+        client["open"] = object()
+    if what == "disk" and rank:
+        client["large"] = torch.ones(10_000)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+
+    def save() -> None:
+        if what == "16 bit":
+            engine.save_16bit_model(folder / "file", "model.bin")
+        else:
+            engine.save_checkpoint(folder, client_state=client)
+
+    try:
+        with pytest.raises(CheckpointError) as told:
+            save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    steps(engine, 1, 1)  # nobody waits for the other
+    return str(told.value)
+
+
+@pytest.mark.parametrize("what", ["client", "disk", "16 bit"])
+def test_what_fails_on_one_rank_is_told_on_all(what: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file")
+    for told in run_ranks(2, _one_rank_fails, tmp_path, what):
+        assert "rank 0: " in told if what == "16 bit" else "rank 1: " in told or "object" in told
+    assert not [name for name in _files(tmp_path) if "part" in name or name == "latest"]
