@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from fzero import tree
 from fzero.checkpoint.flatten import has_memory, keys
 from fzero.checkpoint.format import disk
+from fzero.checkpoint.format.folders import hold
 from fzero.checkpoint.format.writer import ST_DTYPES, write_file
 from fzero.checkpoint.progress import progress
 from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
@@ -45,6 +46,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 10**9
 
+_PATIENCE = 300.0  # seconds for another's save or export to this folder
 _UNWRITTEN = ("the parameters were not exported", "See that the disk has room, then export again.")
 
 
@@ -121,6 +123,22 @@ def write_folder(
     overwrite: bool = False,
 ) -> Path:
     """`export_safetensors` of leaves that are made one at a time."""
+    # one export at a time: each takes away what an older one has left
+    lock = disk.Lock()
+    try:
+        return _write_folder(folder, leaves, ranks, max_file_bytes, overwrite, lock)
+    finally:
+        lock.let_go()
+
+
+def _write_folder(
+    folder: Path,
+    leaves: Sequence[Whole],
+    ranks: Ranks,
+    max_file_bytes: int,
+    overwrite: bool,
+    lock: disk.Lock,
+) -> Path:
     bad = [f"{leaf.name} ({leaf.dtype})" for leaf in leaves if leaf.dtype not in ST_DTYPES]
     if bad:
         raise CheckpointError(
@@ -148,7 +166,13 @@ def write_folder(
         if not ranks.leads:
             return None
         disk.make_folder(folder)
-        there = [n for n in (*files, INDEX, SINGLE) if (folder / n).exists()]
+        hold(folder, _PATIENCE, lock)
+        there = [n for n in (*files, INDEX, SINGLE) if os.path.lexists(folder / n)]
+        if folders := [n for n in there if (folder / n).is_dir()]:
+            raise CheckpointError(
+                f"{folder} has a folder {folders[0]}, where a file of the export belongs. Export "
+                "to another folder, or move it."
+            )
         if there and not overwrite:
             raise CheckpointError(
                 f"{folder} has {', '.join(there[:3])} already. Export to another folder, remove "

@@ -1,6 +1,7 @@
 """Safetensors out and in, held against the library that defines them, and against transformers."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +375,41 @@ def test_transformers_loads_an_export_and_we_load_theirs(tmp_path: Path) -> None
     like = fzero.shard({name: torch.zeros_like(x) for name, x in params.items()})
     loaded = fzero.unshard(load(tmp_path / "theirs", like)[0])
     assert all(torch.equal(loaded[name], x) for name, x in params.items())
+
+
+def test_exports_to_one_folder_take_turns(tmp_path: Path) -> None:
+    failed: list[BaseException] = []
+
+    def export(value: float) -> None:
+        try:
+            for _ in range(5):
+                tree = {name: torch.full((100,), value) for name in "abc"}
+                export_safetensors(tmp_path, tree, max_file_bytes=400, overwrite=True)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=export, args=(value,)) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    weights, _ = load(tmp_path, {name: torch.zeros(100) for name in "abc"}, None)
+    assert len({float(x.mean()) for x in weights.values()}) == 1
+    assert not list(tmp_path.glob("*.part")) + list(tmp_path.glob(".*.part"))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_no_file_is_not_exported_over(overwrite: bool, tmp_path: Path) -> None:
+    name = "model-00001-of-00001.safetensors"
+    folder, link = tmp_path / "a" / name, tmp_path / "b" / name
+    folder.mkdir(parents=True)
+    link.parent.mkdir()
+    link.symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=f"a folder {name}, where a file"):
+        export_safetensors(tmp_path / "a", {"w": torch.ones(2)}, overwrite=overwrite)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == [name]
+    if not overwrite:
+        with pytest.raises(CheckpointError, match=f"has {name} already"):
+            export_safetensors(tmp_path / "b", {"w": torch.ones(2)})
+        assert link.is_symlink()
