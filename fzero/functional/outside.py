@@ -518,7 +518,7 @@ def passed_on(code: types.CodeType) -> set[str]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             found |= passed_on(const)
-    return found
+    return found - {"__class__"}  # super() loads it, and reads its attribute by itself
 
 
 def _is_space(value: Any) -> bool:
