@@ -24,6 +24,8 @@ from fzero.transforms.saved_notes import Gone
 T = TypeVar("T", bound="Holds")
 MAX_RECORDINGS = 8
 """Of one kind of call."""
+MAX_KINDS = 128
+"""Of one function: batches of ever other lengths are not to take ever more memory."""
 
 
 class Recorded:
@@ -236,6 +238,8 @@ class Recordings(Generic[T]):
     def add(self, kind: Any, one: T, dynamic: frozenset[InputDim] = frozenset()) -> None:
         """Keep one more; of too many the one of its kind that was used longest ago goes.
 
+        Of too many kinds that one goes which came first.
+
         Args:
             kind: of call.
             one: made for it.
@@ -244,6 +248,9 @@ class Recordings(Generic[T]):
         self._by_kind[kind] = [one, *self.of(kind)][:MAX_RECORDINGS]
         if dynamic:
             self._tried[dynamic] = one
+        if len(self._by_kind) > MAX_KINDS:
+            for gone in self._by_kind.pop(next(iter(self._by_kind))):
+                self._drop(gone)
 
     def clear(self) -> None:
         """Drop all."""
@@ -257,6 +264,8 @@ class Recordings(Generic[T]):
             sizes = sizes_apart(other, kind) or {}
             for one in known if sizes else ():
                 if one.serves(sizes) and one.hold():
+                    if len(self._served) >= MAX_KINDS:
+                        del self._served[next(iter(self._served))]
                     self._served[kind] = one
                     return one
         return None
@@ -276,6 +285,11 @@ class Recordings(Generic[T]):
         )
         tried = self._tried.get(found)
         return found if tried is None or tried.is_dynamic else frozenset()
+
+    def _drop(self, one: T) -> None:
+        """Drop what points to one that goes."""
+        self._served = {k: x for k, x in self._served.items() if x is not one}
+        self._tried = {dims: x for dims, x in self._tried.items() if x is not one}
 
     def forget(self, one: T) -> None:
         """Drop it."""
