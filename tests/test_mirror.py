@@ -94,7 +94,6 @@ LAWS = {
     "transforms/call": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
     "transforms/loss": "laws/test_precision.py: masters_equal_those_kept_by_hand",
     "transforms/parts": "transforms/test_derivatives.py: every_transform_equals_plain_torch",
-    "what_is_read_from_outside_counts_at_every_call",
     "transforms/saved_notes": "step/test_saved.py: what_the_model_function_reads_is_compared",
     "transforms/staging": "transforms/test_function.py: a_step_of_ones_own_trains_as_torch_does",
     "step/alternatives": "program/test_fitting.py: what_does_not_fit_says_the_least_and_what_would",
