@@ -113,7 +113,11 @@ class Driver:
             slots, params, leaves, self.stepper.locals, self.units, self._hooks, me
         )
         self._hooked = {leaf: x for leaf, x in self.params.items() if leaves[leaf].trainable}
-        self.handles += Door(me).install(model)
+        door = Door(me).install(model)
+        self.handles += door
+        if self.units is None:  # else its parameters are gone with it, and what is left says so
+            # many engines on one module, one after the other: each takes its own hooks with it
+            weakref.finalize(self, _take_out, door).atexit = False
         self.writes = Writes(model, self.params, leaves, self.stepper, lazy=self.units is not None)
         self._wishes = Wishes(self.params, leaves)
         self._order: list[int] = list(reversed(self._registered))  # of gradients, as they come
@@ -690,6 +694,11 @@ class Driver:
         self._open.clear()
         self.reducer.clear()
         self.losses.clear()
+
+
+def _take_out(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 _CUT_SHORT = (

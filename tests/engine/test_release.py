@@ -137,3 +137,15 @@ def test_not_inside_of_a_pass_or_a_block() -> None:
     with engine.local_forward(), pytest.raises(BackwardError, match="local_forward"):
         engine.release()
     assert engine(torch.ones(1, 2)).shape == (1, 1)
+
+
+def test_engines_that_are_dropped_leave_no_hooks() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for _ in range(3):
+        engine = fzero.Engine(module, fzero.optim.sgd(0.1))
+        engine(torch.ones(1, 2)).sum().backward()
+        engine.step()
+        del engine
+        gc.collect()
+        assert not any(getattr(part, table) for part in module.modules() for table in tables)
