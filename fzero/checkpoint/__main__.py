@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "inspect":
             _say(table(manifest.read(folder)))
         else:
-            out = args.out or folder.parent / f"{folder.name}-safetensors"
+            here = folder.absolute()  # "." has no name
+            out = args.out or here.parent / f"{here.name}-safetensors"
             _export(folder, out, args.dtype, overwrite=args.overwrite)
     except CheckpointError as error:
         # what is an argument in Python is a flag here

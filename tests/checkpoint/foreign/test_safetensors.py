@@ -413,3 +413,14 @@ def test_what_is_no_file_is_not_exported_over(overwrite: bool, tmp_path: Path) -
         with pytest.raises(CheckpointError, match=f"has {name} already"):
             export_safetensors(tmp_path / "b", {"w": torch.ones(2)})
         assert link.is_symlink()
+
+
+def test_the_folder_of_here_is_exported_beside_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(save(tmp_path, {"w": torch.ones(2)}, None, step=1))
+    assert main(["export", "."]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-00000001",
+        "step-00000001-safetensors",
+    }
