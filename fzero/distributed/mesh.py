@@ -263,7 +263,7 @@ def _start_from_environment(environ: Mapping[str, str], device_type: str) -> Non
         torch.accelerator.set_device_index(int(environ.get("LOCAL_RANK", environ["RANK"])))
     dist.init_process_group(backend, **_meeting_place(environ))
     # not held: a program may end it, and start another, which meets anew only if nothing is left
-    atexit.register(_end, weakref.ref(dist.group.WORLD))
+    atexit.register(functools.partial(_end, weakref.ref(dist.group.WORLD)))
 
 
 def _meeting_place(environ: Mapping[str, str]) -> dict[str, Any]:

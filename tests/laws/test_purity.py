@@ -51,7 +51,9 @@ _configs = st.fixed_dictionaries(
         "seed": st.sampled_from([0, 2**63 - 1]),
     }
 )
-_calls = st.tuples(trees(_leaf()), _configs, st.sampled_from(sorted(OPTIMIZERS)))
+# a step of no parameters is refused
+_params = trees(_leaf()).filter(lambda params: bool(tree.leaves(params)))
+_calls = st.tuples(_params, _configs, st.sampled_from(sorted(OPTIMIZERS)))
 
 
 def _model_fn(params: Any, state: Any, batch: dict[str, Any]) -> Any:
