@@ -548,7 +548,7 @@ def _dunder_functions(cls: type) -> list[str]:
     ]
 
 
-# instructions, by their names in Python 3.10 to 3.14
+# instructions, by their names in Python 3.11 to 3.13
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_ATTR", "LOAD_METHOD")
 _LOADS += ("LOAD_FROM_DICT_OR_DEREF", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM")
 _OF_IT = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM", "DELETE_ATTR")

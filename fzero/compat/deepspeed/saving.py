@@ -58,8 +58,8 @@ def save(
             code, the tag names no folder, its folder has a checkpoint of this step that somebody
             else wrote, or a rank's disk failed; or see `fzero.checkpoint.save`.
     """
-    _check_tag(tag)
     _same(folder, tag, step)
+    _check_tag(tag)  # now all ranks have this one, and raise
     ranks, where = ranks_of([]), folder / tag
     packed: list[bytes] = []
 
