@@ -7,7 +7,7 @@ graph's own first. Which is which nobody has to say: an input that lies elsewher
 before comes and goes. The graph holds what it works on, so an address means the same memory as
 long as it lives. Where an input moves later on (parameters from a checkpoint), the graph is
 captured again, and that input is copied from then on. Results are copied out: the next call writes
-over them.
+over them. And kernels are those that torch's settings chose: with others it is captured again, too.
 
 A graph ends before the process groups whose collectives it holds: see `fzero.distributed.teardown`.
 """
@@ -144,7 +144,7 @@ class _Graph:
         self, captured: Captured, inputs: Sequence[Any], copied: Sequence[int], kept: Sequence[int]
     ) -> None:
         self.captured, self.inputs, self.copied, self.kept = captured, inputs, copied, kept
-        self.where = self.places(inputs)
+        self.where, self.settings = self.places(inputs), _settings()
         given = {id(x): i for i, x in enumerate(inputs) if isinstance(x, Tensor)}
         # a result that is an input stays that input; the others are copied out, each once
         self.passed = {i: given[id(x)] for i, x in enumerate(captured.results) if id(x) in given}
@@ -159,6 +159,10 @@ class _Graph:
     def places(self, inputs: Sequence[Any]) -> list[_Input]:
         """Where the inputs are that it works on."""
         return [_Input.of(inputs[i]) for i in self.kept]
+
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        """Whether its kernels are those that would run now, where inputs are now."""
+        return self.places(inputs) == self.where and _settings() == self.settings
 
     def __call__(self, inputs: Sequence[Any], written: Sequence[int]) -> list[Any]:
         """Run it on these inputs, of which it writes some."""
@@ -206,7 +210,7 @@ class _Replayed:
                 # kernels and communicators make themselves ready, which can't be captured
                 return self._first(inputs)
             graph = self.graph
-            if graph is None or graph.places(inputs) != graph.where:
+            if graph is None or not graph.fits(inputs):
                 graph = self._captured(inputs)
             if graph is not None:
                 return graph(inputs, self.written)
@@ -272,6 +276,22 @@ def _copy(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         pair[1].append(value)
     for pair in by_dtype.values():
         torch._foreach_copy_(*pair)
+
+
+def _settings() -> tuple[Any, ...]:
+    """What kernels are chosen by when they are started, and so by a graph only when it is made."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return (
+        matmul.fp32_precision,
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_accumulation,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 # --------------------------------------------------------------------------------------- CUDA

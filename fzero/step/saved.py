@@ -158,7 +158,6 @@ def grounds(plan: Plan) -> dict[str, str]:
         "Python": ".".join(map(str, sys.version_info[:3])),
         "fzero": f"{sys.modules['fzero'].__version__}, sources {_sources()}",
         "the processor": _processor(mesh.device_type),
-        "torch's switches": repr(_switches()),
         "the mesh": f"{mesh.device_type}, ranks {list(mesh.ranks)}, {mesh.replicate_size} x "
         f"{mesh.shard_size}, groups {groups} on {[backend_of(x) for x in groups if x]}",
         "this rank": str(mesh.rank),
@@ -203,19 +202,6 @@ def _processor(device_type: str) -> str:
     if device_type != "cuda":
         return cpu
     return f"{cpu}, {torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
-
-
-def _switches() -> tuple[Any, ...]:
-    """What operators are chosen by while a function is recorded."""
-    cuda = torch.backends.cuda
-    return (
-        torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
 
 
 # ------------------------------------------------------------------------------------- entries

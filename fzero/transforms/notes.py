@@ -41,7 +41,7 @@ from fzero.functional.turns import Turn, turns_among
 from fzero.numerics.host import strided_parts
 from fzero.program import Program
 from fzero.program.graph import is_wanted, memory_of
-from fzero.program.trace import is_anomaly_mode
+from fzero.transforms.ambient import Ambient
 from fzero.transforms.ledger import Ledger, contents, form_of, keys_of, unchanged
 
 # Recording patches classes and modules of the process, and runs the user's modules with other
@@ -75,7 +75,7 @@ class Notes:
         self._reads: Reads | None = None
         self._written: frozenset[str] = frozenset()
         self._values: list[tuple[Tensor, Tensor]] = []
-        self._ambient = ambient()
+        self._ambient = Ambient.of_now()
 
     @classmethod
     def resumed(cls, roots: Mapping[str, Any], walk: Walk, reads: Reads, seen: "Seen") -> "Notes":
@@ -111,7 +111,7 @@ class Notes:
             return self._record(run)
 
     def _record(self, run: Callable[[], Program]) -> Program:
-        self._ambient = ambient()
+        self._ambient = Ambient.of_now()
         sources: list[Source] = global_sources()
         host: list[Any] = []
         numbers: list[Any] = []
@@ -177,7 +177,7 @@ class Notes:
     def _hold(self) -> bool:
         return (
             self._ledger.holds()
-            and ambient() == self._ambient
+            and Ambient.of_now() == self._ambient
             and all(_equal_arrays(live, noted) for live, noted in self._arrays)
             and all(_equal_tensors(live, noted) for live, noted in self._values)
         )
@@ -189,8 +189,8 @@ class Notes:
             both = now is not fact.value and _plain(now) and _plain(fact.value)
             if both and not _equal(now, fact.value):
                 return [f"{fact.place} from {_shown(fact.value)} to {_shown(now)}"]
-        if self._ambient != (now := ambient()):
-            return [f"torch's defaults from {self._ambient} to {now}"]
+        if changed := self._ambient.changes(Ambient.of_now()):
+            return changed
         for live, noted in self._values:
             if not _equal_tensors(live, noted):
                 return ["the values of a tensor that Python read"]
@@ -399,19 +399,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def ambient() -> tuple[Any, ...]:
-    """What torch itself is set to, where a recording depends on it."""
-    return (
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        # what autocast takes inside of a model function that names no dtype
-        torch.get_autocast_dtype("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.are_deterministic_algorithms_enabled(),
-        is_anomaly_mode(),  # of which a Program knows nothing: it is refused
-    )
 
 
 def _same_program(a: Program, b: Program) -> bool:

@@ -31,7 +31,8 @@ from fzero.functional.outside import Walk, attributes_of, bytes_of, is_hooks
 from fzero.functional.reads import MISSING, Reads
 from fzero.numerics.host import on_host, strided_parts
 from fzero.numerics.precision import class_name
-from fzero.transforms.notes import Notes, Seen, ambient, tokens_of
+from fzero.transforms.ambient import Ambient, changes
+from fzero.transforms.notes import Notes, Seen, tokens_of
 
 Json = Any
 At = list[Any]
@@ -66,7 +67,7 @@ class Saved:
         self.places = _places(walk)
         seen = notes.seen()
         self.data: Json = {
-            "ambient": repr(ambient()),
+            "ambient": Ambient.of_now().as_data(),
             "sources": sources_of(walk),
             "reads": [[*at, list(names)] for at, names in reads.found.items()],
             "written": sorted(seen.written),
@@ -93,9 +94,8 @@ class Resumed:
     """
 
     def __init__(self, roots: Mapping[str, Any], data: Json) -> None:
-        now = repr(ambient())
-        if now != data["ambient"]:
-            raise Gone([f"torch's defaults from {data['ambient']} to {now}"])
+        if changed := changes(data["ambient"], Ambient.of_now().as_data()):
+            raise Gone(changed[:3])
         if changed := [x for x, digest in data["sources"].items() if source_of(x) != digest]:
             raise Gone([f"the code of the module {name!r}" for name in changed[:3]])
         reads = _Remembered({(place, n): names for place, n, names in data["reads"]})

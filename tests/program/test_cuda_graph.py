@@ -410,3 +410,38 @@ def test_what_goes_against_it_is_refused(config: dict[str, Any]) -> None:
 def test_an_engine_has_no_kernels_alone() -> None:
     with pytest.raises(ConfigError, match="make_train_step"):
         fzero.Engine(Net(), fzero.optim.sgd(0.1), fzero.Config(cuda_graph=True))
+
+
+SETTINGS: list[tuple[Callable[[Any], None], Any, Any]] = [
+    (lambda x: setattr(torch.backends.cuda.matmul, "fp32_precision", x), "tf32", "none"),
+    (lambda x: setattr(torch.backends.cudnn, "benchmark", x), True, False),
+    (lambda x: setattr(torch.backends.cudnn, "deterministic", x), True, False),
+    (
+        lambda x: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", x),
+        False,
+        True,
+    ),
+    (
+        lambda x: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", x),
+        True,
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_kernels_are_those_that_are_asked_for_now(number: int) -> None:
+    setter, value, before = SETTINGS[number]
+
+    def between(i: int, params: Any) -> Any:
+        if i in (3, 5):
+            setter(value if i == 3 else before)
+        return params
+
+    try:
+        wanted = trained(steps=8)
+        found = trained(steps=8, cuda_graph=True, between=between)
+    finally:
+        setter(before)
+    same(found, wanted)
+    assert Fixed.captures == 2 * 3  # of the gradients and of the update

@@ -177,7 +177,6 @@ GROUNDS: dict[str, tuple[dict[str, Any], Callable[[pytest.MonkeyPatch], None] | 
     "fzero from": ({}, _change_source),
     "Config.clip_norm from None to 2.0": ({"clip_norm": 2.0}, None),
     "Config.seed from 0 to 1": ({"seed": 1}, None),
-    "torch's switches from": ({}, lambda m: m.setattr(saved, "_switches", lambda: ())),
     "the processor from": ({}, lambda m: m.setattr(saved, "_processor", lambda kind: "abacus")),
     "this rank from 0 to 1": ({}, None),
     "the mesh from": ({}, None),
@@ -263,7 +262,7 @@ CHANGES: dict[Any, str] = {
     hooked: "_forward_hooks",
     recoded: "forward from",
     dropping_more: "drop",
-    defaults: "torch's defaults",
+    defaults: "torch's deterministic_algorithms from False to True",
 }
 
 
