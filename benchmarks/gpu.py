@@ -14,9 +14,11 @@ running (the exit status is then 1):
   Program predicts beside `torch.cuda.max_memory_allocated`, both for a second step, and what it
   says of the bytes that the caching allocator reserves;
 - speed: milliseconds of a step, tokens per second and the peak, of plain PyTorch under autocast,
-  FSDP2, FSDP2 compiled, `Config(executor="traced")` and `"inductor"`, on CUDA both with
-  `cuda_graph=True`, too; all with AdamW, bf16 computation and float32 masters, and seconds to the
-  end of the first step;
+  FSDP2, FSDP2 compiled, `Config(executor="traced")` in both layouts and `"inductor"`, on CUDA with
+  `cuda_graph=True`, too, and of the Engine; all with AdamW, bf16 computation and float32 masters,
+  and seconds to the end of the first step;
+- host: the same of a small model, whose kernels are short, without what is compiled;
+- simulation: milliseconds and the peak that `fzero.simulate` gives for the large model's step;
 - offload: a step with masters and optimizer state in pinned host memory beside one without.
 """
 
@@ -40,6 +42,7 @@ from benchmarks.allocations import measure
 from benchmarks.memory import one_rank_of
 from benchmarks.models import GPT, Batch, Size, batch_of, fzero_step
 from fzero.distributed.dtensor import local_tensor
+from fzero.simulation import HARDWARE
 from fzero.tree import leaves
 
 TOY = Size(vocabulary=64, width=32, layers=2, heads=4, tokens=16, rows=2)
@@ -156,33 +159,66 @@ class Bench:
     # ---------------------------------------------------------------------------------- speed
     def speed(self) -> list[Row]:
         """One row per way to run a step of the large model; what can't be had says why."""
+        size = self.large
+        ways = self._ways(size) | {
+            "FSDP2, compiled": lambda: self._fsdp_step(size, compiled=True),
+            "fzero, inductor": lambda: self._adamw(size, precision="bf16", executor="inductor"),
+        }
+        if self.cuda:
+            ways["fzero, inductor, CUDA graph"] = lambda: self._adamw(
+                size, precision="bf16", executor="inductor", cuda_graph=True
+            )
+        return self._raced(ways, size)
+
+    def host(self) -> list[Row]:
+        """The same of the small model, whose kernels are short: what the host needs for a step."""
+        return self._raced(self._ways(self.small), self.small)
+
+    def _ways(self, size: Size) -> dict[str, Callable[[], Any]]:
         ways: dict[str, Callable[[], Any]] = {
-            "plain PyTorch, autocast": self._plain_step,
-            "FSDP2": self._fsdp_step,
-            "FSDP2, compiled": lambda: self._fsdp_step(compiled=True),
-            "fzero, generated": lambda: self._adamw(self.large, precision="bf16"),
-            "fzero, inductor": lambda: self._adamw(
-                self.large, precision="bf16", executor="inductor"
-            ),
+            "plain PyTorch, autocast": lambda: self._plain_step(size),
+            "FSDP2": lambda: self._fsdp_step(size),
+            "fzero, generated": lambda: self._adamw(size, precision="bf16"),
+            "fzero, generated, flat": lambda: self._adamw(size, precision="bf16", layout="flat"),
+            "fzero, Engine": lambda: self._engine_step(size),
         }
         if self.cuda:
             ways["fzero, generated, CUDA graph"] = lambda: self._adamw(
-                self.large, precision="bf16", cuda_graph=True
+                size, precision="bf16", cuda_graph=True
             )
-            ways["fzero, inductor, CUDA graph"] = lambda: self._adamw(
-                self.large, precision="bf16", executor="inductor", cuda_graph=True
-            )
+        return ways
+
+    def _raced(self, ways: dict[str, Callable[[], Any]], size: Size) -> list[Row]:
         rows = []
         for name, build in ways.items():
             try:
-                rows.append({"name": name, **self._timed(build)})
+                rows.append({"name": name, **self._timed(build, size)})
             except Exception as error:  # a peer that this torch or machine lacks
                 rows.append({"name": name, "error": _first_line(error)})
             if self.cuda:
                 torch.cuda.empty_cache()
         return rows
 
-    def _timed(self, build: Callable[[], Any]) -> Row:
+    def simulation(self) -> list[Row]:
+        """What `fzero.simulate` says of the large model's step on this device, if it knows it."""
+        known = [name for name in HARDWARE if name.upper() in torch.cuda.get_device_name().upper()]
+        if not known:
+            return []
+        with torch.device("meta"):
+            apply, params = fzero.functionalize(GPT(self.large))
+            batch = batch_of(self.large, self.large.rows)
+        report = fzero.simulate(
+            lambda params, batch: apply(params, *batch),
+            fzero.optim.adamw(1e-3, weight_decay=0.01),
+            fzero.Config(precision="bf16"),
+            params,
+            batch,
+            1,
+            known[0],
+        )
+        return [{"name": known[0], "ms": report.seconds * 1e3, "peak": report.peak_bytes}]
+
+    def _timed(self, build: Callable[[], Any], size: Size) -> Row:
         if self.cuda:
             torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated() if self.cuda else 0
@@ -202,16 +238,16 @@ class Bench:
             self._sync()
             times.append(time.perf_counter() - start)
         middle = statistics.median(times)
-        tokens = self.large.rows * self.large.tokens
+        tokens = size.rows * size.tokens
         row = {"ms": middle * 1e3, "tokens per second": tokens / middle, "first step s": first}
         if self.cuda:
             row["peak"] = torch.cuda.max_memory_allocated() - before
         return row
 
-    def _plain_step(self) -> Callable[[], None]:
-        module = self._module(self.large)
+    def _plain_step(self, size: Size) -> Callable[[], None]:
+        module = self._module(size)
         opt = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-        batch = self._batch(self.large)
+        batch = self._batch(size)
 
         def step() -> None:
             with torch.autocast(self.device, dtype=torch.bfloat16):
@@ -222,10 +258,21 @@ class Bench:
 
         return step
 
-    def _fsdp_step(self, *, compiled: bool = False) -> Callable[[], None]:
+    def _engine_step(self, size: Size) -> Callable[[], None]:
+        opt = fzero.optim.adamw(1e-3, weight_decay=0.01)
+        engine: Any = fzero.Engine(self._module(size), opt, fzero.Config(3, precision="bf16"))
+        batch = self._batch(size)
+
+        def step() -> None:
+            engine(*batch).backward()
+            engine.step()
+
+        return step
+
+    def _fsdp_step(self, size: Size, *, compiled: bool = False) -> Callable[[], None]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        module: nn.Module = self._module(self.large)
+        module: nn.Module = self._module(size)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in module.blocks:  # pyright: ignore
             if compiled:
@@ -233,7 +280,7 @@ class Bench:
             fully_shard(block, mp_policy=policy)
         fully_shard(module, mp_policy=policy)
         opt = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-        batch = self._batch(self.large)
+        batch = self._batch(size)
 
         def step() -> None:
             module(*batch).backward()
@@ -303,6 +350,9 @@ def run(bench: Bench, budget: float) -> Row:
     try:
         part("results", bench.results)
         part("speed", bench.speed)
+        part("host", bench.host)
+        if bench.cuda:
+            part("simulation", bench.simulation)
         part("offload", bench.offload)
     finally:
         dist.destroy_process_group()
