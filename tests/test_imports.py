@@ -28,7 +28,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         "functional.uncompiled",
     ),
     "program": (
-        *("errors", "operators", "layout", "numerics.host", "numerics.rng", "distributed"),
+        *("errors", "operators", "layout", "numerics.fakes", "numerics.host", "numerics.rng"),
+        "distributed",
         *("functional.islands", "functional.library", "functional.memory", "functional.opaque"),
         "functional.patch",
         "functional.warned",
@@ -61,7 +62,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("config", "zero", "eager", "program", "state", "transforms"),
     ),
     "simulation": (
-        *("errors", "tree", "distributed", "optim", "functional", "config", "program"),
+        *("errors", "tree", "numerics.fakes", "distributed", "optim", "functional", "config"),
+        "program",
         *("state.sharding", "transforms.frames", "transforms.function", "step"),
     ),
     "simulate": ("simulation",),

@@ -267,6 +267,8 @@ class Watch(TorchFunctionMode):
                 "(w = w * 2 instead of w.data = w.data * 2); change parameters between steps, and "
                 "buffers by buffer.copy_(new), as model state."
             )
+        if func is torch.Tensor.__deepcopy__ and _is_fake(args[0]) and args[0].is_leaf:
+            return _deep_copy(*args)
         result = self._called(func, args, kwargs or {})
         if type(func) in OPERATORS and not torch.compiler.is_compiling():
             uncompiled(refuse_underived, func, (args, kwargs), result, users_line)
@@ -307,6 +309,13 @@ class Watch(TorchFunctionMode):
 
     def _sources(self, x: torch.Tensor) -> list[torch.Tensor]:
         return self._made_of[id(x)][1] if id(x) in self._made_of else [] if _is_fake(x) else [x]
+
+
+def _deep_copy(x: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """What `copy.deepcopy` makes of a tensor without memory, whose address torch would ask for."""
+    if id(x) not in memo:
+        memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+    return memo[id(x)]
 
 
 class _Hears(TorchDispatchMode):

@@ -28,6 +28,7 @@ from fzero.functional.remat import is_recording, region
 from fzero.functional.remat_modules import matches_nothing
 from fzero.functional.slots import SlotTable, plan_slots
 from fzero.functional.swap import clone, read_buffers, swapped
+from fzero.numerics.fakes import without_addresses
 from fzero.numerics.rng import generator_of, preserved
 from fzero.tree import PyTree
 
@@ -366,7 +367,7 @@ def _tried(
         mode = context if isinstance(context, FakeTensorMode) else None
         generators = [generator_of(form.device) for form in {x.device: x for x in forms}.values()]
         try:
-            with preserved(generators), context, torch.no_grad():
+            with _compiled_as_is(), preserved(generators), context, torch.no_grad():
                 found = call.tried(tensors, like or call.fn, valued=mode is None)
         except (AssertionError, *_OF_FAKES) as error:
             # its own are of the mode; without one there are none
@@ -383,9 +384,17 @@ def _tried(
     return apart(attempted)
 
 
+def _compiled_as_is() -> Any:
+    """What torch.compile has made runs as what it was made of, where it would refuse a recording.
+
+    It can't see that it is run apart from that. Private in torch, without a public alternative.
+    """
+    return torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+
+
 def _without_values(forms: list[Form]) -> tuple[Any, list[Tensor]]:
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+    mode = without_addresses(FakeTensorMode, allow_non_fake_inputs=True, shape_env=shapes)
     with mode:
         return mode, [form.empty() for form in forms]
 

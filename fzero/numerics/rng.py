@@ -47,12 +47,21 @@ def is_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def _draws(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Attention and RNN operators are tagged as random, but draw only with a positive dropout."""
-    for i, argument in enumerate(target._schema.arguments):
+    """Attention and RNN operators are tagged as random, but draw only with a positive dropout.
+
+    The derivatives of attention never do: they are given where forward drew.
+    """
+    arguments = target._schema.arguments
+    if any(argument.name in _WHERE_FORWARD_DREW for argument in arguments):
+        return False
+    for i, argument in enumerate(arguments):
         if argument.name in ("dropout_p", "dropout"):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             return bool(argument.default_value if value is None else value)
     return True
+
+
+_WHERE_FORWARD_DREW = ("philox_seed", "rng_state")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.overrides import TorchFunctionMode
 
 from fzero.functional.warned import warned_here
+from fzero.numerics.fakes import without_addresses
 
 
 def new_env() -> Any:
@@ -36,7 +37,7 @@ def fake_inputs(
         dims: (input, dim).
         env: of the symbols.
     """
-    mode = _Mode(allow_non_fake_inputs=True, shape_env=env)
+    mode = without_addresses(_Mode, allow_non_fake_inputs=True, shape_env=env)
     return [_fake(x, i, mode, dims) for i, x in enumerate(inputs)]
 
 

@@ -32,6 +32,7 @@ from fzero.functional.remat_modules import Rules, remat_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.functional.transforms import is_recorded
 from fzero.layout.modules import modules_around
+from fzero.numerics.fakes import asks_for_memory, without_addresses
 from fzero.program.devices import devices_kept
 from fzero.program.dynamic import Dynamic, InputDim, marked
 from fzero.program.graph import is_op, output_node, placeholders
@@ -259,7 +260,7 @@ def _run(fn: Callable[..., Any], fakes: Callable[[], Sequence[Tensor]]) -> fx.Gr
 
 def _fakes(inputs: Sequence[Tensor], *, apart: bool) -> list[Tensor]:
     # Non-fake inputs are what the function closes over.
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = without_addresses(FakeTensorMode, allow_non_fake_inputs=True)
     seen: set[int] = set()
     fakes: list[Tensor] = []
     for x in inputs:
@@ -345,6 +346,8 @@ def _trace_error(
         bug = _EMPTY.format(leaf, tuple(x.shape))
     if "mixed torch.Tensor and DTensor" in str(cause):
         bug = _SHARDS_READ
+    if asks_for_memory(cause):
+        bug = _KERNEL
     error = TraceError(
         f"the model function can't be staged out: {_operation(cause)}{where}.\n"
         f"{''.join(told.values())}{bug}A Program holds the same operations for every batch, so "
@@ -373,7 +376,8 @@ _COMPILED = (
     "the model function calls what torch.compile has made{}: it can't be staged out, as its "
     "operators are hidden in there. Call the function or module that was compiled itself (of a "
     "module its `_orig_mod`): a Program has no Python left to save. Config(executor='inductor') "
-    "compiles all of it; Config(executor='eager') takes it as it is."
+    "compiles all of it; an island, fzero.opaque(fn_or_module), or Config(executor='eager') takes "
+    "it as it is."
 )
 _PERHAPS_A_BUG = "If the function raises the same when you call it yourself, mend that first. "
 _EMPTY = (
@@ -385,6 +389,10 @@ _SHARDS_READ = (
     "A leaf of a tree of shards was read as if it were whole. A function of whole leaves goes "
     "through fzero.sharded(fn, cfg)(params, ...), fzero.value_and_grad(fn, cfg) or another of "
     "them, inside of fzero.jit too. "
+)
+_KERNEL = (
+    "While a function is staged out tensors have no memory. Of a kernel make an operator, "
+    "torch.library.triton_op with wrap_triton, or custom_op; or an island, as below. "
 )
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -403,6 +411,8 @@ def _operation(error: Exception) -> str:
     if isinstance(error, _DATA_DEPENDENT):
         name = str(error.func)
         return f"{_READS.get(name, 'the result of an operation depends on values')} ({name})"
+    if asks_for_memory(error):
+        return "the address of a tensor is asked for (data_ptr, as launchers of kernels do)"
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -426,12 +436,14 @@ def _begin_with_users_code(error: BaseException | None) -> None:
 
 
 def _module_of(error: BaseException) -> str | None:
-    """The innermost module whose call an exception came through, by its name in the outermost."""
+    """The innermost module whose call an exception came through, by its name in the outermost.
+
+    What `forward` itself makes of a module (`torch.compile(self.block)(x)`) has no name there.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     calls = [frame.f_locals["self"] for frame in frames if frame.f_code is MODULE_CALL]
-    if not calls:
-        return None
-    return next((name for name, x in calls[0].named_modules() if x is calls[-1]), None)
+    names = {x: name for name, x in calls[0].named_modules()} if calls else {}
+    return next((names[x] for x in reversed(calls) if x in names), None)
 
 
 def _wrap(module: str | None) -> str:

@@ -11,6 +11,7 @@ from fzero.config import Config, as_config
 from fzero.distributed.made_up_ranks import made_up_ranks
 from fzero.distributed.mesh import Mesh, resolve_mesh
 from fzero.errors import ConfigError, FzeroError, arguments_by_name
+from fzero.numerics.fakes import without_addresses
 from fzero.program import Program
 from fzero.program.hardware import Hardware
 from fzero.program.transfers import planned_for
@@ -94,7 +95,7 @@ def lowered(
         hardware: that plans for a memory limit are made for.
         like: as `TrainStep.lower` takes it.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = without_addresses(FakeTensorMode, allow_non_fake_inputs=True)
     fakes, state = (x if callable(x) else fakes_of(x, mode) for x in (params, model_state))
     fed = batch_on_cpu(batch)
     with made_up_ranks(*shape) as device_mesh, planned_for(hardware):

@@ -170,7 +170,7 @@ class Eager:
 
         differentiate = self._sharded if cfg.stage == 3 else self._whole
         # a caller's no_grad is not to reach it, nor does it a recording
-        with torch.enable_grad(), differentiating():
+        with torch.enable_grad(), differentiating(), _compiled_takes_leaves():
             grads, loss, aux = differentiate(leaves, run)
         # aux may be a parameter, whose memory the update writes over, or of the batch, whose memory
         # is the caller's to fill again
@@ -248,6 +248,15 @@ class Eager:
         # not written over: autograd may hand out memory that others see
         scatter = self.plan.cfg.stage > 0
         return self.transport.reduce(grads, leaves, scatter=scatter, over=False).wait()
+
+
+def _compiled_takes_leaves() -> Any:
+    """What torch.compile has made looks, at its first call, whether custom operators alias their
+    arguments, and can't with tensors of classes that it does not know.
+
+    Private in torch; there is no other way to tell it not to look.
+    """
+    return torch._functorch.config.patch(check_custom_op_aliasing=False)
 
 
 @contextlib.contextmanager

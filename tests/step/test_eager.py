@@ -750,7 +750,8 @@ def _compiled_step() -> str:
     return ""
 
 
-def test_a_compiled_part_draws_what_it_draws_uncompiled() -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_compiled_part_draws_what_it_draws_uncompiled(stage: int) -> None:
     def part(x: Tensor, w: Tensor) -> Tensor:
         return (F.dropout(torch.sin(x @ w)) + torch.rand(5) * torch.randn_like(x)).cos()
 
@@ -759,7 +760,7 @@ def test_a_compiled_part_draws_what_it_draws_uncompiled() -> None:
         step_fn = fzero.make_train_step(
             lambda p, x, fn=fn: fn(fn(x, p["w"]), p["w"]).square().mean(),
             sgd(0.1),
-            _eager(donate=False),
+            _eager(donate=False, stage=stage),
         )
         state = step_fn.init({"w": _values(5, 5)})
         before = torch.get_rng_state()
