@@ -28,7 +28,6 @@ LAWS = {
     "functional/carried": "functional/test_leftovers.py: "
     "what_the_next_call_would_compute_with_is_refused",
     "numerics/casts": "numerics/test_precision.py: output_casts_floating_outputs_while_in_force",
-    "numerics/rng": "program/passes/test_seed.py: mix_depends_on_every_word",
     "optim/adafactor": "laws/test_optimizers.py: twenty_steps_equal_the_reference",
     "optim/adam": "optim/test_torch_parity.py: adam_and_adamw_have_torchs_numbers",
     "optim/averages": "laws/test_optimizers.py: twenty_steps_equal_the_reference",

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 
 from fzero.errors import ConfigError, ShardError, TraceError
 from fzero.functional.apart import apart
@@ -367,7 +368,13 @@ def _tried(
         mode = context if isinstance(context, FakeTensorMode) else None
         generators = [generator_of(form.device) for form in {x.device: x for x in forms}.values()]
         try:
-            with _compiled_as_is(), preserved(generators), context, torch.no_grad():
+            with (
+                _compiled_as_is(),
+                preserved(generators),
+                HiddenDraws(),
+                context,
+                torch.no_grad(),
+            ):
                 found = call.tried(tensors, like or call.fn, valued=mode is None)
         except (AssertionError, *_OF_FAKES) as error:
             # its own are of the mode; without one there are none
@@ -382,6 +389,35 @@ def _tried(
         return tuple(map(Form.of, found))
 
     return apart(attempted)
+
+
+class HiddenDraws(TorchFunctionMode):
+    """Refuses what draws masks that no seed reaches: backward runs an island again, with others.
+
+    Examples:
+        >>> rnn = torch.nn.LSTM(2, 2, num_layers=2, dropout=0.5)
+        >>> with HiddenDraws():  # on a CPU it draws as all others do
+        ...     _ = rnn(torch.ones(3, 2))
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _RNNS and args[0].is_cuda:
+            # after tensors and parameters: whether there are biases, layers, dropout, in training
+            at = [type(x) for x in args].index(bool)
+            layers, dropout, training = args[at + 1 : at + 4]
+            if training and dropout and layers > 1 and torch.backends.cudnn.enabled:
+                raise TraceError(
+                    f"{func.__name__} with dropout={dropout} on CUDA: cuDNN draws its masks from "
+                    "a state of its own, which no seed reaches, and backward runs an island again: "
+                    "its gradients would be those of other masks. Use RNNs of one layer with "
+                    "nn.Dropout in between, or Config(executor='eager')."
+                )
+        return func(*args, **(kwargs or {}))
+
+
+_RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def _compiled_as_is() -> Any:

@@ -411,6 +411,8 @@ def _operation(error: Exception) -> str:
     if isinstance(error, _DATA_DEPENDENT):
         name = str(error.func)
         return f"{_READS.get(name, 'the result of an operation depends on values')} ({name})"
+    if "UntypedStorage" in str(error) and isinstance(error, NotImplementedError):
+        return "the memory of a tensor is looked at, as cuDNN's RNNs do with their weights'"
     if asks_for_memory(error):
         return "the address of a tensor is asked for (data_ptr, as launchers of kernels do)"
     return f"{type(error).__name__}: {first_line(error)}"
