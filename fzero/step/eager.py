@@ -256,7 +256,9 @@ def _compiled_takes_leaves() -> Any:
 
     Private in torch; there is no other way to tell it not to look.
     """
-    return torch._functorch.config.patch(check_custom_op_aliasing=False)
+    return torch._functorch.config.patch(  # pyright: ignore[reportAttributeAccessIssue]
+        check_custom_op_aliasing=False
+    )
 
 
 @contextlib.contextmanager

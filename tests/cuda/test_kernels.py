@@ -64,19 +64,16 @@ def _kernels(cfg: fzero.Config) -> None:
     assert_as("float attention", found, plain(module, steps))
 
 
-@pytest.mark.parametrize(
-    "config", [{"executor": "eager"}, {"opaque": "auto"}, {"cuda_graph": True, "opaque": "auto"}]
-)
+@pytest.mark.parametrize("config", [{"executor": "eager"}, {"opaque": "auto"}], ids=str)
 def test_kernels_of_the_users(config: dict[str, Any]) -> None:
     _kernels(fzero.Config(3, **config))
 
 
 def test_kernels_of_the_users_in_a_program() -> None:
-    """Recorded as such, or refused with what to do."""
-    try:
+    """Refused with what to do; the device can be used as before."""
+    with pytest.raises(fzero.TraceError, match="address of a tensor is asked for"):
         _kernels(fzero.Config(3))
-    except fzero.TraceError as error:
-        assert "opaque" in str(error)  # noqa: PT017
+    torch.cuda.synchronize()
 
 
 def test_kernels_of_the_users_in_an_engine() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import fzero
 from fzero.distributed.ragged import is_supported
@@ -132,6 +133,83 @@ def _nccl_alone() -> None:
 
 def test_a_group_of_nccl_alone() -> None:
     run_fresh(WORLD, _nccl_alone, timeout=120)
+
+
+def _nccl_alone_with_state_on_the_host(folder: str) -> None:
+    """What is saved, offloaded and gathered to the host, though no group moves its memory."""
+    _join("nccl")
+    steps = _mine(batches(4))
+    for stage in (2, 3):
+        for layout in LAYOUTS:
+            cfg = fzero.Config(stage, clip_norm=0.5, layout=layout, offload="cpu")
+            _, params, state = _trained(cfg, net(), steps)
+            wanted = _plain(net())
+            assert_near(fzero.unshard(params), wanted)
+            for asynchronous in (False, True):
+                path = f"{folder}/{stage}-{layout}-{asynchronous}"
+                fzero.checkpoint.save(path, params, state, asynchronous=asynchronous)
+                fzero.checkpoint.wait()
+                _, like, state_like = _trained(cfg, net(), [])
+                again = fzero.checkpoint.load(path, like, state_like)
+                assert_near(fzero.unshard(again[0]), wanted)
+            fzero.checkpoint.export_safetensors(f"{folder}/{stage}-{layout}.safetensors", params)
+            engine: Any = fzero.Engine(net(), fzero.optim.sgd(0.3), fzero.Config(stage))
+            for x, y in steps:
+                engine(x, y).backward()
+                engine.step()
+            assert_near(engine.full_params(), plain(net(), batches(4), _sgd, None))
+            held = engine.state_dict()
+            assert held.keys() == dict(net().named_parameters()).keys()
+            engine.load_state_dict(held)
+            engine.release()
+    dist.destroy_process_group()
+
+
+def test_a_group_of_nccl_alone_with_state_on_the_host(tmp_path: Path) -> None:
+    run_fresh(WORLD, _nccl_alone_with_state_on_the_host, str(tmp_path), timeout=220)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x: Any) -> Any:
+        q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+
+def _masks() -> tuple[float, bool]:
+    """Ranks draw masks of their own in attention; computed again they are the same."""
+    _join()
+    torch.manual_seed(0)
+    module = nn.Sequential(_Attention()).to(DEVICE, torch.bfloat16)
+    x = torch.randn(4, 16, 64, device=DEVICE, dtype=torch.bfloat16)
+    finals, losses = [], []
+    for words in ({}, {"remat": {"0": "nothing"}}):
+        apply, params = fzero.functionalize(module)
+        words: dict[str, Any]
+
+        def loss(params: Any, x: Any, apply: Any = apply) -> Any:
+            found = apply(params, x).float().square().mean()
+            return found, found
+
+        cfg = fzero.Config(3, has_aux=True, **words)
+        step_fn = fzero.make_train_step(loss, fzero.optim.sgd(0.1), cfg)
+        params, state = step_fn.init(params)
+        params, state = step_fn(params, state, x)
+        finals.append(fzero.unshard(params))
+        losses.append(float(state.metrics["aux"]))
+    same = all(torch.equal(finals[0][k], v) for k, v in finals[1].items())
+    dist.destroy_process_group()
+    return losses[0], same
+
+
+def test_ranks_draw_masks_of_their_own() -> None:
+    (one, same), (two, also) = run_fresh(WORLD, _masks, timeout=150)
+    assert same
+    assert also
+    assert one != two
 
 
 def _engines() -> None:

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import fzero
 from fzero.errors import ConfigError, FzeroError, ShardError, TraceError
 from fzero.functional.islands import PULL, RUN, check_islands
+from fzero.functional.opaque import HiddenDraws
 from tests.ranks import run_ranks
 
 LR = 0.1
@@ -574,3 +575,110 @@ def test_what_a_part_apart_leaves_is_told_of(way: str) -> None:
     with pytest.warns(UserWarning, match="leaves tensors in the attribute 'aux'"):
         step_fn(params, state, torch.ones(2, 3))
     assert module.aux == 0.0
+
+
+# ------------------------------------------------------------------------- what torch.compile made
+class Compiling(nn.Module):
+    """Calls what has been compiled, in one of the ways that models have."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.way = way
+        if way == "itself":
+            self.block.compile(backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.way == "in forward":
+            x = torch.compile(self.block, backend="aot_eager")(x)
+        elif self.way == "function":
+            x = torch.compile(torch.tanh, backend="aot_eager")(self.block(x))
+        else:
+            x = self.block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("way", ["itself", "in forward", "function"])
+def test_an_island_may_hold_what_was_compiled(way: str, stage: int) -> None:
+    torch.manual_seed(0)
+    compiling, x = Compiling(way), torch.ones(3, 4)
+    module = Compiling("not at all")
+    module.load_state_dict(compiling.state_dict())
+    apply, params = fzero.functionalize(compiling)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return apply(params, x).square().mean()
+
+    without = fzero.make_train_step(loss, fzero.optim.sgd(0.1), fzero.Config(stage))
+    with pytest.raises(TraceError, match=r"torch\.compile has made.*fzero\.opaque"):
+        without(*without.init(params), x)
+    cfg = fzero.Config(stage, opaque="auto")
+    step_fn = fzero.make_train_step(loss, fzero.optim.sgd(0.1), cfg)
+    opt = torch.optim.SGD(module.parameters(), 0.1)
+    params, state = step_fn.init(params)
+    for _ in range(3):
+        params, state = step_fn(params, state, x)
+        module(x).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    found = fzero.unshard(params)
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(found[name], value.detach())
+
+
+# ---------------------------------------------------------------------- masks that no seed reaches
+class _OnCuda:
+    is_cuda = True
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+def test_an_rnn_whose_masks_are_of_cudnns_own_is_refused(name: str, packed: bool) -> None:
+    """The calls that nn.RNNBase makes, of tensors that say that they are on CUDA."""
+    called: list[Any] = []
+
+    def rnn(*args: Any) -> None:
+        called.append(args)
+
+    rnn.__name__ = name
+    sizes = [torch.ones(2)] if packed else []
+    hidden = [[torch.ones(1)] * 2 if name == "lstm" else torch.ones(1)]
+    given: list[Any] = [_OnCuda(), *sizes, *hidden, [torch.ones(1)]]
+
+    def call(layers: int, dropout: float, training: bool) -> None:
+        last = [] if packed else [True]
+        args = (*given, True, layers, dropout, training, False, *last)
+        HiddenDraws().__torch_function__(rnn, (), args)
+
+    for harmless in ((1, 0.5, True), (2, 0.0, True), (2, 0.5, False)):
+        call(*harmless)
+    assert len(called) == 3
+    with pytest.raises(TraceError, match=f"{name} with dropout=0.5"):
+        call(2, 0.5, True)
+    assert len(called) == 3
+
+
+def test_it_knows_the_calls_of_torchs_rnns() -> None:
+    """On a CPU they draw as all others do; what is checked is which function they call, and how."""
+    seen: list[tuple[str, Any]] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if getattr(func, "__name__", "") in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+                at = [type(x) for x in args].index(bool)
+                seen.append((func.__name__, args[at + 1 : at + 4]))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, 2, 4)
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        rnn: Any = kind(4, 4, num_layers=2, dropout=0.5)
+        with Watch(), HiddenDraws():
+            rnn(x)
+            rnn(pack_padded_sequence(x, torch.tensor([3, 2])))
+    assert seen == [
+        (name, (2, 0.5, True)) for name in ("lstm", "lstm", "gru", "gru", "rnn_tanh", "rnn_tanh")
+    ]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -187,7 +187,12 @@ def built(steps: list[tuple[Any, ...]]) -> Callable[[Tensor], tuple[Tensor, ...]
 def test_writes_count_for_those_who_read_later(steps: list[tuple[Any, ...]]) -> None:
     x = torch.linspace(-1, 1, 6, dtype=F64).view(2, 3)
     fn = built(steps)
-    wanted = fn(x.clone())
+    try:
+        wanted = fn(x.clone())
+    except RuntimeError as error:  # torch itself refuses to read what it writes
+        if "single memory location" in str(error):
+            reject()
+        raise
     program = functionalise(recorded(fn, x))
     assert not any(map(written_operands, program.graph.nodes))
     program.verify()
