@@ -592,11 +592,10 @@ class Compiling(nn.Module):
         x = self.first(x)
         if self.way == "in forward":
             x = torch.compile(self.block, backend="aot_eager")(x)
-        elif self.way == "function":
-            x = torch.compile(torch.tanh, backend="aot_eager")(self.block(x))
         else:
             x = self.block(x)
-        return self.last(x)
+        tanh = torch.compile(torch.tanh, backend="aot_eager")
+        return self.last(tanh(x) if self.way == "function" else torch.tanh(x))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

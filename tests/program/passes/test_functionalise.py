@@ -189,10 +189,8 @@ def test_writes_count_for_those_who_read_later(steps: list[tuple[Any, ...]]) -> 
     fn = built(steps)
     try:
         wanted = fn(x.clone())
-    except RuntimeError as error:  # torch itself refuses to read what it writes
-        if "single memory location" in str(error):
-            reject()
-        raise
+    except RuntimeError:  # torch itself refuses it: shapes that don't fit, reads of what is written
+        reject()
     program = functionalise(recorded(fn, x))
     assert not any(map(written_operands, program.graph.nodes))
     program.verify()
