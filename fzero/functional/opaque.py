@@ -328,6 +328,8 @@ def _forms(call: _Call, like: Callable[..., Any] | None) -> tuple[Form, ...]:
                 "out, which it was not given as an argument: its gradient would be lost. Pass "
                 "every tensor as an argument; of a module pass the module: fzero.opaque(module)."
             ) from error
+        except _HiddenDraw:
+            raise
         except Exception as error:
             refusals.append(error)
     if len(set(found)) == 1:
@@ -391,6 +393,10 @@ def _tried(
     return apart(attempted)
 
 
+class _HiddenDraw(TraceError):
+    """See `HiddenDraws`: other tensors would change nothing."""
+
+
 class HiddenDraws(TorchFunctionMode):
     """Refuses what draws masks that no seed reaches: backward runs an island again, with others.
 
@@ -408,7 +414,7 @@ class HiddenDraws(TorchFunctionMode):
             at = [type(x) for x in args].index(bool)
             layers, dropout, training = args[at + 1 : at + 4]
             if training and dropout and layers > 1 and torch.backends.cudnn.enabled:
-                raise TraceError(
+                raise _HiddenDraw(
                     f"{func.__name__} with dropout={dropout} on CUDA: cuDNN draws its masks from "
                     "a state of its own, which no seed reaches, and backward runs an island again: "
                     "its gradients would be those of other masks. Use RNNs of one layer with "

@@ -19,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fzero
+from fzero.distributed.dtensor import local_tensor
+from fzero.tree import leaves
 from tests.cuda.test_one_device import DEVICE, assert_same, nccl
 
 __all__ = ["nccl"]
@@ -200,16 +202,16 @@ class Compiled(nn.Module):
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Callable[[int], Tensor]:
     def draw(seed: int) -> Tensor:
-        made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-        return made.to(DEVICE)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(DEVICE)
 
     return draw
 
 
 def words(*shape: int) -> Callable[[int], Tensor]:
     def draw(seed: int) -> Tensor:
-        made = torch.randint(50, shape, generator=torch.Generator().manual_seed(seed))
-        return made.to(DEVICE)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randint(50, shape, generator=generator, device="cpu").to(DEVICE)
 
     return draw
 
@@ -361,7 +363,10 @@ def test_masks_are_a_function_of_the_state(name: str, executor: Any) -> None:
     first = step_fn(params, state, x)
     assert torch.equal(torch.rand(3, device=DEVICE), wanted)  # the user's generator is left alone
     again = step_fn(params, state, x)
-    assert_same(first[0], again[0])
+    assert torch.equal(first[1].metrics["loss"], again[1].metrics["loss"])
+    for a, b in zip(leaves(first[0]), leaves(again[0]), strict=True):
+        # near, and not the same: backward of attention adds up in any order
+        torch.testing.assert_close(local_tensor(a), local_tensor(b))
     other = step_fn(params, first[1], x)
     assert not torch.equal(other[1].metrics["loss"], first[1].metrics["loss"])
 
@@ -374,8 +379,9 @@ def test_an_rnn_with_dropout_is_refused(config: dict[str, Any]) -> None:
     x = numbers(4, 9, 16, dtype=torch.float32)(0)
     with pytest.raises(fzero.TraceError, match="cuDNN"):
         trained(module, [x], fzero.Config(3, **config))
-    trained(module.eval(), [x], fzero.Config(3, opaque=["rnn"]))
-    trained(module.train(), [x], fzero.Config(3, executor="eager"))
+    trained(module, [x], fzero.Config(3, executor="eager"))
+    module.rnn.dropout = 0.0
+    trained(module, [x], fzero.Config(3, opaque=["rnn"]))
 
 
 @pytest.mark.parametrize("name", list(DROPPING))
