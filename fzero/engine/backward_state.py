@@ -77,6 +77,7 @@ class BackwardState(NamedTuple):
         blocks: the open ones of `local_forward` and `gathered`, innermost last.
         unscaled: whether the gradients were finite when a scaler divided them by its scale; None if
             none did since the last update.
+        together: the most forwards that one backward has reached since the last update.
     """
 
     task: Task | None = None
@@ -93,6 +94,7 @@ class BackwardState(NamedTuple):
     latest: tuple[int, ...] = ()
     blocks: tuple[str, ...] = ()
     unscaled: bool | None = None
+    together: int = 0
 
     @property
     def is_local(self) -> bool:

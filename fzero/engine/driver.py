@@ -93,6 +93,7 @@ class Driver:
         self._thread = threading.get_ident()
         self._calling = False  # inside the engine's own call
         self._cut_short = 0  # accumulations since the last update that zero_grad() has ended
+        self._told_of_several = False
         self._came = False  # whether a backward has come to something of this engine
         # of a synced one, those that were taken untold: see `phases.untold`
         self._quiet, self._awaited, self._taken = -1, 0, 0
@@ -438,6 +439,13 @@ class Driver:
                 warnings.warn(_CUT_SHORT.format(self.cfg.accum_steps), stacklevel=users_line())
         self.on(events.GradientsZeroed())
 
+    def tell_of_several(self) -> None:
+        """Warn, once, if `step()` goes by a number that one backward raised by more than one."""
+        several, wanted = self.state.together, self.cfg.accum_steps
+        if several > 1 and wanted > 1 and not self._told_of_several:
+            self._told_of_several = True
+            warnings.warn(_SEVERAL.format(several, wanted), stacklevel=users_line())
+
     def unscale(self, factor: Tensor) -> bool:
         """Multiply the gradients of this step by `factor`; whether all ranks' were finite."""
         with self.alone("unscale_()", "scaler.unscale_(engine.optimizer) was called"):
@@ -701,6 +709,12 @@ def _take_out(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
+_SEVERAL = (
+    "one backward has reached {0} forwards of this engine, and engine.step() counts each as one of "
+    "accum_steps={1} micro-batches. If they are one loss (two views of a sample, real and fake "
+    "batches), it updates too early: say when, engine.step(i % {1} == {1} - 1). If they are "
+    "micro-batches, call backward for each, or filter this warning."
+)
 _CUT_SHORT = (
     "zero_grad() has dropped the gradients of a step that was not complete, for the second time "
     "since the last update: with accum_steps={} engine.step() updates once so many micro-batches "

@@ -396,6 +396,8 @@ class Engine:
                     "it: fzero.Engine(model, fzero.optim.adamw(3e-4), cfg)."
                 )
             driver.reducer.refuse_half_done("engine.step() was called")
+            if boundary is None:
+                driver.tell_of_several()
             driver.on(events.StepCalled(boundary))
         if self._face is not None:
             self._face.stepped()

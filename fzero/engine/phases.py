@@ -333,9 +333,13 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
     state = state._replace(task=None)
     # a loss that was left on the module, or a penalty on gradients, reaches no output
     mine = task.reached or frozenset(state.latest)
-    counted = state.counted or bool(mine)
     state = state._replace(
-        reached=state.reached | mine, latest=(), moved=True, fresh=False, counted=counted
+        reached=state.reached | mine,
+        latest=(),
+        moved=True,
+        fresh=False,
+        counted=state.counted or bool(mine),
+        together=max(state.together, len(mine)),
     )
     if not task.synced:
         return state._replace(unreduced=state.unreduced or bool(task.seen)), (Commit(), Reshard())
@@ -409,14 +413,16 @@ def _step_called(rules: Rules, state: BackwardState, event: StepCalled) -> Resul
         return state, ()
     # where leaves are counted another rank may have kept something: all ask
     flush = (Flush(),) if rules.reduces and (state.unreduced or rules.counts) else ()
-    state = state._replace(reached=frozenset(), unreduced=False, latest=(), unscaled=None)
+    state = state._replace(
+        reached=frozenset(), unreduced=False, latest=(), unscaled=None, together=0
+    )
     return state, (*flush, Update(), Reshard())
 
 
 def _gradients_zeroed(rules: Rules, state: BackwardState, event: GradientsZeroed) -> Result:
     refuse_inside(state, "zero_grad()")
     state = state._replace(reached=frozenset(), unreduced=False, moved=False, fresh=True, latest=())
-    return state._replace(counted=False, unscaled=None), (Clear(),)
+    return state._replace(counted=False, unscaled=None, together=0), (Clear(),)
 
 
 def _gradients_unscaled(rules: Rules, state: BackwardState, event: GradientsUnscaled) -> Result:

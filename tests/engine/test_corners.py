@@ -1,6 +1,7 @@
 """What a program may do without thinking of it, and an engine has to."""
 
 import gc
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -392,3 +393,37 @@ def _seeded(number: int) -> torch.Generator:
 
 def test_a_view_keeps_its_conjugation() -> None:
     assert max(run_ranks(2, _conjugates)) < 1e-12
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_forwards_of_one_loss_that_count_as_micro_batches_are_told_of(stage: int) -> None:
+    def engine() -> Any:
+        torch.manual_seed(0)
+        cfg = fzero.Config(stage, accum_steps=4)
+        return fzero.Engine(nn.Linear(3, 2), fzero.optim.sgd(0.1), cfg)
+
+    x = torch.ones(4, 3)
+    siamese = engine()
+    for i in range(4):  # one loss of two forwards, with the boundary by word
+        (siamese(x) * siamese(-x)).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            siamese.step(i % 4 == 3)
+    assert int(siamese.state[1].step) == 1
+    early = engine()
+    for i in range(4):
+        (early(x) * early(-x)).sum().backward()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            early.step()
+        said = [str(w.message) for w in told if "reached 2 forwards" in str(w.message)]
+        assert len(said) == (i == 0)  # once, with the line of the call
+        assert all(w.filename == __file__ for w in told if "reached 2" in str(w.message))
+    assert int(early.state[1].step) == 2
+    one_by_one = engine()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            one_by_one(x).sum().backward()
+            one_by_one.step()
+    assert int(one_by_one.state[1].step) == 1
