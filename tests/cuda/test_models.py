@@ -500,12 +500,14 @@ def test_flex_attention(config: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------- memory and streams
-def _state(**config: Any) -> tuple[Any, Any, Any, list[Tensor]]:
+def _state(opt: Any = None, **config: Any) -> tuple[Any, Any, Any, list[Tensor]]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(DEVICE)
     apply, params = fzero.functionalize(module)
     step_fn = fzero.make_train_step(
-        lambda p, x: objective(apply(p, x)), fzero.optim.adamw(1e-3), fzero.Config(**config)
+        lambda p, x: objective(apply(p, x)),
+        opt or fzero.optim.adamw(1e-3),
+        fzero.Config(**config),
     )
     return step_fn, *step_fn.init(params), [numbers(32, 64, dtype=torch.float32)(0)] * 3
 
@@ -650,16 +652,16 @@ def test_threads_with_streams_of_their_own(config: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------- settings and other places
 def test_precision_of_products_is_the_one_of_now() -> None:
     """With tf32 a product is another; a captured step follows, as one that is not does."""
-    config: dict[str, Any] = {"stage": 0}
     losses = []
     for graph in (False, True):
-        step_fn, params, state, _ = _state(**config, cuda_graph=graph, donate=False)
+        step_fn, params, state, _ = _state(fzero.optim.sgd(0.0), stage=0, cuda_graph=graph)
         x = numbers(512, 64, dtype=torch.float32)(0) * 30
         found = []
         for number in range(8):
             torch.set_float32_matmul_precision("high" if number in (4, 5) else "highest")
             try:
-                found.append(float(step_fn(params, state, x)[1].metrics["loss"]))
+                params, state = step_fn(params, state, x)
+                found.append(float(state.metrics["loss"]))
             finally:
                 torch.set_float32_matmul_precision("highest")
         assert found[3] != found[4]
