@@ -311,8 +311,11 @@ def _owners(fn: Callable[..., Any], field: str) -> Iterator[str]:
 def users_line() -> int:
     """The `stacklevel` with which a warning names the line that called into this package."""
     frame, level = sys._getframe(1), 1
-    # contextlib's frames lie between a context manager here and whoever enters it
-    ours = "fzero", "contextlib"
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
+    while frame.f_back and _PASSED_ON.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     return level
+
+
+# contextlib's frames lie between a context manager here and whoever enters it, torch's between an
+# optimizer's step and whoever calls it
+_PASSED_ON = re.compile(r"(fzero|contextlib|torch\.optim)(\.|$)")

@@ -30,6 +30,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "program": (
         *("errors", "operators", "layout", "numerics.fakes", "numerics.host", "numerics.rng"),
         "distributed",
+        "functional.copies",
         *("functional.islands", "functional.library", "functional.memory", "functional.opaque"),
         "functional.patch",
         "functional.warned",

@@ -339,7 +339,7 @@ def _task_ended(rules: Rules, state: BackwardState, event: TaskEnded) -> Result:
         moved=True,
         fresh=False,
         counted=state.counted or bool(mine),
-        together=max(state.together, len(mine)),
+        together=max(state.together, len(mine - state.reached)),
     )
     if not task.synced:
         return state._replace(unreduced=state.unreduced or bool(task.seen)), (Commit(), Reshard())

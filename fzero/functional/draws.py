@@ -267,21 +267,18 @@ class Watch(TorchFunctionMode):
                 "(w = w * 2 instead of w.data = w.data * 2); change parameters between steps, and "
                 "buffers by buffer.copy_(new), as model state."
             )
-        if func is torch.Tensor.__deepcopy__ and _is_fake(args[0]) and args[0].is_leaf:
-            return _deep_copy(*args)
+        to_numpy = getattr(func, "__name__", "") in ("numpy", "__array__")
+        if self.reads is not None and to_numpy and not _is_fake(args[0]):  # others raise by torch
+            raise TraceError(
+                f"a tensor is turned into a numpy array{users_line()} while the function is "
+                "staged out, where tensors have no values. Do this before the step and pass "
+                "the result in the batch, or use Config(executor='eager')."
+            )
         result = self._called(func, args, kwargs or {})
         if type(func) in OPERATORS and not torch.compiler.is_compiling():
             uncompiled(refuse_underived, func, (args, kwargs), result, users_line)
-        if self.reads is not None:
-            name = getattr(func, "__name__", "")
-            if name in _HOST_READS:
-                self.reads += [x for x in args if isinstance(x, torch.Tensor)]
-            elif name in ("numpy", "__array__"):  # of a tensor from outside; others have raised
-                raise TraceError(
-                    f"a tensor is turned into a numpy array{users_line()} while the function is "
-                    "staged out, where tensors have no values. Do this before the step and pass "
-                    "the result in the batch, or use Config(executor='eager')."
-                )
+        if self.reads is not None and getattr(func, "__name__", "") in _HOST_READS:
+            self.reads += [x for x in args if isinstance(x, torch.Tensor)]
         return result
 
     @not_compiled_alone
@@ -309,13 +306,6 @@ class Watch(TorchFunctionMode):
 
     def _sources(self, x: torch.Tensor) -> list[torch.Tensor]:
         return self._made_of[id(x)][1] if id(x) in self._made_of else [] if _is_fake(x) else [x]
-
-
-def _deep_copy(x: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-    """What `copy.deepcopy` makes of a tensor without memory, whose address torch would ask for."""
-    if id(x) not in memo:
-        memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
-    return memo[id(x)]
 
 
 class _Hears(TorchDispatchMode):

@@ -406,10 +406,12 @@ class HiddenDraws(TorchFunctionMode):
         ...     _ = rnn(torch.ones(3, 2))
     """
 
+    rnns = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _RNNS and args[0].is_cuda:
+        if func in self.rnns and args[0].is_cuda:
             # after tensors and parameters: whether there are biases, layers, dropout, in training
             at = [type(x) for x in args].index(bool)
             layers, dropout, training = args[at + 1 : at + 4]
@@ -421,9 +423,6 @@ class HiddenDraws(TorchFunctionMode):
                     "nn.Dropout in between, or Config(executor='eager')."
                 )
         return func(*args, **(kwargs or {}))
-
-
-_RNNS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def _compiled_as_is() -> Any:

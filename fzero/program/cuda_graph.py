@@ -285,11 +285,16 @@ def _settings() -> tuple[Any, ...]:
         matmul.fp32_precision,
         cudnn.conv.fp32_precision,
         cudnn.rnn.fp32_precision,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
         matmul.allow_fp16_accumulation,
+        cudnn.enabled,
         cudnn.benchmark,
+        cudnn.benchmark_limit,
         cudnn.deterministic,
+        torch.backends.cuda.preferred_blas_library(),
+        torch.backends.cuda.preferred_linalg_library(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # pyright: ignore
         torch.are_deterministic_algorithms_enabled(),
     )
 

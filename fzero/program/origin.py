@@ -119,7 +119,7 @@ class _Finder:
             code = frame.f_code
             if code is MODULE_CALL:
                 outer = frame.f_locals["self"]
-                inner = inner or outer
+                inner = outer if inner is None else inner  # whose len() may be 0, or an error
             elif user is None and not is_ours(code):
                 user = frame
             frame = frame.f_back

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from torch.fx.graph import CodeGen
 from torch.nn import Parameter
 
 from fzero.errors import FzeroError, TraceError, TransformOverError, first_line
+from fzero.functional.copies import deep_copies
 from fzero.functional.library import is_library_class
 from fzero.functional.opaque import opaque_modules
 from fzero.functional.remat_modules import Rules, remat_modules
@@ -252,6 +254,7 @@ def _run(fn: Callable[..., Any], fakes: Callable[[], Sequence[Tensor]]) -> fx.Gr
         transformers_is_tracing(),
         unchecked,
         checkpoints_as_regions(),
+        deep_copies,
         torch.enable_grad(),
     ):
         noted = origins_noted(fn)
@@ -376,8 +379,8 @@ _COMPILED = (
     "the model function calls what torch.compile has made{}: it can't be staged out, as its "
     "operators are hidden in there. Call the function or module that was compiled itself (of a "
     "module its `_orig_mod`): a Program has no Python left to save. Config(executor='inductor') "
-    "compiles all of it; an island, fzero.opaque(fn_or_module), or Config(executor='eager') takes "
-    "it as it is."
+    "compiles all of it; Config(executor='eager') takes it as it is, and so does an island around "
+    "the call, fzero.opaque of the function or module that makes it, or Config(opaque='auto')."
 )
 _PERHAPS_A_BUG = "If the function raises the same when you call it yourself, mend that first. "
 _EMPTY = (
@@ -392,7 +395,8 @@ _SHARDS_READ = (
 )
 _KERNEL = (
     "While a function is staged out tensors have no memory. Of a kernel make an operator, "
-    "torch.library.triton_op with wrap_triton, or custom_op; or an island, as below. "
+    "torch.library.triton_op with wrap_triton, or custom_op; or an island, as below. Whether two "
+    "tensors are one `is` tells. "
 )
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -411,11 +415,15 @@ def _operation(error: Exception) -> str:
     if isinstance(error, _DATA_DEPENDENT):
         name = str(error.func)
         return f"{_READS.get(name, 'the result of an operation depends on values')} ({name})"
-    if "UntypedStorage" in str(error) and isinstance(error, NotImplementedError):
+    if "UntypedStorage" in str(error) and _came_through(error, torch.nn.modules.rnn):
         return "the memory of a tensor is looked at, as cuDNN's RNNs do with their weights'"
     if asks_for_memory(error):
         return "the address of a tensor is asked for (data_ptr, as launchers of kernels do)"
     return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _came_through(error: BaseException, module: ModuleType) -> bool:
+    return any(x.filename == module.__file__ for x in traceback.extract_tb(error.__traceback__))
 
 
 def _user_frame(error: BaseException) -> str:

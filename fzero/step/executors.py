@@ -65,9 +65,11 @@ class Executors:
             raise FzeroError("Config.executor='eager' stages nothing out: it has no Programs.")
         every = [(key, one) for key, one in self._traced if one.hold()]
         if plan is None or not every:
+            gone = [change for _, one in self._traced for change in one.differences()]
+            changed = f"what was no longer holds ({', '.join(gone[:3])})"
             raise FzeroError(
-                "there are no Programs to save: nothing is staged out yet, or what was no longer "
-                "holds. Call step_fn(params, opt_state, batch) or step_fn.lower(...) first."
+                f"there are no Programs to save: {changed if gone else 'nothing is staged out yet'}"
+                ". Call step_fn(params, opt_state, batch) or step_fn.lower(...) first."
             )
         with ONE_AT_A_TIME:
             save_programs(path, plan, every)

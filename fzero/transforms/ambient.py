@@ -20,6 +20,7 @@ class Ambient(NamedTuple):
         flash_attention, memory_efficient_attention, math_attention, cudnn_attention,
         attention_priority: which operator `scaled_dot_product_attention` is, as set by
             `torch.nn.attention.sdpa_kernel`.
+        reduced_attention: whether attention of 16 bits that is written out computes in them.
         einsum_path: in which order `torch.einsum` contracts.
     """
 
@@ -36,6 +37,7 @@ class Ambient(NamedTuple):
     math_attention: bool
     cudnn_attention: bool
     attention_priority: tuple[int, ...]
+    reduced_attention: bool
     einsum_path: str | None
 
     @classmethod
@@ -46,8 +48,8 @@ class Ambient(NamedTuple):
             >>> from torch.nn.attention import SDPBackend, sdpa_kernel
             >>> before = Ambient.of_now()
             >>> with sdpa_kernel(SDPBackend.MATH):
-            ...     before.changes(Ambient.of_now())[0]
-            'torch\\'s flash_attention from True to False'
+            ...     print(before.changes(Ambient.of_now())[0])
+            torch's flash_attention from True to False
         """
         cuda, einsum = torch.backends.cuda, torch.backends.opt_einsum
         return cls(
@@ -64,6 +66,7 @@ class Ambient(NamedTuple):
             cuda.math_sdp_enabled(),
             cuda.cudnn_sdp_enabled(),
             tuple(torch._C._get_sdp_priority_order()),  # without a public name
+            cuda.fp16_bf16_reduction_math_sdp_allowed(),
             einsum.strategy if einsum.enabled else None,
         )
 

@@ -420,6 +420,13 @@ def test_forwards_of_one_loss_that_count_as_micro_batches_are_told_of(stage: int
         assert len(said) == (i == 0)  # once, with the line of the call
         assert all(w.filename == __file__ for w in told if "reached 2" in str(w.message))
     assert int(early.state[1].step) == 2
+    carried, hidden = engine(), torch.zeros(4, 2)  # backward through time: each adds one forward
+    for _ in range(4):
+        hidden = hidden + carried(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            hidden.sum().backward(retain_graph=True)
+            carried.step(False)
     one_by_one = engine()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

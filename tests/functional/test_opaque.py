@@ -649,7 +649,9 @@ def test_an_rnn_whose_masks_are_of_cudnns_own_is_refused(name: str, packed: bool
     def call(layers: int, dropout: float, training: bool) -> None:
         last = [] if packed else [True]
         args = (*given, True, layers, dropout, training, False, *last)
-        HiddenDraws().__torch_function__(rnn, (), args)
+        mode = HiddenDraws()
+        mode.rnns = (rnn,)  # pyright: ignore
+        mode.__torch_function__(rnn, (), args)
 
     for harmless in ((1, 0.5, True), (2, 0.0, True), (2, 0.5, False)):
         call(*harmless)
@@ -667,7 +669,7 @@ def test_it_knows_the_calls_of_torchs_rnns() -> None:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if getattr(func, "__name__", "") in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            if func in HiddenDraws.rnns:
                 at = [type(x) for x in args].index(bool)
                 seen.append((func.__name__, args[at + 1 : at + 4]))
             return func(*args, **(kwargs or {}))

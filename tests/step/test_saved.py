@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fzero
 from fzero import Program, passes
@@ -752,3 +753,11 @@ def test_a_context_variable_that_says_otherwise_is_noticed(tmp_path: Path) -> No
         _SCALE.reset(token)
     assert len(said) == 1
     assert "from float 2.0 to float 3.0" in said[0]
+
+
+def test_what_keeps_programs_from_being_saved_is_named(tmp_path: Path) -> None:
+    fresh = Fresh()
+    with sdpa_kernel(SDPBackend.MATH):
+        fresh.steps(1)
+    with pytest.raises(FzeroError, match=r"no longer holds.*flash_attention from False to True"):
+        fresh.step_fn.save_programs(tmp_path)

@@ -49,6 +49,9 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "attention_priority": lambda: sdpa_kernel(
         [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True
     ),
+    "reduced_attention": lambda: _set(
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp, True, False
+    ),
     "einsum_path": lambda: _einsum(not torch.backends.opt_einsum.enabled),
 }
 
