@@ -444,7 +444,7 @@ class Driver:
         several, wanted = self.state.together, self.cfg.accum_steps
         if several > 1 and wanted > 1 and not self._told_of_several:
             self._told_of_several = True
-            warnings.warn(_SEVERAL.format(several, wanted), stacklevel=users_line())
+            warnings.warn(_SEVERAL.format(several, wanted, wanted - 1), stacklevel=users_line())
 
     def unscale(self, factor: Tensor) -> bool:
         """Multiply the gradients of this step by `factor`; whether all ranks' were finite."""
@@ -712,7 +712,7 @@ def _take_out(handles: Sequence[RemovableHandle]) -> None:
 _SEVERAL = (
     "one backward has reached {0} forwards of this engine, and engine.step() counts each as one of "
     "accum_steps={1} micro-batches. If they are one loss (two views of a sample, real and fake "
-    "batches), it updates too early: say when, engine.step(i % {1} == {1} - 1). If they are "
+    "batches), it updates too early: say when, engine.step(i % {1} == {2}). If they are "
     "micro-batches, call backward for each, or filter this warning."
 )
 _CUT_SHORT = (

@@ -36,7 +36,7 @@ def _copied(x: FakeTensor, memo: dict[int, Any]) -> Tensor:
     if id(x) in memo:
         return memo[id(x)]
     with torch.no_grad():
-        key = ("fzero", x.untyped_storage()._cdata, x.dtype)
+        key = x.untyped_storage()._cdata, x.dtype
         held: dict[Any, Tensor] = memo.setdefault(id(_copied), {})
         if key not in held:
             whole = x.untyped_storage().nbytes() // x.itemsize

@@ -452,8 +452,8 @@ def _module_of(error: BaseException) -> str | None:
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     calls = [frame.f_locals["self"] for frame in frames if frame.f_code is MODULE_CALL]
-    names = {x: name for name, x in calls[0].named_modules()} if calls else {}
-    return next((names[x] for x in reversed(calls) if x in names), None)
+    names = {id(x): name for name, x in calls[0].named_modules()} if calls else {}
+    return next((names[id(x)] for x in reversed(calls) if id(x) in names), None)
 
 
 def _wrap(module: str | None) -> str:
