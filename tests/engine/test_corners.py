@@ -426,7 +426,7 @@ def test_forwards_of_one_loss_that_count_as_micro_batches_are_told_of(stage: int
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             hidden.sum().backward(retain_graph=True)
-            carried.step(False)
+            carried.step()
     one_by_one = engine()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -15,6 +15,7 @@ import fzero
 from fzero.errors import ConfigError, FzeroError, ShardError, TraceError
 from fzero.functional.islands import PULL, RUN, check_islands
 from fzero.functional.opaque import HiddenDraws
+from fzero.program.origin import origin_of
 from tests.ranks import run_ranks
 
 LR = 0.1
@@ -625,6 +626,35 @@ def test_an_island_may_hold_what_was_compiled(way: str, stage: int) -> None:
     found = fzero.unshard(params)
     for name, value in module.named_parameters():
         torch.testing.assert_close(found[name], value.detach())
+
+
+class _Counted(nn.Linear):
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, _Counted])
+def test_a_layer_may_be_opaque_and_compiled(kind: type[nn.Linear]) -> None:
+    """Of which nobody asks for a length: a compiled module raises, and one of 0 is a module."""
+    torch.manual_seed(0)
+    layer, x = kind(4, 2), torch.ones(3, 4)
+    module = nn.Sequential(
+        nn.Linear(4, 4), fzero.opaque(torch.compile(layer, backend="aot_eager")), kind(2, 2)
+    )
+    reference = copy.deepcopy(nn.Sequential(module[0], layer, module[2]))
+    apply, params = fzero.functionalize(module)
+    step_fn = fzero.make_train_step(
+        lambda p, x: apply(p, x).square().mean(), fzero.optim.sgd(0.1), fzero.Config(3)
+    )
+    params, state = step_fn.init(params)
+    params, state = step_fn(params, state, x)
+    program = step_fn.lower(params, state, x)
+    assert {"0", "2"} <= {origin_of(node).module for node in program.graph.nodes}
+    opt = torch.optim.SGD(reference.parameters(), 0.1)
+    reference(x).square().mean().backward()
+    opt.step()
+    for found, wanted in zip(fzero.unshard(params).values(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted.detach())
 
 
 # ---------------------------------------------------------------------- masks that no seed reaches
