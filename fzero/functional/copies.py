@@ -39,14 +39,13 @@ def _copied(x: FakeTensor, memo: dict[int, Any]) -> Tensor:
         key = x.untyped_storage()._cdata, x.dtype
         held: dict[Any, Tensor] = memo.setdefault(id(_copied), {})
         if key not in held:
-            whole = x.untyped_storage().nbytes() // x.itemsize
-            dense = x.is_contiguous() and x.numel() == whole
-            held[key] = x.clone() if dense else x.as_strided((whole,), (1,), 0).clone()
+            numel = x.untyped_storage().nbytes() // x.itemsize
+            dense = x.is_contiguous() and x.numel() == numel
+            held[key] = x.clone() if dense else x.as_strided((numel,), (1,), 0).clone()
         found = held[key]
-        made = found.as_strided(x.shape, x.stride(), x.storage_offset())
-        if found.shape == x.shape and found.stride() == x.stride():
-            made = found.view_as(found)
-    made = made.detach()
+        whole = found.shape == x.shape and found.stride() == x.stride()
+        place = x.shape, x.stride(), x.storage_offset()
+        made = (found if whole else found.as_strided(*place)).detach()
     memo[id(x)] = made
     if x.requires_grad:  # inside of a transform of torch.func even False is refused
         made.requires_grad_()

@@ -411,7 +411,7 @@ class HiddenDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in self.rnns and args[0].is_cuda:
+        if func in self.rnns and bool in map(type, args) and args[0].is_cuda:
             # after tensors and parameters: whether there are biases, layers, dropout, in training
             at = [type(x) for x in args].index(bool)
             layers, dropout, training = args[at + 1 : at + 4]
