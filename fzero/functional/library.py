@@ -1,4 +1,8 @@
-"""Whose code and whose classes: the user's, or torch's, numpy's, Python's and this package's."""
+"""Whose code and whose classes: the user's, or torch's, numpy's, Python's and this package's.
+
+Test runners are among the latter: a test module names `pytest`, which knows every plugin and every
+test of a session, and no model computes with these.
+"""
 
 import functools
 import os
@@ -27,8 +31,12 @@ def is_library(filename: str) -> bool:
     parts = File(filename).parts
     for packages in ("site-packages", "dist-packages"):
         if packages in parts:
-            return parts[parts.index(packages) + 1 :][:1] == ("numpy",)
+            return parts[parts.index(packages) + 1 :][:1] in _PACKAGES
     return filename.startswith((sysconfig.get_paths()["stdlib"] + os.sep, "<frozen"))
+
+
+_RUNNERS = ("_pytest", "pytest", "pluggy", "xdist", "execnet", "hypothesis")
+_PACKAGES = {(name,) for name in ("numpy", *_RUNNERS)}
 
 
 def is_library_module(module: types.ModuleType) -> bool:

@@ -197,7 +197,7 @@ class Walk:
     def _function(self, fn: types.FunctionType, place: Place) -> None:
         code = fn.__code__
         known = is_library(code.co_filename)
-        passed = set() if known else passed_on(code)
+        passed = frozenset() if known else passed_on(code)
         for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
             get = functools.partial(getattr, cell)
             follow = known or name in passed or not _is_space(self._cell(fn, name))
@@ -212,7 +212,7 @@ class Walk:
         self._spaces.append((fn, place))
         there = names & fn.__globals__.keys()
         if any(not isinstance(fn.__globals__[name], _DEFINED) for name in there):
-            there &= set(_global_names(code))  # data: names of attributes are no globals
+            there &= _global_names(code)  # data: names of attributes are no globals
         # sorted: another process is to come to all in the same order
         for name in sorted(there):
             self._note_named(fn.__globals__, name, Place(None, name), passed)
@@ -235,7 +235,9 @@ class Walk:
         except ValueError:
             return None
 
-    def _note_named(self, space: dict[str, Any], name: str, place: Place, passed: set[str]) -> None:
+    def _note_named(
+        self, space: dict[str, Any], name: str, place: Place, passed: frozenset[str]
+    ) -> None:
         """What code has a name for; a class or a module only goes on where the code hands it on."""
         follow = name in passed or not _is_space(space[name])
         self._note(space.get, name, place, space, follow)
@@ -264,7 +266,7 @@ class Walk:
         return bool(self._todo)
 
     def _namespace(
-        self, value: Any, names: set[str], place: Place, passed: set[str], depth: int = 3
+        self, value: Any, names: set[str], place: Place, passed: frozenset[str], depth: int = 3
     ) -> None:
         """What code that has these names may read of a class or a module."""
         if isinstance(value, type):
@@ -312,7 +314,7 @@ class Walk:
         if code is None or is_library(code.co_filename) or (id(cls), id(code)) in self._bound:
             return
         self._bound.add((id(cls), id(code)))  # class methods may call each other
-        self._namespace(cls, _names(code), place, set())
+        self._namespace(cls, _names(code), place, frozenset())
 
     # --------------------------------------------------------------------------------- objects
     def _object(self, value: Any, place: Place) -> None:
@@ -498,7 +500,9 @@ def _names(code: types.CodeType) -> set[str]:
     return found
 
 
-def passed_on(code: types.CodeType) -> set[str]:
+# Code is met again at each recording, often by the thousand: what it says never changes.
+@functools.lru_cache(maxsize=4096)
+def passed_on(code: types.CodeType) -> frozenset[str]:
     """Names of what a code does more with than to call it or to read an attribute.
 
     Of a module that it imports itself: "import name".
@@ -518,7 +522,7 @@ def passed_on(code: types.CodeType) -> set[str]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             found |= passed_on(const)
-    return found - {"__class__"}  # super() loads it, and reads its attribute by itself
+    return frozenset(found - {"__class__"})  # super() loads it, and reads its attribute by itself
 
 
 def _is_space(value: Any) -> bool:
@@ -527,13 +531,17 @@ def _is_space(value: Any) -> bool:
     return isinstance(value, (type, types.ModuleType)) and not of_torch
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    for instruction in get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> frozenset[str]:
+    found = {
+        instruction.argval
+        for instruction in get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _global_names(const)
+            found |= _global_names(const)
+    return frozenset(found)
 
 
 def _dunder_functions(cls: type) -> list[str]:

@@ -178,13 +178,14 @@ def _is_mixed(given: Sequence[Tensor], said: str) -> bool:
 
 
 _NUMBERS = itertools.count()
+_FILENAME = "<fzero program "
 Then = Callable[[fx.Node], Callable[[Any], Any] | None]
 """What is called on the result of a node, if anything."""
 
 
 def _function(program: Program, then: Then) -> Executable:
     source, scope = generate(program, then)
-    filename = f"<fzero program {program.name} {next(_NUMBERS)}>"
+    filename = f"{_FILENAME}{program.name} {next(_NUMBERS)}>"
     exec(compile(source, filename, "exec"), scope)
     function = scope["program"]
     _forget_gone()
@@ -204,7 +205,8 @@ class _Lines(list[str]):
 
 def _forget_gone() -> None:
     """Drop lines of functions that are gone. Not as they go, which may be while linecache looks."""
-    for name, entry in [*linecache.cache.items()]:
+    for name in [*linecache.cache]:
+        entry = linecache.cache.get(name, ()) if name.startswith(_FILENAME) else ()
         lines = entry[2] if len(entry) > 2 else None
         if isinstance(lines, _Lines) and lines.function() is None:
             linecache.cache.pop(name, None)

@@ -18,6 +18,7 @@ from fzero.functional.library import (
     is_library_module,
     is_machinery,
 )
+from fzero.functional.outside import Walk
 
 
 class Net(nn.Linear):
@@ -35,6 +36,11 @@ def test_files_of_libraries(module: object) -> None:
 )
 def test_files_of_users(file: str) -> None:
     assert not is_library(file)
+
+
+@pytest.mark.parametrize("file", ["_pytest/config/__init__.py", "hypothesis/core.py"])
+def test_test_runners_are_none_of_the_users(file: str) -> None:
+    assert is_library(f"/x/site-packages/{file}")
 
 
 def test_modules_without_a_file_go_by_name() -> None:
@@ -55,3 +61,14 @@ def test_machinery_holds_no_settings() -> None:
     # these and their subclasses have attributes that users set
     for cls in (nn.Linear, torch.optim.SGD, torch.distributions.Normal, Net, collections.Counter):
         assert not is_machinery(cls)
+
+
+def test_what_names_a_test_runner_is_not_followed_into_all_tests() -> None:
+    def reads() -> object:
+        with pytest.raises(ValueError):
+            int("a")
+        return str(pytest), Net
+
+    facts = Walk({"reads": reads}).facts
+    assert any(fact.key == "pytest" for fact in facts)
+    assert len(facts) < 200  # it was 16,036, and twenty times as many in a session of all tests
