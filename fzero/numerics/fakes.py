@@ -9,12 +9,14 @@ Private in torch: the switch that is read when a mode is made. There is no publi
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch._functorch.config
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.errors import FzeroError
 
@@ -40,6 +42,17 @@ def without_addresses(kind: Callable[..., Mode], *args: Any, **words: Any) -> Mo
     """
     _check()
     return _made(kind, *args, **words)
+
+
+def recorded_on(fakes: Sequence[Tensor], fn: Callable[..., Any]) -> fx.GraphModule:
+    """What a function does to fake tensors, of one mode, recorded by `make_fx`.
+
+    On these tensors: `tracing_mode="fake"` would make each of them once more, a fake of a fake,
+    which is a sixth of the time that it takes to record an update.
+    """
+    mode = next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
+    with mode or without_addresses(FakeTensorMode, allow_non_fake_inputs=True):
+        return make_fx(fn)(*fakes)
 
 
 def asks_for_memory(error: BaseException) -> bool:

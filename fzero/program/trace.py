@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 from torch.nn import Parameter
 
@@ -34,7 +33,7 @@ from fzero.functional.remat_modules import Rules, remat_modules
 from fzero.functional.torch_checkpoint import checkpoints_as_regions
 from fzero.functional.transforms import is_recorded
 from fzero.layout.modules import modules_around
-from fzero.numerics.fakes import asks_for_memory, without_addresses
+from fzero.numerics.fakes import asks_for_memory, recorded_on, without_addresses
 from fzero.program.devices import devices_kept
 from fzero.program.dynamic import Dynamic, InputDim, marked
 from fzero.program.graph import is_op, output_node, placeholders
@@ -257,8 +256,7 @@ def _run(fn: Callable[..., Any], fakes: Callable[[], Sequence[Tensor]]) -> fx.Gr
         deep_copies,
         torch.enable_grad(),
     ):
-        noted = origins_noted(fn)
-        return make_fx(noted, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes())
+        return recorded_on(fakes(), origins_noted(fn))
 
 
 def _fakes(inputs: Sequence[Tensor], *, apart: bool) -> list[Tensor]:

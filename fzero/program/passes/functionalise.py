@@ -22,12 +22,12 @@ from torch._subclasses.functional_tensor import (
     disable_functional_mode,
     dispatch_functionalize,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_iter
 
 from fzero.errors import STATEFUL, FzeroError, TraceError, first_line
+from fzero.numerics.fakes import recorded_on
 from fzero.program.dynamic import marked
 from fzero.program.graph import (
     copy_graph,
@@ -100,7 +100,7 @@ def _again(module: fx.GraphModule) -> fx.GraphModule:
     functional = dispatch_functionalize(_Again(module).run)
     # no_grad: backward is in the graph already
     with torch.no_grad(), preserve_node_meta():
-        return make_fx(functional, tracing_mode="fake", _allow_non_fake_inputs=True)(*fakes)
+        return recorded_on(fakes, functional)
 
 
 def _marked_again(program: Program, graph: fx.Graph) -> Program:
