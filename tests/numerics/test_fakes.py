@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fzero
 from fzero.errors import TraceError
-from fzero.numerics.fakes import asks_for_memory, without_addresses
+from fzero.numerics.fakes import asks_for_memory, recorded_on, without_addresses
 
 
 class _Mode(FakeTensorMode):
@@ -130,3 +130,25 @@ def test_deep_copies_in_the_model_function(stage: int) -> None:
         params, state = step_fn(params, state, {"x": x, "both": [both, both]})
         assert float(state.metrics["loss"]) == 14.0
     assert torch.equal(x, torch.ones(2, 3))
+
+
+def test_a_recording_is_made_on_the_tensors_that_there_are() -> None:
+    with without_addresses(FakeTensorMode):
+        x = torch.empty(2)
+    seen = []
+
+    def fn(x: Tensor) -> Tensor:
+        seen.append(x)
+        return torch.ones(2) + x  # made in the same mode
+
+    graph = recorded_on([x], fn).graph
+    assert seen[0] is x
+    assert len(graph.find_nodes(op="get_attr")) == 0
+    assert [node.op for node in graph.nodes].count("placeholder") == 1
+
+
+def test_a_function_of_nothing_is_recorded() -> None:
+    (made,) = recorded_on([], lambda: torch.ones(2)).graph.find_nodes(
+        op="call_function", target=torch.ops.aten.ones.default
+    )
+    assert isinstance(made.meta["val"], FakeTensor)
