@@ -65,7 +65,7 @@ def test_machinery_holds_no_settings() -> None:
 
 def test_what_names_a_test_runner_is_not_followed_into_all_tests() -> None:
     def reads() -> object:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="invalid literal"):
             int("a")
         return str(pytest), Net
 
