@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -308,6 +308,7 @@ def _broken(grad: torch.Tensor) -> None:
     raise RuntimeError("broken")
 
 
+@settings(max_examples=50)
 @given(
     st.integers(0, 3),
     st.lists(st.sampled_from(["forward", "read", "raises", "part", "penalty", "again"])),

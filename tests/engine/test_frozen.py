@@ -102,8 +102,15 @@ def _engine(stage: int, accum: int, seed: int, kind: str) -> list[dict[str, Tens
     return seen
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    # what an update does to frozen leaves is the same at all stages; who reduces is not
+    [
+        (kind, stage)
+        for i, kind in enumerate(OPTIMIZERS)
+        for stage in ((0, 1, 2, 3) if kind in ("sgd", "chain") else (i % 3, 3))
+    ],
+)
 def test_training_is_plain_torchs(stage: int, kind: str) -> None:
     accum = 2 if kind in ("sgd", "chain") else 1
     expected = _plain(2, accum, stage, kind)

@@ -44,6 +44,8 @@ def _cases(world: int) -> Iterator[tuple[str, Case, dict[str, Any]]]:
         for offload in (None, "cpu"):
             if offload and stage in (0, 2):
                 continue
+            if world == 1 and (stage in (0, 2) or accum == 1):  # of one rank all stages are alike
+                continue
             scale = SCALE if preset == "fp16" else None
             poison = {4: world - 1, 5: 0} if scale else {}
             config = {"stage": stage, "precision": preset, "loss_scale": scale}

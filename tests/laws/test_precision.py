@@ -30,6 +30,8 @@ def _cases(world: int = 2) -> Iterator[tuple[str, Case, dict[str, Any]]]:
         for how in ("traced", "eager", "offload"):
             if accum == 1 and (how != "traced" or world == 1):
                 continue
+            if world == 1 and stage in (1, 2):  # of one rank all stages are alike
+                continue
             scale = SCALE if preset == "fp16" else None
             poison = {4: world - 1, 5: 0} if scale else {}
             config: dict[str, Any] = {"stage": stage, "precision": preset, "loss_scale": scale}

@@ -205,7 +205,7 @@ def test_a_write_that_nobody_else_sees_needs_no_second_recording(
         y = torch.empty_like(x).bernoulli_(0.5).div_(0.5)
         return (torch.nn.functional.rms_norm(x * y, (3,)),)
 
-    monkeypatch.setattr(functionalising, "make_fx", None)
+    monkeypatch.setattr(functionalising, "recorded_on", None)
     x = torch.rand(2, 3)
     program = functionalise(recorded(fn, x))
     torch.manual_seed(0)
