@@ -500,8 +500,21 @@ def _names(code: types.CodeType) -> set[str]:
     return found
 
 
-# Code is met again at each recording, often by the thousand: what it says never changes.
-@functools.lru_cache(maxsize=4096)
+def _remembered(fn: Callable[[types.CodeType], frozenset[str]]) -> Any:
+    """Code is met again at each recording, often by the thousand, and never says anything else."""
+    known = functools.lru_cache(maxsize=4096)(fn)
+
+    @functools.wraps(fn)
+    def call(code: types.CodeType) -> frozenset[str]:
+        try:
+            return known(code)
+        except TypeError:  # of a constant without a hash, in code that no compiler has made
+            return fn(code)
+
+    return call
+
+
+@_remembered
 def passed_on(code: types.CodeType) -> frozenset[str]:
     """Names of what a code does more with than to call it or to read an attribute.
 
@@ -531,7 +544,7 @@ def _is_space(value: Any) -> bool:
     return isinstance(value, (type, types.ModuleType)) and not of_torch
 
 
-@functools.lru_cache(maxsize=4096)
+@_remembered
 def _global_names(code: types.CodeType) -> frozenset[str]:
     found = {
         instruction.argval

@@ -72,3 +72,12 @@ def test_what_names_a_test_runner_is_not_followed_into_all_tests() -> None:
     facts = Walk({"reads": reads}).facts
     assert any(fact.key == "pytest" for fact in facts)
     assert len(facts) < 200  # it was 16,036, and twenty times as many in a session of all tests
+
+
+def test_code_that_no_compiler_has_made_is_read_too() -> None:
+    def reads() -> object:
+        return [Net, None]
+
+    code = reads.__code__
+    reads.__code__ = code.replace(co_consts=(*code.co_consts, []))
+    assert any(fact.key == "Net" for fact in Walk({"reads": reads}).facts)
