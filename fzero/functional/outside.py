@@ -8,8 +8,8 @@ hold, the function reads what it read before.
 Of an object only those attributes count that were really read, as `functional.reads` has seen. So a
 counter in an object that the function happens to reach is no fact.
 
-What lies in torch, numpy, Python's library and this package is not walked through, but closures of
-their functions are, since they hold functions of the user's.
+What lies in torch, numpy, Python's library, test runners and this package is not walked through,
+but closures of their functions are, since they hold functions of the user's.
 """
 
 import array
