@@ -81,18 +81,53 @@ def orders(tree: PyTree) -> tuple[tuple[Any, ...], ...]:
 
     >>> orders({"b": 1, "a": [{"c": 2}]}), orders([{"a": [{"c": 2}], "b": 1}])
     ((('b', 'a'), ('c',)), (('a', 'b'), ('c',)))
+
+    Nor does a spec tell keys apart that Python takes for one; these are.
+
+    >>> orders({1: 0}) == orders({True: 0})
+    False
     """
     found: list[tuple[Any, ...]] = []
     todo = [tree]
     while todo:
         x = todo.pop()
         if isinstance(x, dict):
-            found.append(tuple(x))
+            # strings are all there is to them, and mostly there is nothing else
+            names = {*builtins.map(type, x)} <= {str}
+            found.append(tuple(x) if names else tuple(builtins.map(exact, x)))
         children = x.values() if type(x) in (dict, OrderedDict, defaultdict) else _children(x)
         # nearly all are leaves, which take no line of Python each
         if not all(issubclass(kind, Tensor) for kind in {*builtins.map(type, children)}):
             todo += [child for child in children if not isinstance(child, Tensor)]
     return tuple(found)
+
+
+def exact(value: Any) -> Any:
+    """A key that is equal for the same values alone, as code could tell them apart.
+
+    To Python's `==` the numbers 1, 1.0 and True are one, so are 0.0 and -0.0, and NaN is never
+    itself.
+
+    Args:
+        value: what can be hashed, and lists, dicts and sets of it.
+
+    >>> exact((1, "a")) == exact((True, "a")), exact(0.0) == exact(-0.0)
+    (False, False)
+    >>> exact({"t": float("nan")}) == exact({"t": float("nan")})
+    True
+    """
+    kind = type(value)
+    if isinstance(value, float):
+        return kind, float.__repr__(value)
+    if isinstance(value, complex):
+        return kind, complex.__repr__(value)
+    if isinstance(value, list | tuple):
+        return kind, *builtins.map(exact, value)
+    if isinstance(value, dict):
+        return kind, *((exact(k), exact(v)) for k, v in value.items())
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(builtins.map(exact, value))
+    return kind, value
 
 
 def _children(x: Any) -> Iterable[Any]:

@@ -1,5 +1,6 @@
 """Every mistake is told before anything hangs or changes, and the same step function goes on."""
 
+import ast
 import random
 import re
 from collections import OrderedDict
@@ -914,3 +915,31 @@ def test_masters_in_another_order_than_their_parameters_are_refused() -> None:
     with pytest.raises(ShardError, match=r"opt_state.master\['a'\] where opt_state.master\['c'\]"):
         step_fn(params, opt_state._replace(master=turned), batch)
     step_fn(params, opt_state, batch)
+
+
+def _warnings() -> list[tuple[str, str]]:
+    """Every call of `warnings.warn` in the package, and the stack level that it passes."""
+    found: list[tuple[str, str]] = []
+    for file in sorted(Path(fzero.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                levels = [ast.unparse(x.value) for x in node.keywords if x.arg == "stacklevel"]
+                found.append((file.name, "".join(levels)))
+    return found
+
+
+def test_every_warning_names_the_users_line() -> None:
+    found = _warnings()
+    assert len(found) > 20
+    # its caller is transformers' Trainer, whose line says nothing
+    others = [name for name, level in found if level != "users_line()"]
+    assert others == ["transformers.py"]
+
+
+def test_what_a_load_lets_pass_is_told_with_the_users_line(tmp_path: Path) -> None:
+    state = _make().init(_params())
+    fzero.checkpoint.save(tmp_path, *state, step=1)
+    like = _make().init({**_params(), "c": torch.zeros(3)})
+    with pytest.warns(UserWarning, match="does not fit in all") as told:
+        fzero.checkpoint.load(tmp_path, *like, strict=False)
+    assert {x.filename for x in told} == {__file__}

@@ -44,7 +44,6 @@ LAWS = {
     "numbers_of_host_generators_are_refused_with_their_line",
     "functional/outside": "transforms/test_notes.py: "
     "what_is_read_from_outside_counts_at_every_call",
-    "functional/patch": "functional/test_remat.py: torchs_module_is_restored_when_the_last_leaves",
     "functional/plain": "eager/test_owned.py: a_parameter_of_another_class_is_refused_by_name",
     "functional/slots": "functional/test_functionalize.py: only_the_passed_tensors_count",
     "functional/tasks": "engine/test_programs.py: the_gradients_are_those_of_plain_torch",

@@ -21,7 +21,7 @@ from fzero.checkpoint.progress import Progress, progress
 from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
 from fzero.checkpoint.sources import Source
 from fzero.distributed.dtensor import local_tensor
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, users_line
 from fzero.tree import PyTree
 
 
@@ -164,12 +164,12 @@ def fill(
             f"{source.where} has no buffers: the release of fzero that wrote it kept an engine's "
             f"only beside a BatchNorm. These stay as they are: {', '.join(unsaved)}. Save again to "
             "have them in a checkpoint.",
-            stacklevel=3,
+            stacklevel=users_line(),
         )
     report = replace(report, missing=tuple(k for k in report.missing if k not in unsaved))
     refuse(report, source.where, strict=strict, cast=cast)
     if (report.missing or report.extra or report.misshapen) and ranks.leads:
-        warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=3)
+        warnings.warn(f"{source.where} does not fit in all: {report}.", stacklevel=users_line())
     # what is let pass stays as it was in the trees that were given
     trees = opened.read({*report.missing, *report.misshapen, *unsaved, *uncounted})
     if uncounted:

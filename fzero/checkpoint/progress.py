@@ -71,6 +71,7 @@ class Progress:
         # else whatever is printed next would go on in the middle of the rewritten line
         if self._open and self.to is not None:
             self.to.write("\n")
+            self._open = False
 
 
 def progress(what: str, total: int, *, shown: bool) -> Progress:

@@ -67,8 +67,9 @@ class Circle:
         self.ranks, self.rank = tuple(ranks), rank
         self.alone = len(self.ranks) == 1
         # `works` counts what gloo sends; of other backends nothing is known
-        self.counted = all(dist.get_backend(group) == "gloo" for group in groups)
-        self._groups = [weakref.ref(group) for group in groups]
+        self.counted = True
+        self._groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+        self.add(groups)
         # what carries reductions beside each: see [Note: two lanes]
         self.lanes: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
         self.here = Station(0, 0, "the start")
@@ -87,6 +88,11 @@ class Circle:
         self._said = Stations(self.ranks, rank, name)
         self._tell()
         atexit.register(_leave, weakref.ref(self), os.getpid())
+
+    def add(self, groups: Sequence[ProcessGroup]) -> None:
+        """Have their collectives run on these groups as well."""
+        self.counted &= all(dist.get_backend(group) == "gloo" for group in groups)
+        self._groups.update(groups)
 
     @property
     def time_limit(self) -> float:
@@ -216,7 +222,6 @@ class Circle:
         number = self.here.number
         entries = {rank: f"station {number}/{rank}" for rank in self.ranks}
         mine = f"{key}\n{text}"
-        self._said.set(entries[self.rank], mine)
 
         def differs() -> None:
             for rank, entry in entries.items():
@@ -227,6 +232,7 @@ class Circle:
                     )
 
         try:
+            self._said.set(entries[self.rank], mine)
             self._wait_for(list(entries.values()), differs)
         except RankMismatchError:
             raise
@@ -429,9 +435,8 @@ class Circle:
     def _raise(self, text: str) -> NoReturn:
         self.verdict = text
         # their operations will never end, so they must not be destroyed
-        for group in (*[reference() for reference in self._groups], *self.lanes.values()):
-            if group is not None:
-                keep_alive(group)
+        for group in (*self._groups, *self.lanes.values()):
+            keep_alive(group)
         raise RankMismatchError(text)
 
     def _tell(self, *, left: bool = False) -> None:
@@ -477,7 +482,8 @@ def circle_for(ranks: Sequence[int], groups: Sequence[ProcessGroup], name: str =
     circles = _CIRCLES.setdefault(world, {})
     key = (tuple(ranks), name)
     if key not in circles:
-        circles[key] = Circle(ranks, dist.get_rank(), groups, name)
+        circles[key] = Circle(ranks, dist.get_rank(), name=name)
+    circles[key].add(groups)
     for group in groups:
         if group not in _BY_GROUP and dist.get_backend(group) == "gloo":
             _BY_GROUP[group] = circles[key]

@@ -301,12 +301,21 @@ class LazyParameter(Memoryless):
 
     @data.setter
     def data(self, value: Tensor) -> None:  # pyright: ignore
-        if value is not self:  # module.to() assigns what it was given if it has nothing to do
+        # module.to() assigns what it was given if it has nothing to do, and `p.data += x`, at its
+        # end, the view that it has written to
+        if not (value is self or (isinstance(value, LazyParameter) and self._is_all_of(value))):
             raise FzeroError(
                 f"the parameter {self.leaf.name!r} is sharded, and was to be replaced by a tensor "
                 f"of {tuple(value.shape)}, {value.dtype}, {value.device}. Call .to() or .half(), "
                 "and load weights, before the module gets its engine; or assign engine.state."
             )
+
+    def _is_all_of(self, view: "LazyParameter") -> bool:
+        place, mine = (
+            (x.source, x.leaf_index, x.conjugate, x.shape, x.stride(), x.storage_offset())
+            for x in (view, self)
+        )
+        return place == mine
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise FzeroError(

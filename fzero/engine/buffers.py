@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fzero.errors import ShardError
 from fzero.functional.memory import overlaps_itself, why_unwritable
+from fzero.numerics.bits import same_bits
 from fzero.state import model_state
 from fzero.tree import PyTree
 
@@ -135,12 +136,3 @@ class Buffers:
             table[key] = value.detach().to(old.device, copy=True)
         else:
             old.detach().copy_(value)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits, as far as NaNs have any."""
-    return torch.equal(a, b) or (
-        (a.is_floating_point() or a.is_complex())
-        and torch.equal(a.nan_to_num(), b.nan_to_num())
-        and torch.equal(a.isnan(), b.isnan())
-    )

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from fzero.distributed.agree import agree
 from fzero.distributed.mesh import is_simulated
 from fzero.engine import phases
-from fzero.engine.buffers import same_bits
 from fzero.engine.driver import Driver
 from fzero.engine.parts import Parts
 from fzero.errors import ShardError
 from fzero.functional.slots import ParameterSlots
+from fzero.numerics.bits import same_bits
 from fzero.state.agreement import checksum
 
 _EXTRA = "_extra_state"  # torch's word, for what get_extra_state returns

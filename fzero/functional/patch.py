@@ -35,18 +35,28 @@ class Patch:
 
     def __enter__(self) -> None:
         with self.lock:
+            if not self.users:
+                try:
+                    for part in self.parts:
+                        self._replace(*part)
+                except BaseException:
+                    self._restore()
+                    raise
             self.users += 1
-            if self.users == 1:
-                for owner, name, replace in self.parts:
-                    if name in vars(owner):  # as it stands there: a classmethod stays one
-                        original = vars(owner)[name]
-                        self.originals.append((owner, name, original))
-                        new = replace(original)
-                        delattr(owner, name) if new is ABSENT else setattr(owner, name, new)
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
             self.users -= 1
-            if self.users == 0:
-                while self.originals:
-                    setattr(*self.originals.pop())
+            if not self.users:
+                self._restore()
+
+    def _replace(self, owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
+        if name in vars(owner):  # as it stands there: a classmethod stays one
+            original = vars(owner)[name]
+            new = replacement(original)
+            self.originals.append((owner, name, original))
+            delattr(owner, name) if new is ABSENT else setattr(owner, name, new)
+
+    def _restore(self) -> None:
+        while self.originals:
+            setattr(*self.originals.pop())

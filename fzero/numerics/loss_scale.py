@@ -63,7 +63,9 @@ class LossScale:
     external: bool = False
 
     def __post_init__(self) -> None:
-        _number("init", self.init, self.init > 0 if _real(self.init) else False, "> 0")
+        held = torch.finfo(torch.float32).max  # of the state that holds it
+        fits = _real(self.init) and 0 < self.init <= held
+        _number("init", self.init, fits, f"> 0 and <= {held:.4g}, the largest of float32")
         for field in ("dynamic", "stops", "external"):
             if not isinstance(getattr(self, field), bool):
                 raise _refuse(field, getattr(self, field), "True or False")

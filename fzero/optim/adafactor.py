@@ -59,7 +59,7 @@ def adafactor(
     Args:
         lr: The largest share; a number, or a schedule of the step. Below `1 / sqrt(step)` it counts
             itself.
-        beta2_decay: Exponent, below 0: the mean squares' decay is `1 - step ** beta2_decay`.
+        beta2_decay: Exponent, at most 0: the mean squares' decay is `1 - step ** beta2_decay`.
         eps: Least mean square, as its root (None: the dtype's own); and the least root mean square
             of the params that the share is taken of.
         d: Largest root mean square of an update, in units of the share.

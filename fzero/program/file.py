@@ -7,6 +7,7 @@ References: the format, https://huggingface.co/docs/safetensors/index#format.
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
         chunks.append(flat.numpy().tobytes())
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         if path.exists() and not path.is_file():
             raise FzeroError(f"{path} is no file. Save Programs to a file of their own.")

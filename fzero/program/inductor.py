@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fzero.errors import ConfigError, first_line
+from fzero.errors import ConfigError, first_line, users_line
 from fzero.program.codegen import Boxed, Executable, compile_program
 from fzero.program.graph import placeholders, tensors_of
 from fzero.program.program import Program
@@ -114,7 +114,7 @@ class _Checked:
             warnings.warn(
                 f"what inductor made of a part of {self.layer or 'the model'} computes tensors of "
                 "another shape, dtype or strides than were recorded: it runs generated.",
-                stacklevel=2,
+                stacklevel=users_line(),
             )
             self.run = generated(self.graph)
             results = self.run(inputs)

@@ -8,6 +8,7 @@ from fzero import tree
 from fzero.config import Config
 from fzero.distributed.agree import agree
 from fzero.distributed.mesh import Mesh, is_simulated
+from fzero.numerics.bits import bits
 from fzero.optim.base import Optimizer
 from fzero.optim.check import numbers_of
 from fzero.tree import PyTree
@@ -60,18 +61,13 @@ def checksum(x: Tensor) -> str:
     """
     if x.device.type == "meta" or isinstance(x, FakeTensor):
         return "no values"
-    x = x.detach().resolve_conj().resolve_neg()
-    x = torch.view_as_real(x) if x.is_complex() else x
-    bits = x.contiguous().view(_BITS[x.element_size()])
-    sums = [bits.sum(dtype=torch.int64)]
+    x = bits(x.detach().contiguous())
+    sums = [x.sum(dtype=torch.int64)]
     for dim in range(x.dim()):
         rest = [d for d in range(x.dim()) if d != dim]
-        line = bits.sum(rest, dtype=torch.int64) if rest else bits.to(torch.int64)
+        line = x.sum(rest, dtype=torch.int64) if rest else x.to(torch.int64)
         sums.append((line * torch.arange(1, len(line) + 1, device=x.device)).sum())
     return f"checksum {' '.join(f'{int(total) % 2**64:x}' for total in sums)}"
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def agree_on_optimizer(opt: Optimizer, inner: PyTree, mesh: Mesh, timeout: float | None) -> None:

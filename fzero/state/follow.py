@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.numerics.bits import bits
 from fzero.optim.foreach import by_group, temporary_bytes
 
 
@@ -210,7 +211,7 @@ def _rooms(groups: Sequence[Group]) -> list[_Room]:
         if counts[0] > _SMALL:
             flats = casts[0].split(counts)
             casts = [x.view(p.shape) for x, p in zip(flats, group.pieces, strict=True)]
-        rooms.append(_Room(casts, [_bits(x) for x in casts], together))
+        rooms.append(_Room(casts, [bits(x) for x in casts], together))
     return rooms
 
 
@@ -219,7 +220,7 @@ def _differs(masters: list[Tensor], parts: list[Tensor], room: _Room) -> bool:
         masters, parts = [_end_to_end(masters)], [_end_to_end(parts)]
     torch._foreach_copy_(room.casts, masters)
     # zero where the bits are the same, whatever number they are
-    torch._foreach_sub_(room.bits, [_bits(x) for x in parts])
+    torch._foreach_sub_(room.bits, [bits(x) for x in parts])
     # bytes have no sign: the largest alone tells, and is the cheapest thing to ask of them all
     return bool(torch.amax(room.together))
 
@@ -237,13 +238,5 @@ def _select_(masters: list[Tensor], parts: list[Tensor]) -> None:
 def _selected(master: Tensor, part: Tensor) -> Tensor:
     if part.dtype == master.dtype:  # it has all the digits, so it is the master, written or not
         return part
-    written = _bits(part) != _bits(master.to(part.dtype))
+    written = bits(part) != bits(master.to(part.dtype))
     return torch.where(written, part.to(master.dtype), master)
-
-
-def _bits(x: Tensor) -> Tensor:
-    # bits, not values: NaN differs from itself, and -0.0 equals 0.0
-    return x.view(_INTEGERS[x.dtype.itemsize])
-
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

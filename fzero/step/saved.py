@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero.distributed.mesh import Mesh, backend_of
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, users_line
 from fzero.program import Program
 from fzero.program.choice import Choice
 from fzero.program.file import read, write
@@ -144,7 +144,7 @@ class SavedPrograms:
         warnings.warn(
             f"the Programs saved in {self.path} are not used, and {what} is recorded: {why}. "
             "step_fn.save_programs(path) after a step saves what holds now.",
-            stacklevel=2,
+            stacklevel=users_line(),
         )
 
 

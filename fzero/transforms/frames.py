@@ -5,6 +5,7 @@ of what a step was staged out for: containers, dataclasses, mappings such as tra
 `ModelOutput` and `BatchEncoding`, numbers, strings. The model function gets it put together again.
 """
 
+import copy
 import dataclasses
 import enum
 from collections import OrderedDict, UserDict
@@ -25,12 +26,20 @@ _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum)
 _PLAIN += (torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
-@dataclass(frozen=True)
 class Static:
-    """A leaf that is no tensor. Told apart by its type, too: 1, 1.0 and True are equal."""
+    """A leaf that is no tensor; equal to one of the same type and value alone, see `tree.exact`."""
 
-    kind: type
-    value: Any
+    def __init__(self, value: Any) -> None:
+        self.value, self._exact = value, tree.exact(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._exact == other._exact
+
+    def __hash__(self) -> int:
+        return hash(self._exact)
+
+    def __repr__(self) -> str:
+        return f"Static({self.value!r})"
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Opened:
 
     kind: type
     frame: "Frame"
-    rest: tuple[tuple[str, Any], ...] = ()
+    rest: tuple[tuple[str, Static], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -191,7 +200,7 @@ def _apart(
             paths.append(here)
             names.append(name)
         elif isinstance(leaf, _PLAIN):
-            parts.append(Static(type(leaf), leaf))
+            parts.append(Static(leaf))
         # an object that holds itself would be opened for ever
         elif (found := _opened(leaf)) is not None and id(leaf) not in above:
             inner, rest = found
@@ -210,7 +219,7 @@ def _apart(
     return tensors, Frame(spec, tuple(parts), *places, tree.orders(value))
 
 
-def _opened(x: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]] | None:
+def _opened(x: Any) -> tuple[dict[str, Any], tuple[tuple[str, Static], ...]] | None:
     """What is in an object, and what else it says of itself; None if it can't be opened."""
     if isinstance(x, type):
         return None
@@ -219,21 +228,46 @@ def _opened(x: Any) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]] | None
         fields = {k: v for k, v in getattr(x, "__dict__", {}).items() if k not in items}
         # the items of a UserDict once more
         fields.pop("data", None)
-        rest = [(k, v if isinstance(v, _PLAIN) else None) for k, v in fields.items()]
-        return items, tuple(rest)
+        return items, tuple((k, _attribute(type(x), k, v)) for k, v in fields.items())
     if dataclasses.is_dataclass(x):
         return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}, ()
     return None
+
+
+def _attribute(kind: type, name: str, value: Any) -> Static:
+    """What a mapping has beside its items, as it is now; a tokenizer's own objects become None.
+
+    Raises:
+        ShardError: it holds a tensor, which would not reach the function.
+    """
+    if _is_plain(value):
+        return Static(copy.deepcopy(value))
+    if any(isinstance(x, Tensor) or hasattr(x, "__array__") for x in tree.leaves(value)):
+        raise ShardError(
+            f"a {kind.__name__} has a tensor in its attribute {name!r}, which is none of its items "
+            f"and would not reach the function. Make it an item, batch[{name!r}], or make the "
+            "class a dataclass."
+        )
+    return Static(None)
+
+
+def _is_plain(x: Any) -> bool:
+    if isinstance(x, dict):
+        return all(map(_is_plain, (*x.keys(), *x.values())))
+    if isinstance(x, list | tuple | set | frozenset):
+        return all(map(_is_plain, x))
+    return x is None or isinstance(x, _PLAIN)
 
 
 def _closed(part: Opened, items: Mapping[str, Any]) -> Any:
     made_by: Any = OrderedDict if issubclass(part.kind, OrderedDict) else dict
     # past __init__, whose arguments nobody knows
     new: Any = (made_by if issubclass(part.kind, dict) else object).__new__(part.kind)
+    rest = {key: copy.deepcopy(one.value) for key, one in part.rest}
     if isinstance(new, UserDict):
-        vars(new).update(part.rest, data=dict(items))
+        vars(new).update(rest, data=dict(items))
     elif isinstance(new, dict):  # a ModelOutput keeps its attributes in step with its keys
-        for key, value in part.rest:
+        for key, value in rest.items():
             object.__setattr__(new, key, value)
         for key, value in items.items():
             new[key] = value

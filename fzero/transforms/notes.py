@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from fzero import tree
 from fzero.errors import TraceError, users_line
 from fzero.functional.carried import Doubt
 from fzero.functional.draws import Source, Watch, global_sources, source, without_draws
@@ -365,16 +366,15 @@ def _equal(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, (float, complex)):
-        return repr(a) == repr(b)  # nan is nan here, and 0.0 is not -0.0
+    if isinstance(a, (float, complex, set, frozenset)):
+        return tree.exact(a) == tree.exact(b)
     if isinstance(a, (int, str, bytes, torch.Size, torch.dtype, torch.device, range, slice)):
         return a == b
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, dict):
-        return list(a) == list(b) and all(map(_equal, a.values(), b.values()))
-    if isinstance(a, (set, frozenset)):
-        return a == b
+        keys = tree.exact([*a]) == tree.exact([*b])
+        return keys and all(map(_equal, a.values(), b.values()))
     return False
 
 

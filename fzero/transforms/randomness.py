@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses import fake_impls, fake_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fzero.errors import users_line
 from fzero.functional.patch import ABSENT, Patch
 from fzero.numerics.rng import generator_of, preserved
 from fzero.numerics.thread_generator import (
@@ -63,7 +64,7 @@ def check_own() -> bool:
             "what runs eagerly seeds torch's global one and puts it back. Let no other thread draw "
             "from it meanwhile: that changes masks, and sees numbers twice. Use a torch that "
             "fzero's README names.",
-            stacklevel=2,
+            stacklevel=users_line(),
         )
     return fits
 

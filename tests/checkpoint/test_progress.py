@@ -33,6 +33,15 @@ def test_a_terminal_has_one_line_that_changes() -> None:
     assert "saving step 3: 6.0 of 1,000.0 MB, 2.0 MB/s" in said
 
 
+def test_a_line_ends_once() -> None:
+    out, now = Terminal(), iter([0.0, 5.0])
+    progress = Progress("saving", 100, out, lambda: next(now))
+    progress(1)
+    progress.close()
+    progress.close()
+    assert out.getvalue().count("\n") == 1
+
+
 def test_a_log_gets_a_line_now_and_then() -> None:
     said = _said(io.StringIO(), 100, 1)
     assert "\r" not in said

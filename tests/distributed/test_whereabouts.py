@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero.distributed import whereabouts, works
 from fzero.distributed.mesh import resolve_mesh
 from fzero.distributed.stations import Station
-from fzero.distributed.whereabouts import Circle, circle_of
-from tests.ranks import Ranks, run_fresh
+from fzero.distributed.whereabouts import Circle, circle_for, circle_of
+from tests.ranks import Ranks, run_fresh, run_ranks
 
 SOON = 15.0  # seconds: whoever was told stays so long, till others were
 
@@ -254,6 +254,19 @@ def test_groups_of_a_mesh_have_the_time_limit_of_init_process_group(tmp_path: Pa
     finally:
         ranks.kill()
     assert "rank 0 waited 5 s at 'step function 1, call 2'" in (tmp_path / "told").read_text()
+
+
+def _groups_of_one_circle() -> None:
+    world: Any = dist.group.WORLD
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    first = circle_of(mesh)
+    assert set(first._groups) == {mesh.get_group("shard")}
+    assert circle_for((0, 1), [world]) is first
+    assert set(first._groups) == {mesh.get_group("shard"), world}
+
+
+def test_a_circle_has_the_groups_of_all_who_ask_for_it() -> None:
+    run_ranks(2, _groups_of_one_circle)
 
 
 # ---- the bookkeeping of one rank, without others

@@ -40,7 +40,8 @@ def written_by_one(stage: int, precision: str | None) -> None:
             if rank == chosen:
                 nn.init.ones_(module.up.weight[:2])  # a view, in place
                 module.tied.weight.data[2:3].mul_(-0.0)  # through .data, and another name
-                params["gain"].fill_(4.0)
+                params["gain"].fill_(1.5)
+                module.gain.data += 2.5  # assigns .data what it has written to
                 params["frozen.weight"][1] = torch.arange(5.0)
             else:
                 params["gain"].fill_(rank + 50.0)  # counts for nothing

@@ -106,9 +106,66 @@ def test_what_is_taken_apart_is_put_together_as_it_was(value: Any) -> None:
     assert len(frame.paths) == len(frame.names) == len(tensors) == frame.num_leaves
 
 
-@pytest.mark.parametrize(("a", "b"), [(1, True), (1, 1.0), ("a", "b"), (Task.QA, Task.COPY)])
-def test_other_plain_leaves_are_another_frame(a: Any, b: Any) -> None:
-    assert take_apart({"k": a})[1] != take_apart({"k": b})[1]
+# Python's == finds no difference in most of these
+APART = [(1, True), (1, 1.0), (0.0, -0.0), (0j, -0j), ("a", "b"), (Task.QA, Task.COPY)]
+
+
+def _holders(x: Tensor) -> dict[str, Any]:
+    def beside(value: Any) -> Encoding:
+        made = Encoding({"x": x})
+        made.sequences = value
+        return made
+
+    return {
+        "leaf": lambda value: {"x": x, "k": value},
+        "field": lambda value: Sample(x, value),
+        "key": lambda value: {"x": x, "k": {value: x}},  # the same tensor again
+        "attribute": beside,
+        "attribute's list": lambda value: beside([1, {"k": value}]),
+    }
+
+
+@pytest.mark.parametrize(("a", "b"), APART)
+@pytest.mark.parametrize("how", _holders(torch.ones(1)))
+def test_other_plain_values_are_another_frame(how: str, a: Any, b: Any) -> None:
+    holds = _holders(torch.ones(1))[how]
+    assert take_apart(holds(a))[1] != take_apart(holds(b))[1]
+
+
+@pytest.mark.parametrize("how", _holders(torch.ones(1)))
+def test_a_function_gets_the_value_that_its_caller_has(how: str) -> None:
+    x = torch.ones(2, dtype=torch.float64)
+    holds, calls = _holders(x)[how], []
+
+    def signs(params: Any, batch: Any) -> Tensor:
+        calls.append(batch)
+        text = repr(batch.sequences if isinstance(batch, Encoding) else batch)
+        x = batch.x if isinstance(batch, Sample) else batch["x"]
+        factor = next(i for i, word in enumerate(("-0.0", "0.0", "nan", "True"), 2) if word in text)
+        return (x * params["w"]).sum() * factor
+
+    params = fzero.shard({"w": x}, Config())
+    run = fzero.sharded(signs, Config())
+    found = [run(params, holds(value)).item() for value in (0.0, -0.0, True, float("nan")) * 2]
+    assert found == [6, 4, 10, 8] * 2
+    if how != "key":  # whose structure optree compares, for which NaN is another key each time
+        assert len(calls) == 4
+
+
+def test_a_tensor_beside_the_items_of_a_mapping_is_refused() -> None:
+    batch = Encoding({"x": torch.ones(1)})
+    batch.encodings = [torch.ones(1)]
+    with pytest.raises(ShardError, match=r"Encoding has a tensor in its attribute 'encodings'"):
+        take_apart(batch)
+
+
+def test_a_list_beside_the_items_is_as_it_was_when_it_was_passed() -> None:
+    batch = Encoding({})
+    batch.sequences = [1]
+    tensors, frame = take_apart(batch)
+    batch.sequences.append(2)
+    frame.unflatten(tensors).sequences.append(3)
+    assert frame.unflatten(tensors).sequences == [1]
 
 
 @pytest.mark.parametrize("executor", ["traced", "eager"])

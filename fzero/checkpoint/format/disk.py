@@ -185,5 +185,5 @@ def bytes_of(tensor: Tensor) -> memoryview:
     assert is_on_host(tensor)
     if tensor.nbytes == 0:
         return memoryview(b"")
-    # Not `tensor.numpy()`: numpy is no dependency, and has no bfloat16.
+    # Not `tensor.numpy()`: numpy has no bfloat16.
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

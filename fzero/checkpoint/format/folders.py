@@ -28,7 +28,7 @@ from fzero.checkpoint.format import disk, manifest
 from fzero.checkpoint.format.manifest import Manifest
 from fzero.checkpoint.format.reader import open_checked
 from fzero.checkpoint.lineage import Entry, Lineage, peek, ranked
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, users_line
 
 _STEP = re.compile(r"step-(\d{8,})")
 _SAVING = re.compile(r"\.step-\d{8,}(\.[0-9a-f]{8})?\.saving")
@@ -65,7 +65,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         try:
             whole(folder)
         except CheckpointError as error:
-            warnings.warn(f"{folder} is passed over: {error}", stacklevel=2)
+            warnings.warn(f"{folder} is passed over: {error}", stacklevel=users_line())
         else:
             return folder
     return None

@@ -371,7 +371,9 @@ class DeepSpeedEngine(Answers):
             )
         tag = saving.latest_tag(Path(load_dir)) if tag is None else str(tag)
         if tag is None:
-            warnings.warn(f"{load_dir} has no file 'latest': nothing was loaded.", stacklevel=2)
+            warnings.warn(
+                f"{load_dir} has no file 'latest': nothing was loaded.", stacklevel=users_line()
+            )
             return None, None
         found = saving.find(Path(load_dir), tag)
         kept = saving.kept_of(found)
