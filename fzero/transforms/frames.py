@@ -8,6 +8,8 @@ of what a step was staged out for: containers, dataclasses, mappings such as tra
 import copy
 import dataclasses
 import enum
+import functools
+import inspect
 from collections import OrderedDict, UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -226,12 +228,18 @@ def _opened(x: Any) -> tuple[dict[str, Any], tuple[tuple[str, Static], ...]] | N
     if isinstance(x, UserDict | dict):
         items = dict(x.items())
         fields = {k: v for k, v in getattr(x, "__dict__", {}).items() if k not in items}
+        # which the function computes from the items that it gets
+        fields = {k: v for k, v in fields.items() if not _is_cached(type(x), k)}
         # the items of a UserDict once more
         fields.pop("data", None)
         return items, tuple((k, _attribute(type(x), k, v)) for k, v in fields.items())
     if dataclasses.is_dataclass(x):
         return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}, ()
     return None
+
+
+def _is_cached(kind: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(kind, name, None), functools.cached_property)
 
 
 def _attribute(kind: type, name: str, value: Any) -> Static:

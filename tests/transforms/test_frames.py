@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
@@ -157,6 +158,20 @@ def test_a_tensor_beside_the_items_of_a_mapping_is_refused() -> None:
     batch.encodings = [torch.ones(1)]
     with pytest.raises(ShardError, match=r"Encoding has a tensor in its attribute 'encodings'"):
         take_apart(batch)
+
+
+class Cached(UserDict):
+    @functools.cached_property
+    def twice(self) -> Tensor:
+        return self["x"] * 2
+
+
+def test_what_a_mapping_has_computed_of_its_items_is_computed_again() -> None:
+    batch = Cached({"x": torch.ones(1)})
+    assert batch.twice.item() == 2
+    tensors, frame = take_apart(batch)
+    assert frame == take_apart(Cached({"x": torch.ones(1)}))[1]
+    assert frame.unflatten([x * 3 for x in tensors]).twice.item() == 6
 
 
 def test_a_list_beside_the_items_is_as_it_was_when_it_was_passed() -> None:
