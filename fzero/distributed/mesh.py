@@ -275,7 +275,10 @@ def _meeting_place(environ: Mapping[str, str]) -> dict[str, Any]:
     """
     if not _shares_store(environ):
         return {}
-    store = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
+    address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    # a store by itself has five minutes, and how long ranks wait for each other goes by it
+    limit = dist.default_pg_timeout
+    store: Store = TCPStore(*address, is_master=False, timeout=limit)
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     store = _of_attempt(store, environ)
     start = store.add(f"fzero/starts of rank {rank}", 1)  # all ranks start equally often

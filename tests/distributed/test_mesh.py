@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fzero
 from fzero.distributed.mesh import Mesh, _attempt, is_simulated, resolve_mesh
+from fzero.distributed.store import group_limit
 from fzero.errors import ConfigError, ShardError
 from tests.ranks import fake_ranks, local_ranks, run_fresh, run_ranks
 
@@ -151,6 +152,15 @@ def _started(end: str) -> tuple[tuple[int, int], str, bool]:
 
 def test_torchruns_environment_starts_the_ranks_and_the_exit_ends_them() -> None:
     assert run_fresh(2, _started, "by us") == [((r, 2), "gloo", False) for r in range(2)]
+
+
+def _limit() -> float:
+    resolve_mesh(None, "cpu")
+    return group_limit()
+
+
+def test_a_group_of_ours_has_the_time_limit_of_one_that_is_started_by_hand() -> None:
+    assert run_fresh(2, _limit) == [dist.default_pg_timeout.total_seconds()] * 2
 
 
 def test_the_exit_leaves_a_group_of_the_users_alone() -> None:
