@@ -10,15 +10,14 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fzero.distributed import works
+from fzero.distributed.exchange import exchange
 from fzero.distributed.lanes import group_of_own
-from fzero.distributed.mesh import backends_of, group_along
+from fzero.distributed.mesh import group_along
 from fzero.distributed.whereabouts import Circle, circle_for, circle_of
 from fzero.errors import CheckpointError, RankMismatchError
 
@@ -68,18 +67,13 @@ class Ranks:
         data = json.dumps(value).encode()
         try:
             with self.circle.at(f"a checkpoint's exchange of {what}", self.timeout):
-                # two rounds: what is gathered must be of one length, and nobody knows the others'
-                lengths = [int(n) for n in self._gather(torch.tensor([len(data)], device="cpu"))]
-                padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
-                texts = self._gather(padded)
+                texts = exchange(data, [self.group], self.circle)
         except (RuntimeError, RankMismatchError) as error:
             raise CheckpointError(
                 f"rank {self.rank} waited for {what} of ranks {list(self.members)}: {error} "
                 f"{self._why}Earlier checkpoints are as they were."
             ) from error
-        return [
-            json.loads(bytes(text[:n].tolist())) for text, n in zip(texts, lengths, strict=True)
-        ]
+        return [json.loads(text) for text in texts]
 
     def same(self, what: str, items: Mapping[str, str]) -> None:
         """Return if all ranks pass the same items.
@@ -132,13 +126,6 @@ class Ranks:
             return None
         circle = Circle(self.members, self.rank, [group], group.group_name)
         return replace(self, group=group, circle=circle)
-
-    def _gather(self, mine: Tensor) -> list[Tensor]:
-        mine = mine.to(_device(self.group))
-        parts = [torch.empty_like(mine) for _ in self.members]
-        assert self.group is not None
-        works.collect(parts, mine, self.group, self.circle)
-        return [part.cpu() for part in parts]
 
 
 def ranks_of(tensors: Iterable[Tensor], timeout: float | None = None) -> Ranks:
@@ -203,15 +190,6 @@ def on_every_rank(
     told = all(outcome.get("told", True) for outcome in by_rank)
     rest = "" if told else f" {failing[1]}"
     raise CheckpointError(f"{failing[0]}. {listing}.{rest}") from cause
-
-
-def _device(group: ProcessGroup | None) -> torch.device:
-    # "cpu:gloo,cuda:nccl", "gloo", "nccl"
-    if "gloo" in backends_of(group) or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _digest(items: Mapping[str, str]) -> str:

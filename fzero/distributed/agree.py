@@ -9,12 +9,12 @@ import itertools
 import json
 from collections.abc import Sequence
 
-import torch
+from torch.distributed import ProcessGroup
 
-from fzero.distributed import works
+from fzero.distributed.exchange import exchange
 from fzero.distributed.mesh import Mesh, group_along
 from fzero.distributed.stations import ranks_text
-from fzero.distributed.whereabouts import Circle, circle_of
+from fzero.distributed.whereabouts import circle_of
 from fzero.errors import RankMismatchError
 
 Items = list[tuple[str, str]]
@@ -32,8 +32,8 @@ def agree(
 ) -> None:
     """Return if every rank of `mesh` passes the same items; raise on every rank if not.
 
-    Costs one all-gather of 16 bytes per axis; the items travel only when they differ. All ranks of
-    the mesh must call it, and in the same order as its other collectives.
+    Costs two small messages per axis; the items travel only when they differ. All ranks of the mesh
+    must call it, and in the same order as its other collectives.
 
     Args:
         what: what the items describe, as the message names it: "params", "config".
@@ -52,15 +52,11 @@ def agree(
     circle = circle_of(mesh)
     if circle.alone:
         return
-    text = json.dumps(list(items)).encode()
+    text, groups = json.dumps(list(items)).encode(), _groups(mesh)
     with circle.at(f"a comparison of {what}", timeout):
-        if len(set(_all_gather_bytes(_digest(text), mesh, circle))) == 1:
+        if len(set(exchange(_digest(text), groups, circle))) == 1:
             return
-        # a collective takes one length from all: so the lengths go first, and the texts padded
-        lengths = _all_gather_bytes(len(text).to_bytes(8, "big"), mesh, circle)
-        length = [int.from_bytes(n, "big") for n in lengths]
-        padded = _all_gather_bytes(text.ljust(max(length), b"\0"), mesh, circle)
-    texts = [t[:n] for t, n in zip(padded, length, strict=True)]
+        texts = exchange(text, groups, circle)
     of_ranks = [[(path, value) for path, value in json.loads(t)] for t in texts]
     # all ranks hold the same texts, so all raise, with the same words
     raise RankMismatchError(f"{first_difference(what, of_ranks, mesh.ranks)} {hint}")
@@ -89,7 +85,7 @@ def smallest(
         return list(values)
     sent = b"".join(value.to_bytes(8, "big") for value in values)
     with circle.at(f"a choice of {what}", timeout):
-        by_rank = _all_gather_bytes(sent, mesh, circle)
+        by_rank = exchange(sent, _groups(mesh), circle)
     rows = [[int.from_bytes(b[i : i + 8], "big") for i in range(0, len(b), 8)] for b in by_rank]
     return list(map(min, zip(*rows, strict=True)))
 
@@ -129,16 +125,6 @@ def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def _all_gather_bytes(data: bytes, mesh: Mesh, circle: Circle) -> list[bytes]:
-    """Every rank's bytes, of one length, in the mesh's order."""
-    gathered = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(mesh.device_type)
-    axes = mesh.device_mesh.ndim
-    # The last axis first: what comes out is then in the mesh's row-by-row order.
-    for axis in reversed(range(axes)):
-        size = mesh.device_mesh.size(axis)
-        if size == 1:
-            continue
-        group = group_along(mesh.device_mesh, axis).group_name
-        gathered = works.wait(works.all_gather_into_tensor(gathered, size, group, circle))
-    flat = bytes(gathered.tolist())
-    return [flat[i : i + len(data)] for i in range(0, len(flat), len(data))]
+def _groups(mesh: Mesh) -> list[ProcessGroup]:
+    mesh_of = mesh.device_mesh
+    return [group_along(mesh_of, i) for i in range(mesh_of.ndim) if mesh_of.size(i) > 1]

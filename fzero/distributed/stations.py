@@ -15,7 +15,8 @@ SOON = 5.0  # seconds that a question may take whose answer somebody can do with
 
 ADVICE = (
     " What changes the collectives on one rank must change them on all, in the same call: look for "
-    "a branch, a batch or an end of the loop that differs between ranks, or for an exception."
+    "a branch, a batch or an end of the loop that differs between ranks, or for an exception. "
+    "`unshard` and `save` are for all ranks, never under `if rank == 0:`."
 )
 
 

@@ -331,8 +331,9 @@ class Circle:
         warnings.warn(
             f"rank {self.rank} has waited {waited:.0f} s at {self.here.text!r} for "
             f"{ranks_text(late)}, which last said where they are: {seen}. They may take their "
-            "time, or be in a collective of your own (dist.barrier, dist.all_reduce) that not all "
-            f"ranks call. After {self.time_limit:.0f} s this is an error: Config(timeout=seconds).",
+            "time, or be in a collective of your own (dist.barrier, dist.all_reduce, a DTensor's "
+            f"full_tensor) that not all ranks call. After {self.time_limit:.0f} s this is an "
+            "error: Config(timeout=seconds).",
             stacklevel=users_line(),
         )
 
@@ -395,6 +396,17 @@ class Circle:
                 )
         except RankMismatchError as reason:
             raise reason from error
+
+    def part(self) -> NoReturn:
+        """Raise, as not all ranks are at this station: they have said so."""
+        until = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < until:
+            self.look()  # finds who is where, once that rank has told
+            time.sleep(0.1)
+        self._give_up(
+            f"rank {self.rank} has come to {self.here.text!r}, and not all ranks have.{ADVICE}"
+            f"{self.hint}"
+        )
 
     def _give_up_late(self, waited: float) -> None:
         try:

@@ -36,12 +36,14 @@ class Flying(NamedTuple):
         work: of the process group.
         circle: the ranks that are waited for.
         own: this rank's part of a sum, which is added to what came.
+        came: what comes in memory of its own, and is copied into `out`.
     """
 
     out: Tensor
     work: Any
     circle: Circle
     own: Tensor | None = None
+    came: Tensor | None = None
 
 
 def all_reduce(x: Tensor, op: str, group: str, circle: Circle | None = None) -> Any:
@@ -87,15 +89,18 @@ def all_gather_into_tensor(x: Tensor, world: int, group: str, circle: Circle | N
 def reduce_scatter_tensor(
     x: Tensor, op: str, world: int, group: str, circle: Circle | None = None
 ) -> Any:
-    """This rank's part of the sum."""
+    """This rank's part of the sum.
+
+    Gloo's own is this too, an all-reduce whose rest is thrown away, but torch's work of it waits
+    without an end, whatever time it is told.
+    """
     met = _watched(group, circle) if op == "sum" else None
     if met is None:
         return torch.ops._c10d_functional.reduce_scatter_tensor(x, op, world, group)
+    whole = x.clone(memory_format=torch.contiguous_format)
     out = x.new_empty((x.shape[0] // world, *x.shape[1:]))
-    pg, circle = met
-    circle.sent += 1
-    options = _timed(dist.ReduceScatterOptions(), circle)
-    return Flying(out, pg._reduce_scatter_base(out, x, options), circle)
+    part = whole.view(world, *out.shape)[met[0].rank()]
+    return Flying(out, reduce_in_place(whole, *met), met[1], came=part)
 
 
 def _gather_bucket(x: Tensor, world: int, group: str, circle: Circle | None = None) -> Any:
@@ -137,10 +142,7 @@ def _gather_in_place(
 
 
 def _reduce_bucket(x: Tensor, op: str, world: int, group: str, circle: Circle | None = None) -> Any:
-    """`reduce_scatter_tensor`; of two ranks, each gets the other's part of its own sum.
-
-    Gloo's own reduce-scatter is an all-reduce whose rest is thrown away.
-    """
+    """`reduce_scatter_tensor`; of two ranks, each gets the other's part of its own sum."""
     met = _watched(group, circle) if world == 2 and op == "sum" else None
     if met is None:
         return reduce_scatter_tensor(x, op, world, group, circle)
@@ -206,6 +208,8 @@ def wait(flying: Any) -> Tensor:
     if not isinstance(flying, Flying):
         return torch.ops._c10d_functional.wait_tensor(flying)
     finish(flying.work, flying.circle)
+    if flying.came is not None:
+        flying.out.copy_(flying.came)
     if flying.own is not None:
         flying.out.add_(flying.own)
     return flying.out
@@ -258,6 +262,19 @@ def _swap(out: Tensor, x: Tensor, group: ProcessGroup, circle: Circle) -> Any:
     rows = [0, 0]
     rows[1 - group.rank()] = out.shape[0]
     return exchange_into(out, x, group, circle, rows, rows)
+
+
+def to_first(out: Tensor, x: Tensor, group: ProcessGroup, circle: Circle) -> None:
+    """On the group's first rank, fill the rows of `out` with every rank's `x`; over gloo."""
+    circle.sent += 1
+    rows = [list(out.unbind())] if group.rank() == 0 else []
+    finish(group.gather(rows, [x], _timed(dist.GatherOptions(), circle)), circle)
+
+
+def from_first(x: Tensor, group: ProcessGroup, circle: Circle) -> None:
+    """Overwrite `x` with what the group's first rank holds there; over gloo."""
+    circle.sent += 1
+    finish(group.broadcast([x], _timed(dist.BroadcastOptions(), circle)), circle)
 
 
 def collect(parts: list[Tensor], mine: Tensor, group: ProcessGroup, circle: Circle) -> None:

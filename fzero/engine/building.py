@@ -57,7 +57,7 @@ def build(builder: Callable[[], Any]) -> Built:
         found.append(module)
         return {"buffers": dict(module.named_buffers()), "params": parameters(module)}
 
-    recording = record(run)
+    recording = record(run, "module, fzero.Engine(build())")
     (module,) = found
     slots = ParameterSlots(module)
     _fill_buffers(module, recording)

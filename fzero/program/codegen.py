@@ -143,7 +143,7 @@ def _told(error: Exception, runs: Executable, program: Program) -> TraceError | 
     """Note on what an operator raised which one it was, and the user's line that it comes from.
 
     Returns:
-        What to raise instead, if it is for operands of several dtypes, which fake kernels let pass.
+        What to raise instead, if it is for operands' dtypes, which fake kernels let pass.
     """
     code = runs.__code__  # pyright: ignore
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
@@ -151,30 +151,40 @@ def _told(error: Exception, runs: Executable, program: Program) -> TraceError | 
         return None
     name = linecache.getline(code.co_filename, lines[0]).partition(" = ")[0].strip()
     for node in program.graph.nodes:
-        if node.name == name and (where := origin_of(node).where):
-            given = [x for operand in node.all_input_nodes for x in tensors_of(operand)]
-            of = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in given)
-            if isinstance(error, RuntimeError) and _is_mixed(given, str(error)):
-                return TraceError(
-                    f"{node.target}, which was recorded at {where}, was given {of}, and its kernel "
-                    "takes operands of one dtype. Parameters come in the dtype of Config(precision="
-                    "...), a batch as it is: cast it there, as in x.to(w.dtype). Only with a "
-                    "precision does fzero.functionalize cast what modules are called with, and "
-                    "never integers."
-                )
-            error.add_note(f"raised by {node.target} of {of}, which was recorded at {where}")
+        if node.name != name:
+            continue
+        given = [x for operand in node.all_input_nodes for x in tensors_of(operand)]
+        of = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in given)
+        where = origin_of(node).where  # none of what was typed in, or made by a transform
+        recorded = f", which was recorded at {where}" if where else ""
+        if isinstance(error, RuntimeError) and (why := _of_dtypes(given, str(error))):
+            return TraceError(
+                f"{node.target}{recorded}{',' * bool(where)} was given {of}, and {why}"
+            )
+        error.add_note(f"raised by {node.target} of {of}{recorded}")
     return None
 
 
-def _is_mixed(given: Sequence[Tensor], said: str) -> bool:
-    """Whether an operator failed for operands of several dtypes.
+def _of_dtypes(given: Sequence[Tensor], said: str) -> str:
+    """Why an operator can't take these dtypes; empty if that is not what it failed for.
 
     Of floats that is told by themselves. Integers beside floats may be indices, and it may have
     failed for where they point to: then it says nothing of dtypes.
     """
-    floats = {x.dtype for x in given if x.is_floating_point()}
+    if len({x.dtype for x in given if x.is_floating_point()}) > 1:
+        return (
+            "its kernel takes operands of one dtype. Parameters come in the dtype of "
+            "Config(precision=...), a batch as it is: cast it there, as in x.to(w.dtype). Only "
+            "with a precision does fzero.functionalize cast what modules are called with, and "
+            "never integers."
+        )
     several = len({x.dtype for x in given}) > 1
-    return len(floats) > 1 or (several and any(x in said for x in ("dtype", "scalar type")))
+    if several and any(x in said for x in ("dtype", "scalar type")):
+        return (
+            f"its kernel refuses one of them: {said.splitlines()[0].rstrip('.')}. Nothing casts "
+            "integers: cast them where the batch comes in, as in x.to(w.dtype) or labels.long()."
+        )
+    return ""
 
 
 _NUMBERS = itertools.count()

@@ -336,6 +336,10 @@ def _trace_error(
         error = TraceError(_COMPILED.format(where))
         error.__cause__ = cause
         return error
+    if any("backward() called inside a functorch" in str(e) for _, e in refusals):
+        error = TraceError(_BACKWARD)
+        error.__cause__ = cause
+        return error
     module = _module_of(cause)
     told = {first_line(cause): ""}
     for label, error in refusals:
@@ -372,6 +376,12 @@ _ANOMALY = (
     "without autograd, so nobody would look. Switch the mode off: Config(on_nonfinite='raise') "
     "stops at the first step whose gradient is not finite, and under Config(executor='eager') "
     "anomaly mode names the operation."
+)
+_BACKWARD = (
+    "the model function calls backward(), and what it returns is differentiated for it. Return the "
+    "loss, and leave out loss.backward(), optimizer.step() and zero_grad(). A gradient that the "
+    "loss is made of, as of a penalty, comes from torch.func.grad, or from torch.autograd.grad with "
+    "create_graph=True."
 )
 _COMPILED = (
     "the model function calls what torch.compile has made{}: it can't be staged out, as its "

@@ -119,12 +119,13 @@ class Recording:
         return items
 
 
-def record(builder: Callable[[], PyTree]) -> Recording:
+def record(builder: Callable[[], PyTree], whole: str = "tree, step_fn.init(build())") -> Recording:
     """Run `builder` on fake tensors.
 
     Args:
         builder: makes a pytree of tensors: any modules, initialisers and in-place fills. What it
             reads of their values is worked out for it.
+        whole: what else the user can pass, as messages name it.
 
     Raises:
         ShardError: it builds on the meta device.
@@ -156,9 +157,9 @@ def record(builder: Callable[[], PyTree]) -> Recording:
     except Exception as error:
         raise TraceError(
             f"the function that builds the parameters can't be run without memory: "
-            f"{type(error).__name__}: {first_line(error)}. Ways on: keep "
-            "what reads or loads values out of it, or pass the built tree, step_fn.init(build()), "
-            "which holds the whole model once."
+            f"{type(error).__name__}: {first_line(error)}. It is called without arguments: "
+            "lambda: build(size). Ways on: keep what reads or loads values out of it, or pass the "
+            f"built {whole}, which holds the whole model once."
         ) from error
     finally:
         recorder.restore()

@@ -164,7 +164,7 @@ class Agreement:
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         padded = [*told, *[_FAR] * (_TOLD - len(told))]  # of a rank that refuses
         sent = [urgent * _RANKS + mesh.rank, digest, 2**56 - digest, *padded]
-        first, low, high, *least = smallest("the size of buckets", sent, mesh, self.timeout)
+        first, low, high, *least = smallest(f"{self.what}'s buckets", sent, mesh, self.timeout)
         urgent, who = divmod(first, _RANKS)
         if urgent <= _LAST and low + high != 2**56:
             self.rounds += 1

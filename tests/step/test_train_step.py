@@ -597,9 +597,31 @@ def test_a_call_without_a_batch_says_what_it_takes() -> None:
 def test_operands_of_several_dtypes_are_named_with_their_line(dtype: torch.dtype) -> None:
     apply, params = fzero.functionalize(nn.Linear(3, 2))
     step_fn = fzero.make_train_step(lambda p, x: apply(p, x).mean(), fzero.optim.sgd(0.1))
-    want = rf"addmm.*test_train_step.py.*{dtype} \(4, 3\).*takes operands of one dtype.*x.to\("
+    why = (
+        "operands of one dtype" if dtype.is_floating_point else "refuses one of them: .*same dtype"
+    )
+    want = rf"addmm.*test_train_step.py.*{dtype} \(4, 3\).*{why}.*x.to\("
     with pytest.raises(fzero.TraceError, match=want):
         step_fn(*step_fn.init(params), torch.ones(4, 3).to(dtype))
+
+
+def test_labels_of_another_integer_are_told_what_the_kernel_says() -> None:
+    def loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(batch[0] @ params["w"], batch[1])
+
+    step_fn = fzero.make_train_step(loss, fzero.optim.sgd(0.1))
+    labels = torch.zeros(2, dtype=torch.int32)
+    want = r"nll_loss.*test_train_step.py.*target dtype to be Long.*labels.long\(\)"
+    with pytest.raises(fzero.TraceError, match=want):
+        step_fn(*step_fn.init({"w": torch.ones(3, 4)}), (torch.ones(2, 3), labels))
+
+
+def test_dtypes_are_named_where_the_function_has_no_file() -> None:
+    scope: dict[str, Any] = {}
+    exec("def loss(params, x): return (x @ params['w']).mean()", scope)
+    step_fn = fzero.make_train_step(scope["loss"], fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.TraceError, match=r"mm.default was given torch.float64 \(2, 3\)"):
+        step_fn(*step_fn.init({"w": torch.ones(3, 4)}), torch.ones(2, 3).double())
 
 
 def test_an_index_out_of_range_is_no_matter_of_dtypes() -> None:
