@@ -60,7 +60,7 @@ def _chains(draw: st.DrawFn) -> tuple[list[dict[str, Tensor]], list[int], Tensor
     return layers, order, _values(draw(st.integers(1, 3)), width)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(_chains(), st.booleans())
 def test_any_chain_is_the_same(chain: Any, reshard: bool) -> None:
     layers, order, x = chain

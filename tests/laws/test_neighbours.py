@@ -121,7 +121,7 @@ def _broken(runs: list[Run], threads: int, seed: int) -> list[str]:
     return [law for law, holds in laws.items() if not holds]
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(_runs, st.integers(1, 3), st.integers(0, 2**31))
 def test_steps_and_neighbours_do_not_see_each_other(
     runs: list[Run], threads: int, seed: int

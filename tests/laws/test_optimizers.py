@@ -226,7 +226,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "not donated": {"stage": 3, "donate": False},
 }
 CONFIGS = STAGES | OTHERS
-RUNS = {1: ("stage 0", "stage 3", "not donated"), 2: (*STAGES, "eager"), 4: ("stage 3",)}
+RUNS = {1: ("stage 3", "not donated"), 2: (*STAGES, "eager"), 4: ("stage 3",)}
 
 
 def _all(names: tuple[str, ...]) -> dict[str, Any]:

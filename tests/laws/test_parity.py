@@ -42,7 +42,9 @@ def _cases(world: int = 2) -> Iterator[tuple[str, Case]]:
 def _hybrid_cases() -> Iterator[tuple[str, Case]]:
     """Some of them, on a mesh of 2 x 2."""
     for name, case in _cases():
-        if name.startswith(("mixed", "batchnorm")) and (case.accum_steps == 4) == ("no" in name):
+        if name.startswith(("mixed", "batchnorm")) and bool(case.config["clip_norm"]) == (
+            case.accum_steps == 1
+        ):
             yield name, case
 
 

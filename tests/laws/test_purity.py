@@ -158,7 +158,7 @@ def _broken(params: Any, config: dict[str, Any], optimizer: str) -> list[str]:
     return broken
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(_calls)
 def test_a_step_is_pure(call: tuple[Any, dict[str, Any], str]) -> None:
     assert _broken(*call) == []

@@ -164,8 +164,10 @@ def _behind(name: str, cfg: Config) -> tuple[str, Any]:
 def _stale() -> list[str]:
     """On a rank: what went wrong."""
     bad = []
-    for name in ("sgd", "fixed", "counts"):
+    for i, name in enumerate(("sgd", "fixed", "counts")):
         for executor, stage in itertools.product(("traced", "eager"), range(4)):
+            if executor == "eager" and stage % 2 == i % 2:
+                continue
             said, found = _behind(name, Config(stage=stage, executor=executor))
             expected = _stepped(name, Config(stage=stage, executor=executor), None, steps=4)[1]
             done = "has updated its part" if name != "sgd" else "Nothing was updated"

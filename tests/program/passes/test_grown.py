@@ -27,7 +27,7 @@ def _over_gloo(world: int, rank: int = 0) -> Iterator[None]:
         yield
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     world=st.sampled_from([2, 3]),
     widths=st.lists(st.integers(1, 40), min_size=4, max_size=9),

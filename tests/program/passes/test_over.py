@@ -145,7 +145,7 @@ PUBLISHED: list[Step] = [
 ]  # fmt: skip
 
 
-@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 @given(st.lists(STEPS, min_size=6, max_size=6))
 def test_an_update_gives_what_its_lines_give_one_by_one(cases: list[list[Step]]) -> None:
     for results in run_ranks(2, both, [PUBLISHED, *cases]):
@@ -163,7 +163,7 @@ ALL = st.sampled_from([EVERY[4:12], EVERY[:12], []])
 """Leaves of a flat come over it only together."""
 
 
-@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 @given(st.lists(st.tuples(STEPS, ALL, STEPS), min_size=6, max_size=6))
 @pytest.mark.slow
 def test_so_it_does_where_leaves_lie_in_flats(

@@ -60,7 +60,7 @@ def test_values_and_peak_stay_where_gradients_are_placed(world: int, widths: lis
         torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(WIDTHS, st.integers(2, 4), st.integers(1, 40))
 def test_what_is_recorded_is_kept_at_no_higher_peak(
     widths: list[int], world: int, rows: int
