@@ -1,10 +1,12 @@
 """Files of plain data and tensors: a safetensors file, one of its tensors a text in JSON.
 
-Nothing is unpickled.
+Nothing is unpickled. A checksum of all of it is in its metadata: one bit in a recorded number would
+train otherwise, and no other look at a Program could tell.
 
 References: the format, https://huggingface.co/docs/safetensors/index#format.
 """
 
+import hashlib
 import json
 import os
 import secrets
@@ -32,6 +34,10 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _KEY = "json"
+_METADATA, _CHECKSUM = (
+    "__metadata__",
+    "blake2b",
+)  # safetensors has texts of one's own under the first
 
 
 def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -60,7 +66,8 @@ def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
             "data_offsets": [start, end],
         }
         chunks.append(flat.numpy().tobytes())
-    head = json.dumps(header).encode()
+    checksum = {_CHECKSUM: _checksum(header, *chunks)}
+    head = json.dumps({_METADATA: checksum, **header}).encode()
     head += b" " * (-len(head) % 8)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -89,7 +96,7 @@ def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
 
     Raises:
         OSError: it can't be read.
-        ValueError, KeyError, TypeError: it is no such file, or is damaged.
+        ValueError, KeyError, TypeError: it is no such file, is damaged, or has no checksum.
     """
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
@@ -97,6 +104,10 @@ def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
         raise ValueError(f"{path} is cut short, or no file of Programs")
     header = json.loads(content[8 : 8 + size])
     body = memoryview(content)[8 + size :]
+    if (metadata := header.pop(_METADATA, None)) is None:
+        raise ValueError(f"{path} has no checksum, as files of earlier versions")
+    if metadata[_CHECKSUM] != _checksum(header, body):
+        raise ValueError(f"{path} is damaged: its checksum is another")
     start, end = header.pop(_KEY)["data_offsets"]
     data = json.loads(bytes(body[start:end]))
     tensors = {}
@@ -111,3 +122,10 @@ def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
         )
         tensors[name] = flat.view(_DTYPES[row["dtype"]]).reshape(row["shape"])
     return data, tensors
+
+
+def _checksum(header: Mapping[str, Any], *body: bytes | memoryview) -> str:
+    found = hashlib.blake2b(json.dumps(header).encode(), digest_size=16)
+    for chunk in body:
+        found.update(chunk)
+    return found.hexdigest()

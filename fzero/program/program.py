@@ -278,6 +278,8 @@ class Program:
         """
         try:
             data, tensors = read(Path(path))
+            if "entries" in data:
+                raise ValueError("step_fn.save_programs wrote it: step_fn.load_programs(folder)")
             parts = [cls.decoded(one, tensors.__getitem__) for one in data["programs"]]
         except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise FzeroError(

@@ -380,8 +380,8 @@ _ANOMALY = (
 _BACKWARD = (
     "the model function calls backward(), and what it returns is differentiated for it. Return the "
     "loss, and leave out loss.backward(), optimizer.step() and zero_grad(). A gradient that the "
-    "loss is made of, as of a penalty, comes from torch.func.grad, or from torch.autograd.grad with "
-    "create_graph=True."
+    "loss is made of, as of a penalty, comes from torch.func.grad, or from torch.autograd.grad "
+    "with create_graph=True."
 )
 _COMPILED = (
     "the model function calls what torch.compile has made{}: it can't be staged out, as its "

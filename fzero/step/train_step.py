@@ -342,7 +342,15 @@ class TrainStep:
 
         Args:
             path: of the folder. If nothing is there, as at the first start, nothing happens.
+
+        Raises:
+            FzeroError: it is a file.
         """
+        if Path(path).is_file():
+            raise FzeroError(
+                f"{path} is a file, and step_fn.save_programs writes a folder of one for each rank: "
+                "pass the folder. What program.save wrote is read by fzero.Program.load."
+            )
         # absolute at once: it is read at the first step, which may run in another folder
         self._executors.saved = SavedPrograms(Path(path).absolute())
 

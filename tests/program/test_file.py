@@ -3,10 +3,13 @@
 import gc
 import os
 import resource
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fzero
 from fzero.errors import FzeroError
@@ -75,12 +78,29 @@ def test_a_file_that_is_cut_short_is_an_error(cut: int, tmp_path: Path) -> None:
         read(tmp_path / "x")
 
 
+@settings(max_examples=100)
+@given(st.data())
+def test_a_file_with_one_other_bit_is_an_error(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x"
+        write(path, {"rate": 0.01}, TENSORS)
+        content = bytearray(path.read_bytes())
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(content)
+        with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+            read(path)
+
+
 def test_a_program_that_is_no_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("nothing of the kind")
     with pytest.raises(FzeroError, match="holds no Program that this process can read"):
         fzero.Program.load(tmp_path / "x")
     with pytest.raises(FileNotFoundError):
         fzero.Program.load(tmp_path / "y")
+    write(tmp_path / "z", {"entries": []}, {})  # as a step function's
+    with pytest.raises(FzeroError, match=r"step_fn\.load_programs"):
+        fzero.Program.load(tmp_path / "z")
 
 
 def test_a_program_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
