@@ -348,8 +348,8 @@ class TrainStep:
         """
         if Path(path).is_file():
             raise FzeroError(
-                f"{path} is a file, and step_fn.save_programs writes a folder of one for each rank: "
-                "pass the folder. What program.save wrote is read by fzero.Program.load."
+                f"{path} is a file, and step_fn.save_programs writes a folder, with one for each "
+                "rank: pass the folder. What program.save wrote is read by fzero.Program.load."
             )
         # absolute at once: it is read at the first step, which may run in another folder
         self._executors.saved = SavedPrograms(Path(path).absolute())

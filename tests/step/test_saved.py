@@ -460,7 +460,7 @@ def test_a_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
     first.steps(1)
     with pytest.raises(FzeroError, match=r"can't be written.*can be a folder"):
         first.step_fn.save_programs(tmp_path / "x")
-    with pytest.raises(FzeroError, match="x is a file.*pass the folder"):
+    with pytest.raises(FzeroError, match=r"x is a file.*pass the folder"):
         first.step_fn.load_programs(tmp_path / "x")
 
 
