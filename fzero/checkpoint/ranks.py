@@ -42,6 +42,11 @@ class Ranks:
     circle: Circle = field(default_factory=lambda: Circle((0,), 0))
     by_default: bool = False
 
+    @classmethod
+    def alone(cls) -> "Ranks":
+        """This rank by itself, whatever others there are: what it does needs none of them."""
+        return cls((dist.get_rank() if dist.is_initialized() else 0,), 0, None, None)
+
     @property
     def rank(self) -> int:
         """This rank's global rank."""

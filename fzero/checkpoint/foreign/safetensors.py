@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -91,11 +91,29 @@ def export_safetensors(
         ['model-00001-of-00001.safetensors', 'model.safetensors.index.json']
     """
     folder = disk.as_path(path).absolute()
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(
+            f"export_safetensors: dtype={dtype!r} must be a floating torch.dtype, such as "
+            "torch.bfloat16: floating leaves are converted to it, and whole numbers would cut them."
+        )
+    if type(max_file_bytes) is not int or max_file_bytes < 1:
+        raise CheckpointError(
+            f"export_safetensors: max_file_bytes={max_file_bytes!r} must be a number of bytes from "
+            "1 on, such as 5 * 10**9."
+        )
     leaves = tree.leaves(params)
-    names = [key.removeprefix("params.") for key in keys("params", params)]
+    if not leaves:
+        raise CheckpointError(
+            f"export_safetensors: params has no leaves ({params!r}). Pass what step_fn returned "
+            "first, or engine.full_params()."
+        )
     ranks = ranks_of([x for x in leaves if isinstance(x, Tensor)], timeout)
-    items = [_whole(name, x, dtype) for name, x in zip(names, leaves, strict=True)]
-    return write_folder(folder, items, ranks, max_file_bytes, overwrite=overwrite)
+    return write_folder(folder, _whole_leaves(params, dtype), ranks, max_file_bytes, overwrite)
+
+
+def export_of_one_rank(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """`export_safetensors` of full tensors over what is there; one rank calls it, or each."""
+    return write_folder(path.absolute(), _whole_leaves(tensors), Ranks.alone(), overwrite=True)
 
 
 class Whole(NamedTuple):
@@ -119,7 +137,6 @@ def write_folder(
     leaves: Sequence[Whole],
     ranks: Ranks,
     max_file_bytes: int = MAX_FILE_BYTES,
-    *,
     overwrite: bool = False,
 ) -> Path:
     """`export_safetensors` of leaves that are made one at a time."""
@@ -189,12 +206,16 @@ def _write_folder(
                 leaf.make(False)
             return
         described = [(leaf.name, leaf.dtype, leaf.shape) for leaf in rows]
-        tensors = (_made(leaf) for leaf in rows)
+        coming = iter(rows)
+        tensors = (_made(leaf) for leaf in coming)
         part = folder / parts[number]
         try:
             write_file(part, described, tensors, about={"format": "pt"}, on_bytes=shown)
-        except BaseException:  # no other rank has been told of it: it can go
+        except BaseException as error:  # no other rank has been told of it: it can go
             _remove(folder, [part.name])
+            if isinstance(error, OSError):
+                for leaf in coming:  # the others gather what this one can't write any more
+                    leaf.make(False)
             raise
 
     def finish() -> None:
@@ -247,13 +268,10 @@ def _publish(
         index = {"metadata": {"total_size": total}, "weight_map": where}
         part = folder / _INDEX_PART
         disk.unlink(part)  # of an export that was cut short
-        file = disk.create(part)
-        try:
+        with disk.created(part) as file:
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             disk.append(file, memoryview(text.encode()))
             disk.sync(file)
-        finally:
-            os.close(file)
         disk.rename(part, folder / INDEX)
         disk.sync_folder(folder)
 
@@ -337,6 +355,11 @@ def open_safetensors(
     renamed = renamed_params(ours, rename)
     source = Source(str(path), reader, reader.read_metadata(), identity=identity)
     return replace(source, renamed=renamed, names=list(found))
+
+
+def _whole_leaves(params: PyTree, dtype: torch.dtype | None = None) -> list[Whole]:
+    names = [key.removeprefix("params.") for key in keys("params", params)]
+    return [_whole(name, x, dtype) for name, x in zip(names, tree.leaves(params), strict=True)]
 
 
 def _whole(name: str, x: Any, dtype: torch.dtype | None) -> Whole:

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -42,6 +43,19 @@ def make_folder(path: Path) -> None:
 def create(path: Path) -> int:
     """A descriptor of a new file; one that is there already, or a link, is an error."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+
+@contextlib.contextmanager
+def created(path: Path) -> Iterator[int]:
+    """`create`, closed at the end. What the disk refuses inside names the path."""
+    file = create(path)
+    try:
+        yield file
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a descriptor's errors know of no name
+        raise
+    finally:
+        os.close(file)
 
 
 def append(file: int, data: memoryview) -> None:

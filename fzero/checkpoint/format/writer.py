@@ -8,7 +8,6 @@ References: the format of the files, https://huggingface.co/docs/safetensors/ind
 """
 
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -128,12 +127,9 @@ class Writer(StorageWriter):
             leaves[key] = Leaf(leaf.properties.dtype, tuple(leaf.size), boxes)  # pyright: ignore
         about: Mapping[str, Any] = metadata.planner_data
         text = Manifest(leaves=leaves, files=files, **about).dumps()
-        file = disk.create(self.folder / manifest.NAME)
-        try:
+        with disk.created(self.folder / manifest.NAME) as file:
             disk.append(file, memoryview(text.encode()))
             disk.sync(file)
-        finally:
-            os.close(file)
         # The ranks' files are entries of it as well; all must be there before it gets its name.
         disk.sync_folder(self.folder)
 
@@ -169,9 +165,8 @@ def write_file(
         OSError: the disk is full, for one.
     """
     header = _header(items, about)
-    file = disk.create(path)
     extents = []
-    try:
+    with disk.created(path) as file:
         disk.append(file, memoryview(header))
         start = len(header)
         for (key, dtype, shape), tensor in zip(items, tensors, strict=True):
@@ -192,8 +187,6 @@ def write_file(
         # before anybody is told where things are: the manifest must not name what a crash could
         # undo
         disk.sync(file)
-    finally:
-        os.close(file)
     about_file = File(start, len(header), zlib.crc32(header))
     return [Written(extent, about_file) for extent in extents]
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fzero import checkpoint
 from fzero.checkpoint.format.folders import step_folder, step_of, steps
-from fzero.checkpoint.ranks import on_every_rank, ranks_of
+from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
 from fzero.compat.deepspeed import comm
 from fzero.engine import Engine
 from fzero.errors import CheckpointError, ShardError
@@ -73,15 +73,20 @@ def save(
         where.mkdir(parents=True, exist_ok=True)
         whole_file(_file(where, comm.get_rank(), step), packed[0])
 
-    on_every_rank(ranks, "whether its file is there", write, _UNWRITTEN)
-    params, state = engine.state
-    params = {name: x for name, x in params.items() if name not in without}
-    if state.master is not None:
-        master = {name: x for name, x in state.master.items() if name not in without}
-        state = state._replace(master=master)
-    # what somebody else keeps in this folder is theirs: nothing of it is replaced or let go
-    keep = 1 if alone else None
-    checkpoint.save(where, params, state, step=step, keep=keep, overwrite=ours)
+    try:
+        on_every_rank(ranks, "whether its file is there", write, _UNWRITTEN)
+        params, state = engine.state
+        params = {name: x for name, x in params.items() if name not in without}
+        if state.master is not None:
+            master = {name: x for name, x in state.master.items() if name not in without}
+            state = state._replace(master=master)
+        # what somebody else keeps in this folder is theirs: nothing of it is replaced or let go
+        keep = 1 if alone else None
+        checkpoint.save(where, params, state, step=step, keep=keep, overwrite=ours)
+    except BaseException:
+        if not ours:  # of a checkpoint that is not there; a full disk needs the room back
+            _file(where, comm.get_rank(), step).unlink(missing_ok=True)
+        raise
 
     def tell() -> None:
         if ranks.leads:
@@ -276,11 +281,16 @@ def _same(folder: Path, tag: str, step: int) -> None:
 _PREFIXES = ("params.", "opt_state.model_state.")
 
 
-def write_tensors(file: Path, tensors: dict[str, Any] | None) -> None:
-    """`torch.save`, whole or not at all, on the rank that has tensors; every rank calls it.
+def write_tensors(file: Path, tensors: dict[str, Any] | None, ranks: Ranks | None = None) -> None:
+    """`torch.save`, whole or not at all, on the rank that has tensors.
+
+    Args:
+        file: to be written.
+        tensors: None on the other ranks.
+        ranks: those that call it; None: all.
 
     Raises:
-        CheckpointError: on every rank, what is written to failed.
+        CheckpointError: on each of them, what is written to failed.
     """
 
     def write() -> None:
@@ -291,7 +301,7 @@ def write_tensors(file: Path, tensors: dict[str, Any] | None) -> None:
             whole_file(file, buffer.getvalue())
 
     failing = (f"{file} was not written", "See that the disk has room, then save again.")
-    on_every_rank(ranks_of([]), f"whether {file.name} is there", write, failing)
+    on_every_rank(ranks or ranks_of([]), f"whether {file.name} is there", write, failing)
 
 
 def _packed(kept: dict[str, Any]) -> bytes:

@@ -128,6 +128,19 @@ class Cut(BaseException):
     """In place of a kill, or of a Ctrl-C."""
 
 
+def test_what_an_export_cannot_take_is_refused(tmp_path: Path) -> None:
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (_tree(), {"dtype": torch.int8}, r"dtype=torch.int8 must be a floating"),
+        (_tree(), {"dtype": "bf16"}, r"dtype='bf16' must be .* torch.bfloat16"),
+        (_tree(), {"max_file_bytes": "1GB"}, "max_file_bytes='1GB' must be a number"),
+        (None, {}, r"params has no leaves \(None\)"),
+    ]
+    for params, options, said in refused:
+        with pytest.raises(CheckpointError, match=said):
+            export_safetensors(tmp_path / "x", params, **options)
+    assert not (tmp_path / "x").exists()
+
+
 def _cut_at(at: int, how: str) -> Any:
     def act(number: int, name: str, args: Any) -> None:
         # whoever is killed does nothing any more
@@ -165,14 +178,17 @@ def _one_fails(folder: Path, failing: int, call: str) -> list[str]:
         if torch.distributed.get_rank() == failing and name == call:
             raise OSError(28, "No space left on device")
 
-    params = {name: torch.ones(16) for name in "abc"}
-    with pytest.raises(CheckpointError, match="No space left"), watched(act):
-        export_safetensors(folder, params, max_file_bytes=60)
+    # shards, which all ranks gather, whoever writes; several in a file, so that some are to come
+    params = fzero.shard({name: torch.ones(8) for name in "abcdef"}, fzero.Config())
+    with pytest.raises(CheckpointError, match=r"No space left .*export again"), watched(act):
+        export_safetensors(folder, params, max_file_bytes=80)
     torch.distributed.barrier()
     return sorted(file.name for file in folder.iterdir())
 
 
-@pytest.mark.parametrize(("failing", "call"), [(1, "sync"), (0, "link")])
+@pytest.mark.parametrize(
+    ("failing", "call"), [(1, "create"), (0, "append"), (1, "sync"), (0, "link")]
+)
 def test_no_rank_leaves_files_of_an_export_that_fails(
     failing: int, call: str, tmp_path: Path
 ) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.checkpoint.foreign.safetensors import export_of_one_rank
+from fzero.checkpoint.ranks import Ranks
 from fzero.compat.deepspeed import saving
 from fzero.compat.deepspeed.owners import owner_of
 from fzero.errors import CheckpointError
@@ -63,7 +65,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights to OUTPUT_DIR/pytorch_model.bin, or as safetensors.
+    """Write the weights to OUTPUT_DIR/pytorch_model.bin, or as safetensors; one rank is enough.
 
     Args:
         max_shard_size: of no effect on pytorch_model.bin, which is one file.
@@ -73,8 +75,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         checkpoint_dir, tag, exclude_frozen_parameters
     )
     if safe_serialization:
-        from fzero.checkpoint import export_safetensors
-
-        export_safetensors(output_dir, weights)
+        export_of_one_rank(Path(output_dir), weights)
     else:
-        saving.write_tensors(Path(output_dir) / "pytorch_model.bin", weights)
+        saving.write_tensors(Path(output_dir) / "pytorch_model.bin", weights, Ranks.alone())
