@@ -21,7 +21,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dis import get_instructions
 from typing import Any, NamedTuple
@@ -214,6 +214,8 @@ class Walk:
         if any(not isinstance(fn.__globals__[name], _DEFINED) for name in there):
             there &= _global_names(code)  # data: names of attributes are no globals
         # sorted: another process is to come to all in the same order
+        for name in sorted(_global_names(code) - fn.__globals__.keys()):
+            self._note(fn.__globals__.get, name, Place(None, name), fn.__globals__)
         for name in sorted(there):
             self._note_named(fn.__globals__, name, Place(None, name), passed)
             self._namespace(fn.__globals__[name], names, Place(None, name), passed)
@@ -227,6 +229,9 @@ class Walk:
             self._namespace(sys.modules[name], names, Place(None, name), passed)
             if f"import {name}" in passed:
                 self._later(sys.modules[name], Place(None, name))
+        for first, *attributes in sorted(_dotted(code)):
+            of = self._cell(fn, first) if first in code.co_freevars else fn.__globals__.get(first)
+            self._dotted_names(of, attributes, Place(None, first))
 
     def _cell(self, fn: types.FunctionType, name: str) -> Any:
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
@@ -281,6 +286,25 @@ class Walk:
                 if depth:
                     self._namespace(space[name], names, inner, passed, depth - 1)
 
+    def _dotted_names(self, value: Any, names: list[str], place: Place) -> None:
+        """What code that says `value.a.b` reads of classes, modules, functions and tensors.
+
+        Also where there is none: it asks with `hasattr`, or catches the exception.
+        """
+        for name in names:
+            place = Place(place, f".{name}")
+            if name[:2] == "__" or (isinstance(value, Tensor) and hasattr(type(value), name)):
+                return
+            if isinstance(value, type):
+                self._class_attribute(value, name, place, absent=True)
+                value = _class_value(value, name)
+            elif _has_own_names(value):
+                space = vars(value)
+                self._note(space.get, name, place, space, not _is_space(space.get(name)))
+                value = space.get(name)
+            else:  # an object is watched
+                return
+
     def _data_of(self, cls: type, place: Place) -> None:
         """What a class holds beside what it does."""
         for base in cls.__mro__:
@@ -289,24 +313,38 @@ class Walk:
                     data = not isinstance(member, type) and not hasattr(type(member), "__get__")
                     if data and name[:1] != "_":
                         inner = Place(place, f".{name}")
-                        self._note(base.__dict__.get, name, inner, base, follow=False)
+                        self._note(_class_dict(base).get, name, inner, base, follow=False)
                         self._later(member, inner)
 
-    def _class_attribute(self, cls: type, name: str, place: Place) -> bool:
+    def _class_attribute(self, cls: type, name: str, place: Place, *, absent: bool = False) -> bool:
+        """Note an attribute of a class, in all classes that may come to have it; whether it has.
+
+        Args:
+            cls: the class, of whose bases any may have it.
+            name: of the attribute.
+            place: where it is.
+            absent: note also that no class has it: whoever asked found none.
+        """
         found = False
         for i, base in enumerate(cls.__mro__):
             if name in base.__dict__:
                 if base.__flags__ & HEAP_TYPE and not is_library_class(base):
                     # also where it is not: a class may get one of its own
-                    for holder in cls.__mro__[: i + 1] if name[:2] != "__" else ():
-                        self._note(holder.__dict__.get, name, place, holder, follow=False)
+                    self._note_in(cls.__mro__[: i + 1], name, place)
                     self._later(base.__dict__[name], place)
                     if isinstance(base.__dict__[name], classmethod):
                         self._read_by_class(cls, base.__dict__[name], place)
                 found = True
                 if not _calls_super(base.__dict__[name]):
                     break  # else the next one of that name runs, too
+        if absent and not found:
+            own = [base for base in cls.__mro__ if not is_library_class(base)]
+            self._note_in([base for base in own if base.__flags__ & HEAP_TYPE], name, place)
         return found
+
+    def _note_in(self, classes: Sequence[type], name: str, place: Place) -> None:
+        for base in classes if name[:2] != "__" else ():
+            self._note(_class_dict(base).get, name, place, base, follow=False)
 
     def _read_by_class(self, cls: type, method: Any, place: Place) -> None:
         """What a class method reads of the class that it is called on."""
@@ -356,15 +394,14 @@ class Walk:
             self._note(attributes.get, name, place, attributes)
             if name in attributes:
                 return
-        if self._class_attribute(type(value), name, place):
+        if self._class_attribute(type(value), name, place, absent=True):
             if isinstance(_class_value(type(value), name), types.MemberDescriptorType):  # a slot
                 get = functools.partial(object_getattr, value)
                 self._note(get, name, place, value)
             return
         if attributes is not None and isinstance(value, nn.Module):
-            for table in _TABLES:
-                entries = attributes.get(table)
-                if entries and name in entries:
+            for table in _TABLES:  # in which it may come to be
+                if isinstance(entries := attributes.get(table), dict):
                     self._note(entries.get, name, place, entries)
 
 
@@ -487,6 +524,21 @@ def _class_value(cls: type, name: str) -> Any:
     return next((base.__dict__[name] for base in cls.__mro__ if name in base.__dict__), None)
 
 
+def _class_dict(cls: type) -> dict[str, Any]:
+    """What is behind the proxy, to be read: a dict alone can be asked whether it has changed."""
+    (found,) = gc.get_referents(cls.__dict__)
+    return found
+
+
+def _has_own_names(value: Any) -> bool:
+    """Whether code that names it reads its `__dict__`, which nobody watches."""
+    if isinstance(value, types.ModuleType):
+        return not is_library_module(value)
+    if isinstance(value, types.FunctionType):
+        return not is_library(value.__code__.co_filename)
+    return isinstance(value, (Tensor, enum.Enum))
+
+
 def _named(value: Any, place: Place) -> Place:
     return Place(None, type(value).__name__) if place.parent is None else place
 
@@ -500,12 +552,12 @@ def _names(code: types.CodeType) -> set[str]:
     return found
 
 
-def _remembered(fn: Callable[[types.CodeType], frozenset[str]]) -> Any:
+def _remembered(fn: Callable[[types.CodeType], frozenset[Any]]) -> Any:
     """Code is met again at each recording, often by the thousand, and never says anything else."""
     known = functools.lru_cache(maxsize=4096)(fn)
 
     @functools.wraps(fn)
-    def call(code: types.CodeType) -> frozenset[str]:
+    def call(code: types.CodeType) -> frozenset[Any]:
         try:
             return known(code)
         except TypeError:  # of a constant without a hash, in code that no compiler has made
@@ -557,6 +609,33 @@ def _global_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
+@_remembered
+def _dotted(code: types.CodeType) -> frozenset[tuple[str, ...]]:
+    """What a code reads of what it has a name for, from the name down.
+
+    >>> sorted(_dotted((lambda x: cfg.model.width * x.y + getattr(cfg.model, "k", f(g))).__code__))
+    [('cfg', 'model', 'k'), ('cfg', 'model', 'width')]
+    """
+    found: set[tuple[str, ...]] = set()
+    steps = [step for step in get_instructions(code) if step.opname not in _NOTHING]
+    asks = not {"getattr", "hasattr"}.isdisjoint(code.co_names)
+    for i, step in enumerate(steps):
+        if step.opname not in _NAMES_OF_CODE:
+            continue
+        names = [step.argval]
+        while (after := steps[i + len(names)]).opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            names.append(after.argval)
+        told = after.argval if asks and after.opname == "LOAD_CONST" else None
+        if isinstance(told, str) and told.isidentifier():
+            names.append(told)
+        if len(names) > 1:
+            found.add(tuple(names))
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _dotted(const)
+    return frozenset(found)
+
+
 def _dunder_functions(cls: type) -> list[str]:
     """Special methods, which Python looks up in the class, past `__getattribute__`."""
     return [
@@ -572,6 +651,7 @@ def _dunder_functions(cls: type) -> list[str]:
 # instructions, by their names in Python 3.11 to 3.13
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_ATTR", "LOAD_METHOD")
 _LOADS += ("LOAD_FROM_DICT_OR_DEREF", "LOAD_FROM_DICT_OR_GLOBALS", "IMPORT_NAME", "IMPORT_FROM")
+_NAMES_OF_CODE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _OF_IT = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "IMPORT_FROM", "DELETE_ATTR")
 _NOTHING = ("CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")

@@ -8,6 +8,7 @@ does not count what is stored as an attribute.
 """
 
 import functools
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -61,6 +62,8 @@ def tells(version: Callable[[dict[Any, Any]], int]) -> bool:
         x.stored = object()  # in a loop: Python makes a quicker instruction of it
 
     space: dict[Any, Any] = {1: 1.0}
+    cls: type = type("New", (), {})
+    (of_class,) = gc.get_referents(cls.__dict__)  # behind its proxy
     return all(
         (
             changes(space, lambda: space.__setitem__(1, float("1"))),  # an equal one
@@ -76,5 +79,8 @@ def tells(version: Callable[[dict[Any, Any]], int]) -> bool:
             changes(attributes, lambda: setattr(x, "set", 1)),
             changes(attributes, lambda: object.__setattr__(x, "set", 2)),
             changes(attributes, lambda: delattr(x, "set")),
+            changes(of_class, lambda: setattr(cls, "set", 1)),
+            changes(of_class, lambda: setattr(cls, "set", 2)),
+            changes(of_class, lambda: delattr(cls, "set")),
         )
     )

@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import pickle
 import random
+import sys
 import threading
 import types
 import warnings
@@ -1160,6 +1161,64 @@ HANDED_ON: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
     "a function as an argument": (_criterion, lambda x: _criterion(x, _criterion)),
     "a member of an enum": (Named.ONE, lambda x: _criterion(x, Named.ONE)),
 }
+
+
+class Bare:
+    @property
+    def shown(self) -> float:
+        return self.own if hasattr(self, "own") else 1.0
+
+
+class BareBelow(Bare):
+    pass
+
+
+class Module(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * getattr(self, "own", 1.0)
+
+
+def _caught(read: Callable[[], float]) -> float:
+    try:
+        return read()
+    except (AttributeError, NameError):
+        return 1.0
+
+
+_BARE, _MODULE = BareBelow(), Module()
+# what has no attribute (or global) `own` so far, and code that looks whether it has
+ABSENT: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "an object": (_BARE, lambda x: x * getattr(_BARE, "own", 1.0)),
+    "an object's class": (BareBelow, lambda x: x * getattr(_BARE, "own", 1.0)),
+    "a base of an object's class": (Bare, lambda x: x * _caught(lambda: _BARE.own)),
+    "what a property asks": (Bare, lambda x: x * _BARE.shown),
+    "the class of a module": (Module, lambda x: _MODULE(x)),
+    "a class": (BareBelow, lambda x: x * getattr(BareBelow, "own", 1.0)),
+    "a base of a class": (Bare, lambda x: x * _caught(lambda: BareBelow.own)),
+    "a function": (_criterion, lambda x: x * _caught(lambda: _criterion.own)),
+    "a python module": (SETTINGS, lambda x: x * getattr(SETTINGS, "own", 1.0)),
+    "a tensor": (CARRIES, lambda x: x * (CARRIES.own if hasattr(CARRIES, "own") else 1.0)),
+    "a member of an enum": (Named.ONE, lambda x: x * getattr(Named.ONE, "own", 1.0)),
+    "the globals": (sys.modules[__name__], lambda x: x * _caught(lambda: own)),  # noqa: F821
+}
+
+
+@pytest.mark.parametrize("case", ABSENT)
+def test_what_is_not_there_counts_once_it_is(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, scaled = ABSENT[case]
+    step_fn = fzero.make_train_step(
+        lambda params, x: scaled((params["w"] * x).sum()), fzero.optim.sgd(0.0)
+    )
+    state = step_fn.init({"w": torch.ones(3)})
+    losses = []
+    for there in (False, True, False):
+        with monkeypatch.context() as patch:
+            if there:
+                patch.setattr(holder, "own", 3.0, raising=False)
+            state = step_fn(*state, torch.ones(3))
+        losses.append(float(state[1].metrics["loss"]))
+    assert losses == [3.0, 9.0, 3.0]
+    assert len(step_fn._executors._traced) == 2
 
 
 def _got(cls: Any) -> float:
