@@ -101,6 +101,30 @@ def ranked(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(by_order, key=lambda e: line.get(e.key, len(line)))
 
 
+def family(entries: Sequence[Entry]) -> set[tuple[int, int]]:
+    """The keys of the newest one and of all that have to do with it, however far off.
+
+    Two belong together that one line names, or whose lines name one that has gone. Others are of
+    another run, which this one has not gone on from. Of those without a lineage nobody knows: they
+    are taken for one run.
+
+    >>> entry = lambda step, order, *line: Entry(Path(str(step)), step, Lineage(order, line))
+    >>> old = [entry(30, 3, (20, 2)), entry(40, 4, (30, 3), (20, 2))]
+    >>> sorted(family([*old, entry(4, 5)])), sorted(family([*old, entry(25, 5, (20, 2))]))
+    ([(4, 5)], [(25, 5), (30, 3), (40, 4)])
+    """
+    ties: list[set[tuple[int, int]]] = []
+    for entry in entries:
+        tie = {entry.key, *entry.lineage.line}
+        if any(order == 0 for _, order in tie):
+            tie.add((-1, 0))
+        apart = [other for other in ties if other.isdisjoint(tie)]
+        ties = [*apart, tie.union(*(other for other in ties if not other.isdisjoint(tie)))]
+    newest = ranked(entries)[0].key
+    of_it = next(tie for tie in ties if newest in tie)
+    return {entry.key for entry in entries} & of_it
+
+
 def following(entries: Sequence[Entry], step: int, parent: int | None) -> Lineage:
     """The lineage of a checkpoint of `step` to be written beside `entries`.
 
@@ -128,6 +152,7 @@ class Heads:
     def __init__(self) -> None:
         self._at: dict[str, int] = {}
         self._resumed: dict[str, int] = {}
+        self._met: set[str] = set()
 
     def loaded(self, path: Path, step: int, *, state: bool) -> None:
         """A checkpoint was read: what is saved next comes from it.
@@ -150,6 +175,13 @@ class Heads:
     def parent(self, path: Path) -> int | None:
         """The step of the checkpoint below `path` that the next one comes from."""
         return self._at.get(os.path.realpath(path))
+
+    def meets_others(self, path: Path) -> bool:
+        """Whether this is the first time that other runs' checkpoints are met there."""
+        run = os.path.realpath(path)
+        first = run not in self._met
+        self._met.add(run)
+        return first
 
     def resumed(self, path: Path) -> int | None:
         """The step of the one that was read last, which `keep` never lets go."""

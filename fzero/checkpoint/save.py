@@ -76,6 +76,11 @@ _UNSYNCED = (
     "machine may undo that, so no older one was removed. See to the disk and save again, this step "
     "with overwrite=True."
 )
+_OTHERS = (
+    "{} has checkpoints of another run, which this process has neither loaded nor saved: {}. "
+    "keep={} leaves them there, and the latest is this run's now. To go on from them, call "
+    "fzero.checkpoint.load first; a new run takes a folder of its own."
+)
 _UNREMOVED = (
     "the checkpoint is there, but some of what should go could not be removed",
     "Each save tries again; remove by hand what stays.",
@@ -108,9 +113,11 @@ def save(
             several engines that are trained together save one tree: `{"g": g.state[0], ...}` and
             `{"g": g.state[1], ...}`, with `step`.
         step: names the checkpoint; taken from `opt_state.step` if not given, else 0.
-        keep: remove all but so many checkpoints once this one is there; at least 1. What stays is
-            this one, those that it came from, then others, newest first; and in any case the one
-            that this process was resumed from. Damaged ones count for nothing and are left alone.
+        keep: remove all but so many checkpoints of this run once this one is there; at least 1.
+            What stays is this one, those that it came from, then branches that the run has left,
+            newest first; and in any case the one that this process was resumed from. Those of
+            another run, which this one has not gone on from, stay, with a warning. Damaged ones
+            count for nothing and are left alone.
         overwrite: replace whatever has the name of this step's checkpoint. It stays, whole, until
             the new one takes its place at once. Without it that is an error, unless what is there
             is a checkpoint of this format that is unfinished or damaged, and holds nothing else:
@@ -342,14 +349,15 @@ class Job:
                 return str(error)
             return ""
 
-        def let_go() -> list[str]:
+        def let_go() -> tuple[list[str], list[str]]:
             if not ranks.leads:
-                return []
-            left = self.left + ([] if replaced is None else clear(replaced))
+                return [], []
+            left, others = self.left + ([] if replaced is None else clear(replaced)), []
             if self.keep is not None:
                 never = {self.step, background.heads.resumed(self.path)}
-                left += retain(self.path, self.keep, never)
-            return left
+                more, others = retain(self.path, self.keep, never)
+                left += more
+            return left, others if others and background.heads.meets_others(self.path) else []
 
         try:
             by_rank = on_every_rank(ranks, "what they wrote", write, _UNWRITTEN)
@@ -368,8 +376,12 @@ class Job:
         if unsynced:
             # an error, as of every other sync; and nothing goes for one that a crash may take away
             raise CheckpointError(_UNSYNCED.format(self.path, unsynced, there.name))
-        left = on_every_rank(ranks, "whether older ones are removed", let_go, _UNREMOVED)[0]
-        return f"{_UNREMOVED[0]}: {'; '.join(left)}. {_UNREMOVED[1]}" if left else ""
+        left, others = on_every_rank(ranks, "whether older ones are removed", let_go, _UNREMOVED)[0]
+        told = [f"{_UNREMOVED[0]}: {'; '.join(left)}. {_UNREMOVED[1]}"] if left else []
+        if others:
+            names = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
+            told.append(_OTHERS.format(self.path, names, self.keep))
+        return " ".join(told)
 
     def _results(self, by_rank: Sequence[Sequence[Any]]) -> list[list[WriteResult]]:
         """What all ranks wrote, as `torch.distributed.checkpoint` passes it on."""

@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from fzero.checkpoint import background, latest, load, save
+from fzero.checkpoint import background, latest, load, save, wait
 from fzero.checkpoint.format.folders import steps
 from fzero.checkpoint.format.manifest import _digest, read
 from fzero.checkpoint.format.verify import problems
@@ -55,8 +56,9 @@ class Run:
         self.parent[value], self.there[step], self.at = self.at, value, value
         assert problems(where) == []
         if keep is not None:
-            wanted = self._wanted()
-            stay = {*wanted[:keep], value, self.resumed}
+            apart = {v for v in self.there.values() if self._root(v) != self._root(value)}
+            wanted = [v for v in self._wanted() if v not in apart]
+            stay = {*wanted[:keep], value, self.resumed, *apart}
             self.there = {s: v for s, v in self.there.items() if v in stay}
         self.check()
 
@@ -93,6 +95,12 @@ class Run:
     def _step(self, value: int) -> int:
         return next(s for s, v in self.there.items() if v == value)
 
+    def _root(self, value: int) -> int:
+        """The first save of its run, whether or not it is there."""
+        while (parent := self.parent[value]) is not None:
+            value = parent
+        return value
+
     def _wanted(self) -> list[int]:
         """The newest, what it came from, then the others from the newest on."""
         line: list[int] = []
@@ -122,6 +130,26 @@ def test_any_history_keeps_what_it_stands_on(script: list[tuple[Any, ...]]) -> N
     finally:
         shutil.rmtree(path)
         _new_process()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_that_forgot_to_load_takes_nothing_away(asynchronous: bool, tmp_path: Path) -> None:
+    for step in (30, 40, 50):
+        save(tmp_path, _tree(step), {"lr": 0.1}, step=step, keep=3)
+    _new_process()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in (4, 8, 12):
+            tree = _tree(step), {"lr": 0.1}
+            save(tmp_path, *tree, step=step, keep=2, asynchronous=asynchronous)
+        wait()
+    (one,) = told
+    assert "of another run" in str(one.message)
+    assert "step-00000030, step-00000040, step-00000050. keep=2 leaves" in str(one.message)
+    assert _names(tmp_path) == [8, 12, 30, 40, 50]
+    load(tmp_path / "step-00000050", _tree(0), {"lr": 0.0})  # back to the old one
+    save(tmp_path, _tree(60), {"lr": 0.1}, step=60, keep=2)
+    assert _names(tmp_path) == [8, 12, 50, 60]
 
 
 def test_the_one_resumed_from_stays_for_as_long_as_the_run_goes_on(tmp_path: Path) -> None:

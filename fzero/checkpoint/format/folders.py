@@ -27,7 +27,7 @@ from pathlib import Path
 from fzero.checkpoint.format import disk, manifest
 from fzero.checkpoint.format.manifest import Manifest
 from fzero.checkpoint.format.reader import open_checked
-from fzero.checkpoint.lineage import Entry, Lineage, peek, ranked
+from fzero.checkpoint.lineage import Entry, Lineage, family, peek, ranked
 from fzero.errors import CheckpointError, users_line
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -289,28 +289,35 @@ def sweep(path: Path) -> list[str]:
     return left
 
 
-def retain(path: Path, keep: int, never: Collection[int | None] = ()) -> list[str]:
-    """Remove all whole checkpoints but the first `keep` in the order of `latest`.
+def retain(
+    path: Path, keep: int, never: Collection[int | None] = (), *, others: bool = False
+) -> tuple[list[str], list[str]]:
+    """Remove all whole checkpoints of a run but the first `keep` in the order of `latest`.
 
     What isn't whole counts for nothing, and is left alone. Of one that is a link to elsewhere the
     link goes.
 
     Args:
         never: steps of those that stay in any case.
+        others: remove those of other runs, too.
 
     Returns:
-        What stays after all, and why; see [Note: what stays].
+        What stays after all, and why, see [Note: what stays]; the names of other runs' checkpoints.
     """
     try:
-        there = [entry for entry in ranked(entries(path)) if is_whole(entry.folder)]
+        found = ranked(entries(path))
+        there = [entry for entry in found if is_whole(entry.folder)]
     except OSError as error:
-        return _stays(path, error)
+        return _stays(path, error), []
+    ours = family(found) if there else set()
+    apart = [] if others else [entry for entry in there if entry.key not in ours]
+    there = [entry for entry in there if entry not in apart]
     left: list[str] = []
     # Least wanted first: if it is cut short, the better ones are left.
     for entry in reversed(there[keep:]):
         if entry.step not in never:
             left += drop(entry.folder)
-    return left
+    return left, [entry.folder.name for entry in reversed(apart)]
 
 
 def drop(folder: Path) -> list[str]:

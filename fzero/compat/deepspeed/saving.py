@@ -14,6 +14,7 @@ import io
 import os
 import re
 import secrets
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from fzero import checkpoint
-from fzero.checkpoint.format.folders import step_folder, step_of, steps
+from fzero.checkpoint import background
+from fzero.checkpoint.format.folders import retain, step_folder, step_of, steps
 from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
 from fzero.compat.deepspeed import comm
 from fzero.engine import Engine
-from fzero.errors import CheckpointError, ShardError
+from fzero.errors import CheckpointError, ShardError, users_line
 
 LATEST = "latest"
 
@@ -80,24 +82,34 @@ def save(
         if state.master is not None:
             master = {name: x for name, x in state.master.items() if name not in without}
             state = state._replace(master=master)
-        # what somebody else keeps in this folder is theirs: nothing of it is replaced or let go
-        keep = 1 if alone else None
-        checkpoint.save(where, params, state, step=step, keep=keep, overwrite=ours)
+        checkpoint.save(where, params, state, step=step, overwrite=ours)
     except BaseException:
         if not ours:  # of a checkpoint that is not there; a full disk needs the room back
             _file(where, comm.get_rank(), step).unlink(missing_ok=True)
         raise
 
-    def tell() -> None:
+    def tell() -> list[str]:
+        left: list[str] = []
         if ranks.leads:
+            # what somebody else keeps in this folder is theirs: nothing of it is let go
+            if alone:
+                never = {step, background.heads.resumed(where)}
+                left, _ = retain(where, 1, never, others=True)
             there = {step_of(path) for path in steps(where)}
             for file, _, of in _files(where):
                 if of not in there:
                     file.unlink()
             if latest:
                 whole_file(folder / LATEST, tag.encode())
+        return left
 
-    on_every_rank(ranks, "whether it is the latest", tell, _UNTOLD)
+    left = on_every_rank(ranks, "whether it is the latest", tell, _UNTOLD)[0]
+    if left:
+        warnings.warn(
+            f"the checkpoint is there, and an earlier one of tag {tag!r} could not be removed: "
+            f"{'; '.join(left)}. Remove it by hand.",
+            stacklevel=users_line(),
+        )
 
 
 _UNWRITTEN = (
