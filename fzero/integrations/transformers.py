@@ -110,7 +110,8 @@ class _OnEngine:
         if self.engine is None or self.engine.module is not self.model:
             decayed = self.get_decay_parameter_names(self.model)  # pyright: ignore
             opt = self._opt if self._opt is not None else optimizer_of(self.args, decayed)
-            self.engine = self.accelerator.engine = Engine(self.model, opt, self._cfg)
+            engine = Engine(self.model, opt, self._cfg, broadcast=True)  # as DDP does
+            self.engine = self.accelerator.engine = engine
         self.optimizer = self.engine.optimizer
         return self.optimizer
 
