@@ -18,26 +18,12 @@ import torch
 from torch import Tensor
 
 from fzero.errors import FzeroError
-from fzero.numerics.host import on_host
+from fzero.numerics.host import ST_DTYPES, on_host
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPES = {name: dtype for dtype, name in ST_DTYPES.items()}
 _KEY = "json"
-_METADATA, _CHECKSUM = (
-    "__metadata__",
-    "blake2b",
-)  # safetensors has texts of one's own under the first
+# safetensors has texts of one's own under the first
+_METADATA, _CHECKSUM, _FORMS = "__metadata__", "blake2b", "forms"
 
 
 def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -49,25 +35,28 @@ def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
         tensors: by name; dense, of any device.
 
     Raises:
-        KeyError: a tensor has a dtype that the format lacks.
         FzeroError: the disk is full, for one; what was begun is removed. Or a folder, a device or a
             pipe is there, which a file would take the place of.
     """
     path = Path(os.path.realpath(path))  # a link stays one
     text = bytearray(json.dumps(data, separators=(",", ":")).encode())
     header: dict[str, Any] = {}
+    forms: dict[str, Any] = {}  # of tensors whose dtype the format lacks
     chunks, end = [], 0
     for name, x in {_KEY: torch.frombuffer(text, dtype=torch.uint8), **tensors}.items():
         flat = on_host(x).reshape(-1).view(torch.uint8)
         start, end = end, end + flat.numel()
         header[name] = {
-            "dtype": _NAMES[x.dtype],
-            "shape": list(x.shape),
+            "dtype": ST_DTYPES.get(x.dtype, "U8"),
+            "shape": list(x.shape) if x.dtype in ST_DTYPES else [end - start],
             "data_offsets": [start, end],
         }
+        if x.dtype not in ST_DTYPES:
+            forms[name] = str(x.dtype).removeprefix("torch."), list(x.shape)
         chunks.append(flat.numpy().tobytes())
-    checksum = {_CHECKSUM: _checksum(header, *chunks)}
-    head = json.dumps({_METADATA: checksum, **header}).encode()
+    told = {_FORMS: json.dumps(forms)}
+    told[_CHECKSUM] = _checksum([told, header], *chunks)
+    head = json.dumps({_METADATA: told, **header}).encode()
     head += b" " * (-len(head) % 8)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -106,8 +95,9 @@ def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
     body = memoryview(content)[8 + size :]
     if (metadata := header.pop(_METADATA, None)) is None:
         raise ValueError(f"{path} has no checksum, as files of earlier versions")
-    if metadata[_CHECKSUM] != _checksum(header, body):
+    if metadata.pop(_CHECKSUM) != _checksum([metadata, header], body):
         raise ValueError(f"{path} is damaged: its checksum is another")
+    forms = json.loads(metadata[_FORMS])
     start, end = header.pop(_KEY)["data_offsets"]
     data = json.loads(bytes(body[start:end]))
     tensors = {}
@@ -120,12 +110,13 @@ def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
             if end > start
             else (torch.empty(0, dtype=torch.uint8, device="cpu"))
         )
-        tensors[name] = flat.view(_DTYPES[row["dtype"]]).reshape(row["shape"])
+        dtype, shape = forms.get(name, (row["dtype"], row["shape"]))
+        tensors[name] = flat.view(_DTYPES.get(dtype) or getattr(torch, dtype)).reshape(shape)
     return data, tensors
 
 
-def _checksum(header: Mapping[str, Any], *body: bytes | memoryview) -> str:
-    found = hashlib.blake2b(json.dumps(header).encode(), digest_size=16)
+def _checksum(head: Any, *body: bytes | memoryview) -> str:
+    found = hashlib.blake2b(json.dumps(head).encode(), digest_size=16)
     for chunk in body:
         found.update(chunk)
     return found.hexdigest()

@@ -28,7 +28,7 @@ from fzero import tree
 from fzero.checkpoint.flatten import has_memory, keys
 from fzero.checkpoint.format import disk
 from fzero.checkpoint.format.folders import hold
-from fzero.checkpoint.format.writer import ST_DTYPES, write_file
+from fzero.checkpoint.format.writer import write_file
 from fzero.checkpoint.progress import progress
 from fzero.checkpoint.ranks import Ranks, on_every_rank, ranks_of
 from fzero.checkpoint.sources import (
@@ -40,6 +40,7 @@ from fzero.checkpoint.sources import (
     renamed_params,
 )
 from fzero.errors import CheckpointError, arguments_by_name
+from fzero.numerics.host import ST_DTYPES
 from fzero.tree import PyTree
 
 INDEX = "model.safetensors.index.json"

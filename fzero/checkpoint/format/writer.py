@@ -32,29 +32,11 @@ from fzero.checkpoint.format.boxes import Box
 from fzero.checkpoint.format.manifest import BLOCK, Extent, File, Leaf, Manifest
 from fzero.checkpoint.format.pieces import Checks, stream
 from fzero.errors import CheckpointError
+from fzero.numerics.host import ST_DTYPES
 
 OnBytes = Callable[[int], None]
 
 THREADS = 2
-
-ST_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
 
 
 class Written(NamedTuple):
