@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -59,7 +58,7 @@ def _rounds(data: bytes, groups: Sequence[ProcessGroup], circle: Circle) -> list
 def _gather(x: Tensor, group: ProcessGroup, circle: Circle) -> Tensor:
     """Every rank's tensor, end to end: see [Note: kinds of operations]."""
     out = x.new_empty((group.size(), *x.shape))
-    if dist.get_backend(group) == "gloo":
+    if "gloo" in backends_of(group):
         works.to_first(out, x, group, circle)
         works.from_first(out, group, circle)
     else:
