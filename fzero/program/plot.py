@@ -89,6 +89,11 @@ def _line(parts: Sequence[Part], hardware: Hardware) -> _Line:
 
 
 def _draw_memory(axes: Any, line: _Line) -> None:
+    axes.set_ylabel("alive")
+    axes.set_xlim(0, line.end * 1e3 or 1)
+    axes.spines[["top", "right"]].set_visible(False)
+    if not line.moments:  # a function that returns what it is given runs nothing
+        return
     scale, unit = _scale(max(moment.bytes for moment in line.moments))
     times = [*line.starts, line.end]
     names = [name for name in ORDER if any(name in m.categories for m in line.moments)]
@@ -107,8 +112,7 @@ def _draw_memory(axes: Any, line: _Line) -> None:
     side = "left" if at < line.end * 500 else "right"
     text = f"  peak {size(peak.bytes)}, {peak.phase}{f', {where}' if where else ''}  "
     axes.text(at, top, text, ha=side, va="bottom", fontsize=8)
-    axes.set_ylim(0, top * 1.12)
-    axes.set_xlim(0, line.end * 1e3)
+    axes.set_ylim(0, top * 1.12 or 1)
     axes.set_ylabel(f"alive, {unit}")
     handles, labels = axes.get_legend_handles_labels()
     # as they lie on one another; beside the picture, where nothing is under it
@@ -116,7 +120,6 @@ def _draw_memory(axes: Any, line: _Line) -> None:
         handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1, 1), fontsize=8,
         frameon=False,
     )  # fmt: skip
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_lanes(axes: Any, line: _Line) -> None:
@@ -140,7 +143,7 @@ def _draw_lanes(axes: Any, line: _Line) -> None:
             )
     _draw_layers(axes, line)
     # names of groups are torch's own, and tell a reader nothing: what a lane carries does
-    names = ["communicates"]
+    names = ["communicates"] * len(sends)
     if len(sends) > 1:
         carried = {lane: [_kind(s) for s in line.spans if s.lane == lane] for lane in sends}
         names = ["\n".join(dict.fromkeys(carried[lane])) for lane in sends]
