@@ -355,7 +355,8 @@ class Config:
         A value "auto" means this library's default. Keys that cannot change results (logging,
         profiling, scheduling of communication) are ignored, and named to the logger
         `fzero.config.deepspeed` at level INFO; every other key that is not translated is refused,
-        all of them in one message.
+        all of them in one message. `optimizer` and `scheduler` are among those: take them out
+        first, they become the `opt` of a step function or an Engine.
 
         Args:
             source: the configuration as a dict, or the path of its JSON file.
