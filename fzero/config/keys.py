@@ -272,7 +272,7 @@ class Keys:
                 if value is not None:
                     self.problem(key, value, "must be a JSON object, such as {...}")
             else:
-                known = [*self.read, *IGNORED, *INERT, *REFUSED]
+                known = [*self.read, *IGNORED, *INERT, *REFUSED, *SECTIONS]
                 near = get_close_matches(key, known, n=1)
                 self.problem(
                     key, value, "unknown" + (f"; did you mean {near[0]!r}?" if near else "")

@@ -84,6 +84,22 @@ def test_an_unknown_key_is_named_with_its_neighbour() -> None:
     assert "unknown; did you mean 'zero_optimization.overlap_comm'?" in problem
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("zero_optimization.ofload_optimizer", "zero_optimization.offload_optimizer"),
+        ("zero_optimization.leaf_modules", "zero_optimization.leaf_module"),
+        ("zero_optimisation", "zero_optimization"),
+        ("torch_autocasts", "torch_autocast"),
+    ],
+)
+def test_an_unknown_section_is_named_with_the_section_that_is_meant(
+    written: str, meant: str
+) -> None:
+    (problem,) = _problems(written, {"device": "cpu"})
+    assert problem.endswith(f"unknown; did you mean {meant!r}?")
+
+
 def test_what_is_ignored_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fzero.Config.from_deepspeed({"steps_per_print": 10, "gradient_clipping": 1.0})

@@ -28,7 +28,7 @@ from fzero.compat.deepspeed.owners import Owner, forget, note
 from fzero.compat.deepspeed.refused import ENGINE, refuse
 from fzero.compat.deepspeed.settings import Settings
 from fzero.engine import Engine
-from fzero.errors import ConfigError, users_line
+from fzero.errors import BackwardError, ConfigError, users_line
 
 
 class Given(NamedTuple):
@@ -253,6 +253,11 @@ class DeepSpeedEngine(Answers):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At a boundary, update, and step the scheduler unless gradients overflowed."""
+        if self.optimizer is None:
+            raise BackwardError(
+                "engine.step() needs an optimizer, and deepspeed.initialize got none. Give the "
+                'configuration an "optimizer" section, or pass initialize(optimizer=...).'
+            )
         boundary = self.is_gradient_accumulation_boundary() or not self.settings.managed
         if boundary and self.groups is not None:
             if rates := self.groups.rates():

@@ -142,11 +142,10 @@ def _state(engine: Engine, name: str, key: str) -> Tensor:
         for path, x in zip(paths, tree.leaves(inner), strict=True):
             if ends.search(path) and isinstance(x, Tensor):
                 return x
-    found = sorted({path.rpartition(".")[2].partition("[")[0] for path in paths if name in path})
-    raise ShardError(
-        f"the optimizer has no state {key!r} of {name!r}; it has {', '.join(found) or 'none'}, and "
-        f"torch's {', '.join(_FIELDS)} mean those."
-    )
+    of_it = re.compile(rf"\.(\w+){re.escape(f'[{name!r}]')}$")
+    found = sorted({match[1] for match in map(of_it.search, paths) if match})
+    there = f"{', '.join(found)}, and torch's {', '.join(_FIELDS)} mean those" if found else "none"
+    raise ShardError(f"the optimizer has no state {key!r} of {name!r}; it has {there}.")
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero import optim
-from fzero.compat.deepspeed.settings import Section
+from fzero.compat.deepspeed.settings import Section, number_of
 from fzero.errors import ConfigError
 
 Rates = float | Sequence[float] | None
@@ -296,12 +296,12 @@ def write_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> Non
 def _each(optimizer: Any, given: Rates) -> list[float]:
     groups = optimizer.param_groups
     if given is None:
-        return [float(group["lr"]) for group in groups]
-    if not isinstance(given, Sequence):
-        return [float(given)] * len(groups)
+        return [number_of(f"param_groups[{i}]['lr']", g["lr"]) for i, g in enumerate(groups)]
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [number_of("a scheduler's rate", given)] * len(groups)
     if len(given) != len(groups):
         raise ConfigError(f"a scheduler has {len(given)} rates for {len(groups)} param groups.")
-    return [float(x) for x in given]
+    return [number_of("a scheduler's rate", x) for x in given]
 
 
 def _pairs(optimizer: Any, low: Rates, high: Rates) -> list[tuple[float, float]]:

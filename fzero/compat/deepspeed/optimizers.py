@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fzero import optim
 from fzero.compat.deepspeed.refused import OPTIMIZERS, refuse
-from fzero.compat.deepspeed.settings import Section
+from fzero.compat.deepspeed.settings import Section, number_of
 from fzero.engine.own_part import part_of
 from fzero.errors import CheckpointError, ConfigError, FzeroError
 from fzero.tree import PyTree
@@ -150,7 +150,7 @@ class Rule(NamedTuple):
 
 def _adam(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
     if not group.get("bias_correction", True):  # which Adam's kernels have
-        return _chained(lr, float(group["betas"][0]), group)
+        return _chained(lr, _betas(group)[0], group)
     return (_adamw if _decouples(group) else _l2)(lr, group)
 
 
@@ -159,21 +159,28 @@ def _decouples(group: Mapping[str, Any]) -> bool:
     return group.get("adam_w_mode", group.get("decoupled_weight_decay", False))
 
 
+def _betas(group: Mapping[str, Any]) -> list[float]:
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(f"betas = {betas!r}: must be two numbers.")
+    return [number_of(f"betas[{i}]", beta) for i, beta in enumerate(betas)]
+
+
 def _adamw(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
-    b1, b2 = map(float, group["betas"])
+    b1, b2 = _betas(group)
     decay, amsgrad = group["weight_decay"], group["amsgrad"]
     return optim.adamw(lr, b1, b2, group["eps"], weight_decay=decay, amsgrad=amsgrad)
 
 
 def _l2(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
-    b1, b2 = map(float, group["betas"])
+    b1, b2 = _betas(group)
     decay, amsgrad = group["weight_decay"], group["amsgrad"]
     return optim.adam(lr, b1, b2, group["eps"], weight_decay=decay, amsgrad=amsgrad)
 
 
 def _chained(lr: Any, b1: Any, group: Mapping[str, Any]) -> optim.Optimizer:
     """Adam or AdamW whose first beta may change from step to step, corrected or not."""
-    b2, decay = float(group["betas"][1]), group["weight_decay"]
+    b2, decay = _betas(group)[1], group["weight_decay"]
     correction = group.get("bias_correction", True)
     adam = optim.scale_by_adam(b1, b2, group["eps"], group["amsgrad"], correction)
     parts = [adam, optim.add_decayed_weights(decay)]
@@ -191,11 +198,11 @@ def _sgd_cycled(lr: Any, momentum: Any, group: Mapping[str, Any]) -> optim.Optim
 
 
 def _lion(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
-    return _lion_cycled(lr, group["betas"][0], group)
+    return _lion_cycled(lr, _betas(group)[0], group)
 
 
 def _lion_cycled(lr: Any, b1: Any, group: Mapping[str, Any]) -> optim.Optimizer:
-    return optim.lion(lr, b1, group["betas"][1], group["weight_decay"])
+    return optim.lion(lr, b1, _betas(group)[1], group["weight_decay"])
 
 
 def _lamb(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
@@ -203,7 +210,7 @@ def _lamb(lr: Any, group: Mapping[str, Any]) -> optim.Optimizer:
 
     The paper's, and `optim.lamb`, correct the moments, before their norm is taken.
     """
-    b1, b2 = map(float, group["betas"])
+    b1, b2 = _betas(group)
 
     def correction(step: Tensor) -> Tensor:
         done = step.double() + 1
@@ -295,7 +302,7 @@ def client_of(section: Section, groups: Sequence[Any]) -> torch.optim.Optimizer:
         )
     try:
         return kind(groups, **params)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params of {name}: {error}.") from error
 
 
@@ -331,7 +338,7 @@ class ClientGroups:
                     )
                 self.owners[names[id(param)]] = label
         self.transform = self._transform()
-        self.set: dict[str, float] = {label: float(g["lr"]) for label, g in self._labelled()}
+        self.set: dict[str, float] = {label: _rate(label, g) for label, g in self._labelled()}
         self._set_momenta = self._momenta()
 
     def _labelled(self) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -345,20 +352,21 @@ class ClientGroups:
         return numbers
 
     def _transform(self) -> optim.Optimizer:
-        def factory(group: Mapping[str, Any]) -> optim.Optimizer:
+        def factory(label: str, group: Mapping[str, Any]) -> optim.Optimizer:
+            lr = _rate(label, group)
             numbers = {
                 k: v for k, v in group.items() if k != "params"
             }  # of now: later changes are told by `rates`
             make = self.rule.make
             if (cycled := self.cycled) is not None:
                 both = optim.inject_hyperparams(lambda lr, b1: cycled(lr, b1, numbers))
-                return both(lr=float(group["lr"]), b1=momentum_of(group))
+                return both(lr=lr, b1=momentum_of(group))
             # the rate alone: a decay that is a tensor costs Adam its fused kernel
-            return optim.inject_hyperparams(lambda lr: make(lr, numbers))(lr=float(group["lr"]))
+            return optim.inject_hyperparams(lambda lr: make(lr, numbers))(lr=lr)
 
         owners = self.owners
         return optim.multi_transform(
-            {label: factory(group) for label, group in self._labelled()},
+            {label: factory(label, group) for label, group in self._labelled()},
             lambda params: {name: owners.get(name, "0") for name in params},
         )
 
@@ -366,7 +374,7 @@ class ClientGroups:
         """The rates that have changed since the last call, by label.
 
         Raises:
-            ConfigError: another number of a group has changed.
+            ConfigError: another number of a group has changed, or a rate is no number.
         """
         changed: dict[str, float] = {}
         if len(self.client.param_groups) != len(self.fixed):
@@ -383,7 +391,7 @@ class ClientGroups:
                         "momentum by a scheduler with cycle_momentum=True that initialize knows; "
                         "other numbers are settled when the engine is made."
                     )
-            lr = float(group["lr"])
+            lr = _rate(label, group)
             if lr != self.set[label]:
                 self.set[label] = changed[label] = lr
         return changed
@@ -408,7 +416,11 @@ class ClientGroups:
 
 def momentum_of(group: Mapping[str, Any]) -> float:
     """What a scheduler cycles against the rate."""
-    return float(group["betas"][0] if "betas" in group else group["momentum"])
+    return _betas(group)[0] if "betas" in group else number_of("momentum", group["momentum"])
+
+
+def _rate(label: str, group: Mapping[str, Any]) -> float:
+    return number_of(f"param_groups[{label}]['lr']", group["lr"])
 
 
 class LossScaler:

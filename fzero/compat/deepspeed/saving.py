@@ -154,9 +154,20 @@ def _whose(where: Path, step: int) -> list[bool]:
 
 
 def latest_tag(folder: Path) -> str | None:
-    """The tag that was saved last, or None."""
+    """The tag that was saved last, or None.
+
+    Raises:
+        CheckpointError: the file that says it is empty.
+    """
     file = folder / LATEST
-    return file.read_text().strip() if file.is_file() else None
+    if not file.is_file():
+        return None
+    if not (tag := file.read_text().strip()):
+        raise CheckpointError(
+            f"{file} is empty, and names no tag. Name one, load_checkpoint(folder, tag). "
+            f"Tags there: {_tags(folder)}."
+        )
+    return tag
 
 
 def find(folder: Path, tag: str) -> Path:
@@ -174,10 +185,12 @@ def find(folder: Path, tag: str) -> Path:
             f"{where} was written by DeepSpeed. Convert it with its ds_to_universal, and read that "
             "with fzero.checkpoint.import_deepspeed_universal(path, *engine.inner.state)."
         )
-    tags = sorted(path.name for path in folder.glob("*") if path.is_dir())
-    raise CheckpointError(
-        f"{where} holds no whole checkpoint. Tags there: {', '.join(tags) or 'none'}."
-    )
+    raise CheckpointError(f"{where} holds no whole checkpoint. Tags there: {_tags(folder)}.")
+
+
+def _tags(folder: Path) -> str:
+    found = sorted(path.name for path in folder.glob("*") if path.is_dir())
+    return ", ".join(found) or "none"
 
 
 def kept_of(found: Path) -> dict[str, Any]:

@@ -192,6 +192,18 @@ def _reduction(
     return op, None if factor is None else float(factor)
 
 
+def number_of(what: str, value: Any) -> float:
+    """A number of a configuration or a param group.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} = {value!r}: must be a number.") from error
+
+
 def _without(raw: dict[str, Any], section: str, keys: Sequence[str]) -> dict[str, Any]:
     """The configuration, where some keys of a section are read here."""
     there = raw.get(section)

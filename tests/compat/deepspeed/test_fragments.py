@@ -113,6 +113,25 @@ def test_of_a_frozen_parameter_there_is_nothing() -> None:
         assert state_of(model.weight, "exp_avg") is not None
 
 
+@pytest.mark.parametrize(
+    ("kind", "params", "there"),
+    [
+        ("AdamW", {}, "mu, nu, and torch's exp_avg, .* mean those"),
+        ("SGD", {"momentum": 0.9}, "trace, and torch's exp_avg, .* mean those"),
+        ("SGD", {}, "none"),
+    ],
+)
+def test_an_unknown_state_is_told_with_those_that_are_there(
+    kind: str, params: dict[str, float], there: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 1), *(nn.Identity() for _ in range(9)), nn.Linear(1, 1))
+    config = {"optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
+    engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+    rule = rf"no state 'exp_avgg' of '0\.weight'; it has {there}\.$"
+    with pytest.raises(ShardError, match=rule):
+        u.safe_get_full_optimizer_state(engine.module[0].weight, "exp_avgg")
+
+
 def test_gradients_are_updated_by_a_function() -> None:
     engine = deepspeed.initialize(
         model=nn.Linear(2, 1), config={"train_batch_size": 1}, dist_init_required=False

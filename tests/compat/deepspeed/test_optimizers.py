@@ -165,6 +165,44 @@ def test_other_numbers_than_rates_are_settled() -> None:
         optimizer.add_param_group({"params": []})
 
 
+@pytest.mark.parametrize("bad", ["a", None, [0.1]])
+def test_a_rate_that_is_no_number_is_told_where_it_is_read(bad: Any) -> None:
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=nn.Linear(3, 1),
+        config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}},
+        dist_init_required=False,
+    )
+    engine.backward(engine(torch.ones(2, 3)).mean())
+    optimizer.param_groups[0]["lr"] = bad
+    with pytest.raises(ConfigError, match=r"param_groups\[0\]\['lr'\] = .*must be a number"):
+        engine.step()
+    optimizer.param_groups[0]["lr"] = 0.2
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "message"),
+    [
+        ({"lr": "a"}, {}, r"\['lr'\] = 'a': must be a number"),
+        ({"betas": ["a", 0.9]}, {}, r"betas\[0\] = 'a': must be a number"),
+        ({"betas": 0.9}, {}, "betas = 0.9: must be two numbers"),
+        ({"torch_adam": True, "lr": -1.0}, {}, "optimizer.params of AdamW: Invalid learning rate"),
+        ({}, {"warmup_max_lr": "a"}, "a scheduler's rate = 'a': must be a number"),
+        ({}, {"warmup_max_lr": ["a"]}, "a scheduler's rate = 'a': must be a number"),
+    ],
+)
+def test_a_number_of_a_section_that_is_none_is_refused(
+    optimizer: dict[str, Any], scheduler: dict[str, Any], message: str
+) -> None:
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "scheduler": {"type": "WarmupLR", "params": scheduler},
+    }
+    with pytest.raises(ConfigError, match=message):
+        deepspeed.initialize(model=nn.Linear(3, 1), config=config, dist_init_required=False)
+
+
 def test_a_holder_of_groups_does_not_step() -> None:
     holder = FusedLion([torch.zeros(2, requires_grad=True)])
     with pytest.raises(FzeroError, match=r"engine\.step"):

@@ -387,6 +387,9 @@ def test_a_folder_that_is_none_of_ours_is_told(tmp_path: Path) -> None:
     (tmp_path / "real" / "mp_rank_00_model_states.pt").touch()
     with pytest.raises(CheckpointError, match="ds_to_universal"):
         engine.load_checkpoint(tmp_path, tag="real")
+    (tmp_path / "latest").write_text("\n")
+    with pytest.raises(CheckpointError, match=r"latest is empty.*Tags there: a, real"):
+        engine.load_checkpoint(tmp_path)
     with pytest.raises(FzeroError, match="custom_load_fn"):
         engine.load_checkpoint(tmp_path, custom_load_fn=print)
 
