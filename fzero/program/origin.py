@@ -13,6 +13,7 @@ copies of a node.
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -152,6 +153,16 @@ def _sequence_number() -> int:
 def is_ours(code: CodeType) -> bool:
     """Whether code is torch's, this package's, or made of a string; not the user's."""
     return code.co_filename.startswith(OURS)
+
+
+def raised_at(error: BaseException) -> str:
+    """Where in the user's own code an exception came from, for a message; "" if nowhere there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if not f.filename.startswith(OURS)]
+    if not mine:
+        return ""
+    frame = mine[-1]
+    return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
 
 
 # By folder, not by name: a user's project may be called after any of them.

@@ -38,7 +38,7 @@ from fzero.program.devices import devices_kept
 from fzero.program.dynamic import Dynamic, InputDim, marked
 from fzero.program.graph import is_op, output_node, placeholders
 from fzero.program.interop import failures_unlogged, transformers_is_tracing, unchecked
-from fzero.program.origin import MODULE_CALL, OURS, is_ours, origin_of, origins_noted
+from fzero.program.origin import MODULE_CALL, is_ours, origin_of, origins_noted, raised_at
 from fzero.program.program import Program
 from fzero.program.promises import note
 from fzero.program.symbols import ByParts, fake_inputs, new_env, quiet
@@ -327,7 +327,7 @@ def _trace_error(
     _, last = refusals[-1]
     # A value that is read tells the user most, whichever front end met it.
     cause = next((e for _, e in refusals if isinstance(e, _DATA_DEPENDENT)), last)
-    where = _user_frame(cause)
+    where = raised_at(cause)
     if is_anomaly_mode() and isinstance(cause, _DATA_DEPENDENT) and not where:
         error = TraceError(_ANOMALY)
         error.__cause__ = cause
@@ -432,16 +432,6 @@ def _operation(error: Exception) -> str:
 
 def _came_through(error: BaseException, module: ModuleType) -> bool:
     return any(x.filename == module.__file__ for x in traceback.extract_tb(error.__traceback__))
-
-
-def _user_frame(error: BaseException) -> str:
-    """Where in the user's own code an exception came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    mine = [f for f in frames if not f.filename.startswith(OURS)]
-    if not mine:
-        return ""
-    frame = mine[-1]
-    return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
 
 
 def _begin_with_users_code(error: BaseException | None) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fzero.distributed.buckets import Bucket
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, shown
 from fzero.program.cost import Cost, cost, node_cost, spans
 from fzero.program.graph import UPDATE, copy_graph, order_of, segments
 from fzero.program.hardware import CPU, Hardware
@@ -59,9 +59,13 @@ def overlap(cap_mb: float = 64, hardware: Hardware = CPU) -> Pass:
         >>> fzero.Config(passes=[fzero.passes.overlap(cap_mb=32)]).passes[0].__name__
         'overlap'
     """
+    if isinstance(cap_mb, Program):
+        raise ConfigError(
+            "overlap: it makes a pass, and was given a Program as one. Call it: passes.overlap()."
+        )
     number = isinstance(cap_mb, int | float) and not isinstance(cap_mb, bool)
     if not number or not math.isfinite(cap_mb) or cap_mb < 0:
-        raise ConfigError(f"overlap: cap_mb={cap_mb!r}: must be a finite number >= 0 (MiB).")
+        raise ConfigError(f"overlap: cap_mb={shown(cap_mb)}: must be a finite number >= 0 (MiB).")
     return Scheduled(Overlap(cap_mb, hardware))
 
 

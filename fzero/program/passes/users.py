@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_map
 
 from fzero.distributed.collectives import gather_leaf
 from fzero.distributed.mesh import Axis
-from fzero.errors import FzeroError, TraceError
+from fzero.errors import ConfigError, FzeroError, TraceError, shown
 from fzero.layout import LeafLayout
 from fzero.program.foreign import note_foreign
 from fzero.program.graph import placeholders, tensors_of
-from fzero.program.origin import origin_of, set_origin
+from fzero.program.origin import origin_of, raised_at, set_origin
 from fzero.program.passes.rewrite import call, carried_by, fake_mode, substitute
 from fzero.program.program import Pass, Program
 from fzero.program.promises import promise_of, stand_in
@@ -54,6 +54,9 @@ def scheduled(fn: Pass) -> Pass:
 
     Without it a pass sees each collective as one node of one leaf, which it may replace or move.
 
+    Raises:
+        ConfigError: `fn` can't be called.
+
     Examples:
         >>> import fzero
         >>> @fzero.passes.scheduled
@@ -63,6 +66,12 @@ def scheduled(fn: Pass) -> Pass:
         >>> fzero.Config(passes=[count]).passes[0].__name__
         'count'
     """
+    if not callable(fn):
+        given = "a Program" if isinstance(fn, Program) else shown(fn)
+        raise ConfigError(
+            f"scheduled: it takes a pass, and was given {given}. Call it on yours: "
+            "passes.scheduled(my_pass)."
+        )
     return Scheduled(fn)
 
 
@@ -87,12 +96,16 @@ def _checked(name: str, fn: Pass, program: Program) -> Program:
     where = f"the pass {name}, on the Program {program.name!r}"
     try:
         made: Any = fn(program)
-    except FzeroError as error:
-        raise TraceError(f"{where}: {error}") from error
     except Exception as error:
+        said = f"it raised {type(error).__name__}: {str(error)[:500]}"
+        at = raised_at(error)
+        said = str(error) if isinstance(error, FzeroError) else said
+        raise TraceError(f"{where}: {said}{f' (raised{at})' if at else ''}") from error
+    if callable(made) and not isinstance(made, Program):
         raise TraceError(
-            f"{where}: it raised {type(error).__name__}: {str(error)[:500]}"
-        ) from error
+            f"{where}: it returned a {type(made).__name__}, which is a pass itself. Call it, and "
+            f"pass what it makes: {getattr(fn, '__name__', name)}(...)."
+        )
     if not isinstance(made, Program):
         raise TraceError(
             f"{where}: it returned a {type(made).__name__}. A pass returns a Program: the one that "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -257,6 +258,16 @@ def raises(program: Program) -> Program:
     raise KeyError(program.name)
 
 
+def refuses(program: Program) -> Program:
+    one, *_, other = passes.placeholders(passes.copy_graph(program.graph))
+    passes.replace_value(one, other)
+    return program
+
+
+def makes_a_pass(size: Any) -> Any:
+    return lambda program: program
+
+
 @pytest.mark.parametrize(
     ("broken", "stage", "told"),
     [
@@ -270,7 +281,15 @@ def raises(program: Program) -> Program:
         (in_place, 3, "edited the graph that it was given"),
         (returns_nothing, 3, "returned a NoneType"),
         (says_otherwise, 3, "changed program.reduced_over"),
-        (raises, 3, "raised KeyError: 'gradients'"),
+        (
+            raises,
+            3,
+            rf"raised KeyError: 'gradients' \(raised at {re.escape(__file__)}:\d+, in raises",
+        ),
+        (refuses, 3, rf"which it is to .* \(raised at {re.escape(__file__)}:\d+, in refuses"),
+        (makes_a_pass, 3, r"returned a function, which is a pass itself. Call it.*makes_a_pass\("),
+        (passes.overlap, 3, r"was given a Program as one. Call it: passes.overlap\(\)"),
+        (passes.scheduled, 3, r"was given a Program. Call it .* passes.scheduled\(my_pass\)"),
     ],
 )
 def test_a_wrong_pass_is_refused_by_name_and_deed(broken: Any, stage: int, told: str) -> None:
