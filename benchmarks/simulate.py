@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 import fzero
+from fzero.program.machines import HARDWARE
 from fzero.simulation.layers import simulate_layers
-from fzero.simulation.machines import HARDWARE
 from fzero.simulation.models import MODELS, Shape, build
 
 GIB = 2**30

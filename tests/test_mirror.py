@@ -104,7 +104,7 @@ LAWS = {
     "simulate": "simulation/test_simulation.py: "
     "the_module_of_the_command_line_can_be_called_as_the_function",
     "simulation/fakes": "simulation/test_simulation.py: nothing_of_the_models_size_is_allocated",
-    "simulation/machines": "program/test_hardware.py: "
+    "program/machines": "program/test_hardware.py: "
     "products_waste_what_their_tiles_and_last_wave_have_to_spare",
     # checkpoints
     "checkpoint/__main__": "checkpoint/test_damage.py: inspect_verify_and_export",

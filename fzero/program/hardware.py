@@ -16,12 +16,13 @@ NVIDIA, Matrix multiplication background user's guide (tile and wave quantizatio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.distributed.buckets import ALL_REDUCE, EXCHANGE
-from fzero.errors import ConfigError, fields_by_name
+from fzero.errors import ConfigError, fields_by_name, shown
 from fzero.program.foreign import Sending
 from fzero.program.links import Load
 
@@ -71,7 +72,7 @@ class Hardware:
             are; others' are neighbours.
 
     Raises:
-        ConfigError: a rate is not positive, or a time is negative.
+        ConfigError: a rate is not positive, a time is negative, or one is no number.
 
     Examples:
         >>> Hardware("mine", flops=2e12, memory_bandwidth=1e11).name
@@ -100,12 +101,21 @@ class Hardware:
     def __post_init__(self) -> None:
         for name in _RATES:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"Hardware.{name}={value!r} must be more than 0.")
+            if not _is_number(name, value) or (value is not None and not value > 0):
+                raise ConfigError(f"Hardware.{name}={shown(value)} must be a number above 0.")
         for name in ("overhead", "link_latency", "node_latency"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"Hardware.{name}={value!r} is seconds, and must be 0 or more.")
+            if not _is_number(name, value) or (value is not None and not value >= 0):
+                raise ConfigError(
+                    f"Hardware.{name}={shown(value)} is seconds, and must be a number of 0 or more."
+                )
+        if not isinstance(self.name, str):
+            raise ConfigError(f"Hardware.name={shown(self.name)} must be a text.")
+        tile: Any = self.tile
+        if not (isinstance(tile, tuple) and len(tile) == 2 and all(map(_is_size, tile))):
+            raise ConfigError(
+                f"Hardware.tile={shown(tile)} must be two whole numbers above 0: (rows, columns)."
+            )
 
     @property
     def peak(self) -> float:
@@ -199,6 +209,17 @@ class Hardware:
         return self.load(sends).seconds
 
 
+def _is_number(field: str, value: object) -> bool:
+    """Whether a field may hold this; None where that is its default."""
+    if value is None:
+        return getattr(Hardware, field, 0) is None
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 _RATES = (
     *("flops", "low_flops", "memory_bandwidth", "link_bandwidth", "node_bandwidth", "peak_flops"),
     *("attention_flops", "host_bandwidth", "devices_per_node", "memory", "units"),
@@ -221,4 +242,4 @@ GPU = Hardware(
     overhead=4e-6,
 )
 """What a plan for a GPU weighs work against copies to the host by: an A100's rates, see
-`fzero.simulation.machines`. All ranks must plan the same, so it is not asked which GPU it is."""
+`fzero.program.machines`. All ranks must plan the same, so it is not asked which GPU it is."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx
 
-from fzero.errors import FzeroError
+from fzero.errors import ConfigError, FzeroError, shown
 from fzero.program.caching import reserved_bytes
 from fzero.program.codec import Constants, decoded, encoded
 from fzero.program.cost import Cost, cost
@@ -20,6 +20,7 @@ from fzero.program.graph import Held
 from fzero.program.hardware import CPU, Hardware
 from fzero.program.held import Memory, Peak, memory, peak
 from fzero.program.listing import Collective, collectives, listing
+from fzero.program.machines import resolve_hardware
 from fzero.program.memory import host_bytes, peak_bytes
 from fzero.program.perfetto import save_trace
 from fzero.program.plot import plot
@@ -158,26 +159,43 @@ class Program:
         """
         return memory(self.parts())
 
-    def cost(self, hardware: Hardware = CPU) -> Cost:
+    def cost(self, hardware: Hardware | str = CPU) -> Cost:
         """FLOPs, bytes moved and bytes sent of a whole step on this rank, by module, and an
         estimate of the time they take.
 
         Args:
-            hardware: what it would run on; see `fzero.program.hardware.Hardware`.
-        """
-        return cost(self.parts(), hardware)
+            hardware: what it would run on, as a `fzero.program.hardware.Hardware`, or a name that
+                `fzero.simulate` takes: "h100".
 
-    def frontier(self, points: int = 12, hardware: Hardware = CPU) -> Frontier:
+        Raises:
+            ConfigError: there is no hardware of that name.
+
+        Examples:
+            >>> import torch, fzero
+            >>> step_fn = fzero.make_train_step(lambda p, x: (p["w"] * x).sum(), fzero.optim.sgd(1))
+            >>> program = step_fn.lower(*step_fn.init({"w": torch.ones(2)}), torch.ones(2))
+            >>> program.cost("h100").seconds < program.cost("cpu").seconds < 1e-3
+            True
+        """
+        return cost(self.parts(), resolve_hardware(hardware))
+
+    def frontier(self, points: int = 12, hardware: Hardware | str = CPU) -> Frontier:
         """What the step would hold and recompute under memory limits, from none to the least that
         can be reached. `.plot(path)` draws it; see `fzero.program.frontier`.
 
         Args:
             points: how many limits, evenly spread.
-            hardware: that times are estimated for.
+            hardware: that times are estimated for, or its name.
 
         Raises:
+            ConfigError: `points` is no number of 1 or more, or no hardware has that name.
             FzeroError: the Program is one that nothing can be planned for.
         """
+        if not isinstance(points, int) or isinstance(points, bool) or points < 1:
+            raise ConfigError(
+                f"program.frontier: points={shown(points)}, but it must be a whole number >= 1."
+            )
+        hardware = resolve_hardware(hardware)
         if self.fitting is None:
             raise FzeroError(
                 f"the Program {self.name!r} has no other plans: a step's, or a function's of "
@@ -186,30 +204,39 @@ class Program:
         others = [replace(part, next=self.next) for part in self.fitting.frontier(points)]
         return frontier([tuple(other.parts()) for other in others], hardware)
 
-    def plot(self, path: str | Path, hardware: Hardware = CPU) -> None:
+    def plot(self, path: str | Path, hardware: Hardware | str = CPU) -> None:
         """Draw memory by category over the estimated time of a step, and under it what computes and
         what communicates then.
 
         Args:
             path: ends with what it is to be: ".png", ".svg", ".pdf".
-            hardware: what it would run on.
+            hardware: what it would run on, or its name.
 
         Raises:
+            ConfigError: there is no hardware of that name.
             FzeroError: matplotlib is not installed.
         """
-        plot(self.parts(), path, hardware)
+        plot(self.parts(), path, resolve_hardware(hardware))
 
-    def save_trace(self, path: str | Path, hardware: Hardware = CPU) -> None:
+    def save_trace(self, path: str | Path, hardware: Hardware | str = CPU) -> None:
         """Write the estimated time line as JSON for ui.perfetto.dev or chrome://tracing.
 
         Args:
             path: of the file to write.
-            hardware: what it would run on.
+            hardware: what it would run on, or its name.
+
+        Raises:
+            ConfigError: there is no hardware of that name.
         """
-        save_trace(self.parts(), path, hardware)
+        save_trace(self.parts(), path, resolve_hardware(hardware))
 
     def diff(self, other: "Program") -> Diff:
-        """What `other`'s step does differently; printed it is a table."""
+        """What `other`'s step does differently; printed it is a table.
+
+        Raises:
+            ConfigError: `other` is no Program.
+        """
+        _check_program("diff", other)
         return diff(self.parts(), other.parts())
 
     def verify(self, others: Iterable["Program"] = ()) -> None:
@@ -220,8 +247,12 @@ class Program:
                 in the same order.
 
         Raises:
+            ConfigError: one of `others` is no Program.
             TraceError: with the node, what was recorded, and what is there.
         """
+        others = [others] if isinstance(others, Program) else list(others)
+        for other in others:
+            _check_program("verify", other)
         verify(self.parts(), [tuple(other.parts()) for other in others])
 
     def listing(self, *, verbose: bool = False) -> str:
@@ -306,6 +337,13 @@ class Program:
 
     def __str__(self) -> str:
         return self.listing()
+
+
+def _check_program(method: str, other: object) -> None:
+    if not isinstance(other, Program):
+        raise ConfigError(
+            f"program.{method}: {shown(other)} is no Program. Pass what step_fn.lower(...) returns."
+        )
 
 
 _PLAIN = (

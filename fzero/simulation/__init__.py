@@ -1,6 +1,6 @@
 """Simulation: what a step would cost on machines that aren't there."""
 
-from fzero.simulation.machines import HARDWARE
+from fzero.program.machines import HARDWARE
 from fzero.simulation.report import Report, Traffic
 from fzero.simulation.simulation import simulate
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fzero.errors import ConfigError, FzeroError
-from fzero.simulation.machines import HARDWARE, resolve_hardware
+from fzero.program.machines import HARDWARE, resolve_hardware
 from fzero.simulation.models import MODELS, REMAT, resolve_model
 from fzero.simulation.report import Report
 from fzero.simulation.sweep import Candidate, Job, as_table, candidates, sweep

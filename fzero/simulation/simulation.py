@@ -14,9 +14,9 @@ from fzero.errors import ConfigError, FzeroError, arguments_by_name
 from fzero.numerics.fakes import without_addresses
 from fzero.program import Program
 from fzero.program.hardware import Hardware
+from fzero.program.machines import resolve_hardware
 from fzero.program.transfers import planned_for
 from fzero.simulation.fakes import WithoutMemory, batch_on_cpu, fakes_of, on_cpu
-from fzero.simulation.machines import resolve_hardware
 from fzero.simulation.report import Report, report_on, tokens_in
 from fzero.step.gradients import ModelFn
 from fzero.step.train_step import make_train_step

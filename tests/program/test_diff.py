@@ -1,9 +1,11 @@
 """What two Programs do differently, in numbers."""
 
+import pytest
 import torch
 from torch import Tensor
 
 import fzero
+from fzero.errors import ConfigError
 from tests.ranks import fake_ranks
 
 
@@ -21,6 +23,14 @@ def test_a_program_does_not_differ_from_itself() -> None:
     program = lowered(stage=3)
     assert list(program.diff(program)) == []
     assert str(program.diff(program)) == "no difference"
+
+
+def test_what_is_no_program_is_refused() -> None:
+    program = lowered(stage=3)
+    for ask in (program.diff, program.verify):
+        with pytest.raises(ConfigError, match=r"is no Program\. Pass what step_fn.lower"):
+            ask([3] if ask == program.verify else 3)  # pyright: ignore
+    program.verify([lowered(stage=3)])
 
 
 def test_every_number_that_differs_is_told() -> None:

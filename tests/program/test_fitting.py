@@ -137,6 +137,14 @@ def test_less_memory_never_takes_fewer_flops_again() -> None:
     assert points[-1].bytes < 0.9 * points.unlimited.bytes
 
 
+@pytest.mark.parametrize("points", [0, -1, True, 2.0, "3"])
+def test_a_frontier_has_a_point(points: Any) -> None:
+    program = fzero_step(TINY, batch_of(TINY, 8), fzero.optim.sgd(0.1), fzero.Config()).lower()
+    with pytest.raises(fzero.ConfigError, match=r"points=.* must be a whole number >= 1"):
+        program.frontier(points)
+    assert len(program.frontier(1)) == 1
+
+
 @pytest.mark.slow  # each way on is staged out
 def test_what_does_not_fit_says_the_least_and_what_would() -> None:
     opt = fzero.optim.adamw(1e-3)

@@ -1,15 +1,19 @@
 """Links, nodes and tiles."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fzero
 from fzero.distributed.buckets import ALL_REDUCE, EXCHANGE, GATHER, KINDS, Bucket
 from fzero.errors import ConfigError
 from fzero.layout import LeafLayout
 from fzero.program.hardware import Hardware
-from fzero.simulation.machines import HARDWARE
+from fzero.program.machines import HARDWARE
 
 
 def bucket(kind: str, world: int, numel: int = 1 << 20, group: str = "g") -> Bucket:
@@ -79,3 +83,51 @@ def test_what_hardware_does_not_take_is_refused() -> None:
             Hardware("none", **({"flops": 1.0, "memory_bandwidth": 1.0} | {name: 0}))
     with pytest.raises(ConfigError, match="link_latency"):
         Hardware("none", 1.0, 1.0, link_latency=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("flops", "a", "flops='a' must be a number above 0"),
+        ("flops", None, "flops=None must be a number above 0"),
+        ("memory", "80GB", "memory='80GB' must be a number above 0"),
+        ("low_flops", True, "low_flops=True must be a number above 0"),
+        ("overhead", None, "overhead=None is seconds"),
+        ("node_latency", [1], r"node_latency=\[1\] is seconds"),
+        ("tile", 128, "tile=128 must be two whole numbers"),
+        ("tile", (0, 128), r"tile=\(0, 128\) must be two whole numbers"),
+        ("name", 3, "name=3 must be a text"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_name(field: str, value: Any, rule: str) -> None:
+    fields: dict[str, Any] = {"name": "mine", "flops": 1e12, "memory_bandwidth": 1e11}
+    with pytest.raises(ConfigError, match=rule):
+        Hardware(**(fields | {field: value}))
+
+
+@pytest.mark.parametrize("asks", ["cost", "frontier", "plot", "save_trace", "overlap"])
+def test_hardware_has_names_wherever_it_is_asked_for(asks: str, tmp_path: Path) -> None:
+    if asks == "plot":
+        pytest.importorskip("matplotlib")
+    step_fn = fzero.make_train_step(lambda p, x: (x @ p["w"]).mean(), fzero.optim.sgd(0.1))
+    program = step_fn.lower(*step_fn.init({"w": torch.ones(4, 4)}), torch.ones(2, 4))
+
+    def ask(hardware: Any) -> Any:
+        if asks == "overlap":
+            return fzero.passes.overlap(hardware=hardware)
+        where = {"plot": tmp_path / "a.svg", "save_trace": tmp_path / "a.json", "frontier": 2}
+        given = (where[asks],) if asks in where else ()
+        return getattr(program, asks)(*given, hardware=hardware)
+
+    def told(found: Any) -> str:
+        files = [path.read_text() for path in tmp_path.iterdir()]
+        return files[0] if files else str(found)
+
+    if asks in ("cost", "frontier", "overlap"):
+        assert told(ask("h100")) == told(ask(HARDWARE["h100"]))
+    else:
+        ask("h100")
+        assert HARDWARE["h100"].name in told(None)
+    for wrong in ("h1000", 3):
+        with pytest.raises(ConfigError, match=rf"hardware={wrong!r} is not known"):
+            ask(wrong)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import fzero
+from fzero.program.machines import HARDWARE
 from fzero.simulation.layers import simulate_layers
-from fzero.simulation.machines import HARDWARE
 from fzero.simulation.models import REMAT, Shape, build
 from fzero.simulation.report import Report
 

@@ -11,7 +11,7 @@ import torch
 import fzero
 from fzero.distributed.buckets import ALL_REDUCE, GATHER
 from fzero.program.graph import tensors_of
-from fzero.simulation.machines import HARDWARE
+from fzero.program.machines import HARDWARE
 from fzero.simulation.report import tokens_in
 
 

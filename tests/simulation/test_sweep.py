@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fzero.simulation.machines import HARDWARE
+from fzero.program.machines import HARDWARE
 from fzero.simulation.models import MODELS, Shape
 from fzero.simulation.report import ROOM, Report
 from fzero.simulation.sweep import Candidate, Job, LeftOut, candidates, sweep

@@ -30,6 +30,7 @@ from fzero.errors import ConfigError, shown
 from fzero.program.cost import Cost, cost, node_cost, spans
 from fzero.program.graph import UPDATE, copy_graph, order_of, segments
 from fzero.program.hardware import CPU, Hardware
+from fzero.program.machines import resolve_hardware
 from fzero.program.passes.rewrite import legalise
 from fzero.program.passes.schedule import launch_part, wait_of
 from fzero.program.passes.users import Scheduled
@@ -38,7 +39,7 @@ from fzero.program.promises import TURN
 from fzero.program.text import seconds, size
 
 
-def overlap(cap_mb: float = 64, hardware: Hardware = CPU) -> Pass:
+def overlap(cap_mb: float = 64, hardware: Hardware | str = CPU) -> Pass:
     """A pass for `Config(passes=...)`: collectives under compute, as an estimate of times has it.
 
     It takes the place of `Config.prefetch`, which launches a fixed number of buckets ahead.
@@ -46,13 +47,14 @@ def overlap(cap_mb: float = 64, hardware: Hardware = CPU) -> Pass:
     Args:
         cap_mb: MiB of full leaves that may be gathered before they are read, and as many of full
             gradients that may be on their way: what a step may hold more for it.
-        hardware: that times are estimated for: a `fzero.program.hardware.Hardware`.
+        hardware: that times are estimated for: a `fzero.program.hardware.Hardware`, or a name that
+            `fzero.simulate` takes.
 
     Returns:
         A `scheduled` pass. Its line in the log says what is waited for before and after.
 
     Raises:
-        ConfigError: the cap is no number of 0 or more.
+        ConfigError: the cap is no number of 0 or more, or no hardware has that name.
 
     Examples:
         >>> import fzero
@@ -66,7 +68,7 @@ def overlap(cap_mb: float = 64, hardware: Hardware = CPU) -> Pass:
     number = isinstance(cap_mb, int | float) and not isinstance(cap_mb, bool)
     if not number or not math.isfinite(cap_mb) or cap_mb < 0:
         raise ConfigError(f"overlap: cap_mb={shown(cap_mb)}: must be a finite number >= 0 (MiB).")
-    return Scheduled(Overlap(cap_mb, hardware))
+    return Scheduled(Overlap(cap_mb, resolve_hardware(hardware)))
 
 
 @dataclass(frozen=True)
