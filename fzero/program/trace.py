@@ -7,6 +7,7 @@ what it can. What neither can record is a `TraceError` that names the operation,
 user's line and the ways on.
 """
 
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ from fzero.program.origin import MODULE_CALL, is_ours, origin_of, origins_noted,
 from fzero.program.program import Program
 from fzero.program.promises import note
 from fzero.program.symbols import ByParts, fake_inputs, new_env, quiet
+from fzero.program.unstaged import plain, raises_unstaged
 
 FrontEnd = tuple[str, Callable[..., Any]]
 
@@ -140,7 +142,7 @@ def _by_front_ends(
             made, line = _compared(label, graph_module.graph, symbolic)
             log.append(line)
         return replace(_program(name, graph_module, names, tuple(log)), dynamic=made)
-    raise _trace_error(refusals, inputs, names)
+    raise _trace_error(refusals, inputs, names, front_ends[-1][1])
 
 
 def _is_users(error: BaseException | None) -> bool:
@@ -322,7 +324,10 @@ def _is_new(constant: fx.Node) -> bool:
 
 # ------------------------------------------------------------------------------------ messages
 def _trace_error(
-    refusals: Sequence[tuple[str, Exception]], inputs: Sequence[Tensor], names: Sequence[str]
+    refusals: Sequence[tuple[str, Exception]],
+    inputs: Sequence[Tensor],
+    names: Sequence[str],
+    fn: Callable[..., Any],
 ) -> TraceError:
     _, last = refusals[-1]
     # A value that is read tells the user most, whichever front end met it.
@@ -338,6 +343,16 @@ def _trace_error(
         return error
     if any("backward() called inside a functorch" in str(e) for _, e in refusals):
         error = TraceError(_BACKWARD)
+        error.__cause__ = cause
+        return error
+    apart = _apart(inputs, names) if re.search(_TWO_DEVICES, str(cause)) else ""
+    if apart and ("meta" not in str(cause) or any(x.is_meta for x in inputs)):
+        error = TraceError(f"the model function meets tensors of two devices{where}. {apart}")
+        error.__cause__ = cause
+        return error
+    agree = len({plain(e) for _, e in refusals}) == 1
+    if where and agree and all(x.numel() for x in inputs) and raises_unstaged(fn, inputs, cause):
+        error = TraceError(_ITS_OWN.format(type(cause).__name__, plain(cause)[:500], where))
         error.__cause__ = cause
         return error
     module = _module_of(cause)
@@ -390,6 +405,11 @@ _COMPILED = (
     "compiles all of it; Config(executor='eager') takes it as it is, and so does an island around "
     "the call, fzero.opaque of the function or module that makes it, or Config(opaque='auto')."
 )
+_ITS_OWN = (
+    "the model function raises {}: {}{}. It does so by itself, also where it is not staged out: in "
+    "plain PyTorch, on tensors of these shapes and dtypes. Mend that line, or what it is given."
+)
+_TWO_DEVICES = "same device|two (different )?devices"  # torch 2.11 says the second
 _PERHAPS_A_BUG = "If the function raises the same when you call it yourself, mend that first. "
 _EMPTY = (
     "{} has shape {}, and what torch records divides by the number of elements (the gradient of "
@@ -417,6 +437,22 @@ _READS = {
     "aten._ctc_loss.Tensor": "what CTC loss keeps for backward depends on values",
     "aten._ctc_loss.default": "what CTC loss keeps for backward depends on values",
 }
+
+
+def _apart(inputs: Sequence[Tensor], names: Sequence[str]) -> str:
+    """How tensors of two devices come together."""
+    found: dict[torch.device, list[str]] = {}
+    for name, x in zip(names, inputs, strict=False):
+        if x.dim():  # numbers go everywhere
+            found.setdefault(x.device, []).append(name)
+    if len(found) < 2:
+        return (
+            f"All that it is given is on {', '.join(map(str, found))}, so one is made or "
+            "kept elsewhere: pass device=x.device where it is made, or make it a buffer."
+        )
+    (home, those), *_, (away, others) = found.items()
+    one, other = (f"{x[0]}{f' (and {len(x) - 1} more)' if x[1:] else ''}" for x in (those, others))
+    return f"{other}: on {away}, {one}: on {home}. Move it there first: x.to('{home}')."
 
 
 def _operation(error: Exception) -> str:
