@@ -5,6 +5,7 @@ position is the step: nothing to save, and any number of ranks shares the same g
 """
 
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fzero.distributed import works
 from fzero.distributed.whereabouts import circle_for
-from fzero.errors import ConfigError
+from fzero.errors import ConfigError, FzeroError
 
 ROUNDS = 6
 
@@ -110,6 +111,10 @@ class StopOnSignal:
     Args:
         number: of the signal. From now on it does nothing but set a flag.
 
+    Raises:
+        ConfigError: there is no such signal, or none that a program may take.
+        FzeroError: this is not the main thread, to which Python gives signals.
+
     Examples:
         >>> import os
         >>> stop = StopOnSignal()
@@ -123,7 +128,7 @@ class StopOnSignal:
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         self._number, self._asked = number, False
-        self._before = signal.signal(number, self._note)
+        self._before = _handled(number, self._note)
 
     def __call__(self) -> bool:
         """True once any rank got the signal; every rank must call it, once a step."""
@@ -140,10 +145,29 @@ class StopOnSignal:
             works.settle(works.reduce_in_place(flag, world, circle), flag, circle)
         return bool(flag.item())
 
+    def __bool__(self) -> bool:
+        raise FzeroError("StopOnSignal: whether to stop is asked by a call: `if stop():`.")
+
     def restore(self) -> None:
         """Let the signal do what it did before."""
-        signal.signal(self._number, self._before)
+        _handled(self._number, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # No more than a flag: a signal may come in the middle of a step or a save.
         self._asked = True
+
+
+def _handled(number: int, handler: Any) -> Any:
+    """What handled a signal before `handler` does."""
+    if threading.current_thread() is not threading.main_thread():
+        raise FzeroError(
+            "StopOnSignal: Python lets the main thread alone say what a signal does. Make it "
+            "there, and give it to the thread that trains."
+        )
+    try:
+        return signal.signal(number, handler)
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"StopOnSignal: {number!r} is no signal that a program can take ({error}). Pass its "
+            "number: signal.SIGTERM."
+        ) from error

@@ -419,7 +419,9 @@ class Config:
         if self.memory_limit is None:
             return
         if not _bytes_of(self.memory_limit):
-            self._refuse("memory_limit", 'None, bytes as an int > 0, or a text such as "12GiB"')
+            self._refuse(
+                "memory_limit", 'None, bytes as an int > 0, or a text with its unit such as "12GiB"'
+            )
         if self.executor == "eager":
             self._refuse(
                 "memory_limit",
@@ -548,7 +550,7 @@ def _policy_text(policy: Any) -> str:
     return str(getattr(policy, "__qualname__", policy))
 
 
-_UNITS = {"": 1, "B": 1} | {
+_UNITS = {"B": 1} | {
     f"{letter}{end}": base**power
     for power, letter in enumerate("KMGT", 1)
     for end, base in (("iB", 1024), ("B", 1000))

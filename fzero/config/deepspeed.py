@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.config.keys import Keys
-from fzero.errors import ConfigError, users_line
+from fzero.errors import ConfigError, shown, users_line
 from fzero.numerics.loss_scale import LossScale
 from fzero.numerics.precision import Precision
 
@@ -278,6 +278,12 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: it can't be read, is no object, or says a key twice.
     """
+
+    if not isinstance(path, (str, PathLike)):  # `open` takes a number, of a file that is open
+        raise ConfigError(
+            f"Cannot read a DeepSpeed configuration from {shown(path)}. Pass a dict, or the path "
+            "of a JSON file."
+        )
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         given = [key for key, _ in pairs]

@@ -6,11 +6,12 @@ train otherwise, and no other look at a Program could tell.
 References: the format, https://huggingface.co/docs/safetensors/index#format.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
         FzeroError: the disk is full, for one; what was begun is removed. Or a folder, a device or a
             pipe is there, which a file would take the place of.
     """
-    path = Path(os.path.realpath(path))  # a link stays one
     text = bytearray(json.dumps(data, separators=(",", ":")).encode())
     header: dict[str, Any] = {}
     forms: dict[str, Any] = {}  # of tensors whose dtype the format lacks
@@ -58,24 +58,51 @@ def write(path: Path, data: Any, tensors: Mapping[str, Tensor]) -> None:
     told[_CHECKSUM] = _checksum([told, header], *chunks)
     head = json.dumps({_METADATA: told, **header}).encode()
     head += b" " * (-len(head) % 8)
+    with whole(path, "Programs") as part, part.open("wb") as file:
+        for chunk in (len(head).to_bytes(8, "little"), head, *chunks):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def whole(path: str | Path, what: str, *, streams: bool = False) -> Iterator[Path]:
+    """A file beside `path`, which takes that name when the block ends, and is gone if it raises.
+
+    Args:
+        path: its folder is made.
+        what: is written, for messages: "Programs".
+        streams: whether a device or a pipe that is there is written to as it is.
+
+    Raises:
+        FzeroError: the disk is full, for one; or a folder, a device or a pipe is there.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with whole(f"{folder}/a.json", "times") as part:
+        ...         _ = part.write_text("{}")
+        ...     [found.name for found in Path(folder).iterdir()]
+        ['a.json']
+    """
+    path = Path(os.path.realpath(path))  # a link stays one
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         if path.exists() and not path.is_file():
-            raise FzeroError(f"{path} is no file. Save Programs to a file of their own.")
+            if path.is_dir() or not streams:
+                raise FzeroError(f"{path} is no file. Save {what} to a file of their own.")
+            yield path
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with part.open("wb") as file:
-                for chunk in (len(head).to_bytes(8, "little"), head, *chunks):
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
+            yield part
             part.replace(path)
         finally:
             # gone already if all went well; else a full disk needs the room back
             part.unlink(missing_ok=True)
     except OSError as error:
         raise FzeroError(
-            f"the Programs can't be written to {path}: {error}. What was there is as it was. See "
+            f"the {what} can't be written to {path}: {error}. What was there is as it was. See "
             f"that {path.parent} can be a folder and that its disk has room, then save again."
         ) from error
 

@@ -9,7 +9,7 @@ from fzero.program.cost import cost
 from fzero.program.graph import Part
 from fzero.program.hardware import Hardware
 from fzero.program.memory import peak_bytes
-from fzero.program.plot import new_figure
+from fzero.program.plot import new_figure, save_figure
 from fzero.program.text import count, seconds, size, table
 
 
@@ -93,7 +93,7 @@ class Frontier(Sequence[Point]):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
 
 
 def frontier(steps: Iterable[Sequence[Part]], hardware: Hardware) -> Frontier:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fzero.program.categories import ORDER
 from fzero.program.cost import COMPUTE, spans
+from fzero.program.file import whole
 from fzero.program.graph import Part
 from fzero.program.hardware import Hardware
 from fzero.program.held import memory
@@ -19,11 +20,16 @@ from fzero.program.transfers import DOWN, UP
 
 
 def save_trace(parts: Iterable[Part], path: str | Path, hardware: Hardware) -> None:
-    """Write the trace of a step; what runs once per micro-batch is there once."""
+    """Write the trace of a step; what runs once per micro-batch is there once.
+
+    Raises:
+        FzeroError: it can't be written; what was there is as it was.
+    """
     events = list(_events(list(parts), hardware))
     about = {"hardware": hardware.name, "times": "estimated"}
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
-    Path(path).write_text(text)
+    with whole(path, "traces", streams=True) as file:
+        file.write_text(text)
 
 
 def _events(parts: list[Part], hardware: Hardware) -> Iterator[dict[str, Any]]:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.errors import FzeroError
+from fzero.errors import ConfigError, FzeroError
 from fzero.program.categories import ORDER
 from fzero.program.cost import COMPUTE, Span, spans
+from fzero.program.file import whole
 from fzero.program.foreign import sending
 from fzero.program.graph import BACKWARD, FORWARD, UPDATE, Part
 from fzero.program.hardware import Hardware
@@ -41,7 +42,25 @@ def plot(parts: Iterable[Part], path: str | Path, hardware: Hardware) -> None:
     times = max(part.times for part in parts)
     once = f"; one of {times} micro-batches" if times > 1 else ""
     figure.suptitle(f"one step, estimated for {hardware.name}{once}", fontsize=10)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a picture, whole or not at all; without an ending it is a ".png".
+
+    Raises:
+        ConfigError: its ending is of no kind of picture.
+        FzeroError: it can't be written; what was there is as it was.
+    """
+    path = Path(path) if Path(path).suffix else Path(f"{path}.png")
+    kinds = sorted(figure.canvas.get_supported_filetypes())
+    kind = path.suffix[1:].lower()
+    if kind not in kinds:
+        raise ConfigError(
+            f"{path}: a picture ends with one of {', '.join(f'.{x}' for x in kinds)}."
+        )
+    with whole(path, "pictures") as part:
+        figure.savefig(part, dpi=150, format=kind)
 
 
 def new_figure(width: float = 12, height: float = 7) -> Any:

@@ -213,8 +213,8 @@ class Program:
             hardware: what it would run on, or its name.
 
         Raises:
-            ConfigError: there is no hardware of that name.
-            FzeroError: matplotlib is not installed.
+            ConfigError: there is no hardware of that name, or no picture of that ending.
+            FzeroError: matplotlib is not installed, or the picture can't be written.
         """
         plot(self.parts(), path, resolve_hardware(hardware))
 
@@ -227,6 +227,7 @@ class Program:
 
         Raises:
             ConfigError: there is no hardware of that name.
+            FzeroError: it can't be written; what was there is as it was.
         """
         save_trace(self.parts(), path, resolve_hardware(hardware))
 

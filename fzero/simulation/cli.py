@@ -111,6 +111,8 @@ def _check_picture(path: Path) -> None:
     """Before anything is simulated: a picture is drawn at the end."""
     if path.suffix not in _PICTURES:
         raise ConfigError(f"--plot {path}: name a file that ends with {' or '.join(_PICTURES)}.")
+    if path.is_dir():
+        raise ConfigError(f"--plot {path}: that is a folder; name a file that isn't there.")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it first.")
 

@@ -1,6 +1,8 @@
 """N steps straight are k steps, a new process, and N - k steps: bit for bit."""
 
 import copy
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-from fzero.checkpoint import latest, load, sample_order, save
+from fzero.checkpoint import StopOnSignal, latest, load, sample_order, save
 from tests.checkpoint.cases import differing, full
 from tests.ranks import run_fresh, run_ranks
 
@@ -125,3 +127,28 @@ def _continued(cfg: dict[str, Any], replicas: int) -> list[bool]:
 def test_a_new_engine_goes_on_exactly(cfg: dict[str, Any], replicas: int) -> None:
     # of three ranks, as a sum of two is the same in either order
     assert run_ranks(3, _continued, cfg, replicas) == [[True] * 5] * 3
+
+
+def test_whether_to_stop_is_asked_by_a_call() -> None:
+    stop = StopOnSignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(fzero.FzeroError, match=r"by a call: `if stop\(\):`"):
+            assert stop
+        assert stop() is False
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop() is True
+    finally:
+        stop.restore()
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", None, 999, signal.SIGKILL])
+def test_what_is_no_signal_to_take_is_refused(number: Any) -> None:
+    with pytest.raises(fzero.ConfigError, match=r"is no signal .*signal\.SIGTERM"):
+        StopOnSignal(number)
+
+
+def test_a_signal_is_taken_in_the_main_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(StopOnSignal)
+        with pytest.raises(fzero.FzeroError, match="lets the main thread alone"):
+            made.result()

@@ -93,6 +93,8 @@ ILLEGAL = [
     ("memory_limit", 0, "bytes"),
     ("memory_limit", "12 apples", "bytes"),
     ("memory_limit", True, "bytes"),
+    ("memory_limit", "12", "a text with its unit"),
+    ("memory_limit", "12.5", "a text with its unit"),
     ("remat", "nothing", "dict from globs"),
     ("remat", {"": "nothing"}, "dict from globs"),
     ("remat", {"a": "some"}, "'everything'"),
@@ -528,6 +530,11 @@ def test_files(tmp_path) -> None:
         Config.from_deepspeed(tmp_path / "missing.json")
     with pytest.raises(ConfigError, match="Cannot read"):
         Config.from_deepspeed(None)  # type: ignore[arg-type]
+    path.write_text("{}")
+    with path.open() as file:
+        with pytest.raises(ConfigError, match="Cannot read"):
+            Config.from_deepspeed(file.fileno())  # type: ignore[arg-type]
+        assert file.read() == "{}"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Programs in files of data: the same again, or refused."""
 
+import contextlib
 import gc
 import os
 import resource
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,15 +42,22 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [x.name for x in (tmp_path / "new").iterdir()] == ["x"]
 
 
-def test_a_file_that_cannot_be_written_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
-    write(tmp_path / "x", {}, {})
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """As if there were room for a thousand bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(FzeroError, match=r"written to .*x: .*File too large.*save again"):
-            write(tmp_path / "x", {}, {"w": torch.ones(10_000)})
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_cannot_be_written_is_told_and_leaves_what_was_there(tmp_path: Path) -> None:
+    write(tmp_path / "x", {}, {})
+    too_large = pytest.raises(FzeroError, match=r"written to .*x: .*File too large.*save again")
+    with full_disk(), too_large:
+        write(tmp_path / "x", {}, {"w": torch.ones(10_000)})
     with pytest.raises(FzeroError, match=r"File exists.*can be a folder"):
         write(tmp_path / "x" / "y", {}, {})
     assert [x.name for x in tmp_path.iterdir()] == ["x"]
@@ -130,3 +139,46 @@ def test_no_cycles_are_looked_for_meanwhile() -> None:
         assert not gc.isenabled()  # a user's choice stays
     finally:
         gc.enable()
+
+
+def _draw(program: fzero.Program, path: Path) -> None:
+    program.plot(path)
+
+
+def _draw_frontier(program: fzero.Program, path: Path) -> None:
+    program.frontier(1).plot(path)
+
+
+def _trace(program: fzero.Program, path: Path) -> None:
+    program.save_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("save", "ending"), [(_trace, "json"), (_draw, "svg"), (_draw_frontier, "svg")]
+)
+def test_what_shows_a_program_is_written_whole_or_not_at_all(
+    save: Callable[[fzero.Program, Path], None], ending: str, tmp_path: Path
+) -> None:
+    if ending == "svg":
+        pytest.importorskip("matplotlib")
+    step_fn = fzero.make_train_step(lambda p, x: (x @ p["w"]).mean(), fzero.optim.sgd(0.1))
+    program = step_fn.lower(*step_fn.init({"w": torch.ones(4, 4)}), torch.ones(2, 4))
+    path = tmp_path / "new" / f"a.{ending}"
+    save(program, path)
+    before = path.read_bytes()
+    with full_disk(), pytest.raises(FzeroError, match=r"can't be written to .*a\."):
+        save(program, path)
+    with full_disk(), pytest.raises(FzeroError, match=r"can't be written to .*b\."):
+        save(program, path.with_name(f"b.{ending}"))
+    assert [x.name for x in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == before
+    (tmp_path / f"folder.{ending}").mkdir()
+    with pytest.raises(FzeroError, match="is no file"):
+        save(program, tmp_path / f"folder.{ending}")
+
+
+def test_a_trace_goes_into_a_device(tmp_path: Path) -> None:
+    step_fn = fzero.make_train_step(lambda p, x: (x @ p["w"]).mean(), fzero.optim.sgd(0.1))
+    program = step_fn.lower(*step_fn.init({"w": torch.ones(4, 4)}), torch.ones(2, 4))
+    program.save_trace("/dev/null")
+    assert Path("/dev/null").is_char_device()

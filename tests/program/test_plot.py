@@ -62,3 +62,11 @@ def test_without_matplotlib_it_says_what_to_install(
     with pytest.raises(fzero.FzeroError, match="pip install matplotlib"):
         lowered().plot(tmp_path / "step.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_has_an_ending(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lowered().plot(tmp_path / "step")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(fzero.ConfigError, match=r"step\.doc: a picture ends with .*\.png"):
+        lowered().plot(tmp_path / "step.doc")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +65,16 @@ def test_wrong_options_are_refused_with_a_way_on(
     assert captured.out == ""
     assert captured.err.startswith("error: ")
     assert any(part in captured.err for part in message.split("|"))
+
+
+def test_a_picture_takes_no_folders_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "d.png").mkdir()
+    assert main([*SMALL, "--world", "2", "--plot", str(tmp_path / "d.png")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""  # before anything is simulated
+    assert "that is a folder" in captured.err
 
 
 @pytest.mark.slow

@@ -265,8 +265,43 @@ def replace_value(node: fx.Node, new: fx.Node) -> None:
     substitute(node, new)
 
 
+def _check_operator(name: object) -> None:
+    if _is_operator(name):
+        return
+    text = str(name).removeprefix("torch.ops.")
+    space, _, rest = text.replace("::", ".").partition(".")
+    near = f"{space}::{rest.partition('.')[0]}"
+    hint = f" Did you mean {near!r}?" if _is_operator(near) else ""
+    raise ConfigError(
+        f"passes.calls: no operator is called {name!r}.{hint} Names are torch's, without the "
+        "overload, as node.target._schema.name has them: 'aten::mm'."
+    )
+
+
+def _is_operator(name: object) -> bool:
+    space, _, short = str(name).partition("::")
+    found = isinstance(name, str) and short and getattr(getattr(torch.ops, space), short, None)
+    return isinstance(found, torch._ops.OpOverloadPacket)
+
+
 def calls(graph: fx.Graph, *names: str) -> list[fx.Node]:
-    """The nodes that call an operator of one of these names, such as "aten::mm"."""
+    """The nodes that call an operator of one of these names, such as "aten::mm".
+
+    Raises:
+        ConfigError: no operator has that name.
+
+    Examples:
+        >>> import fzero, torch
+        >>> program = fzero.jit(torch.tanh).lower(torch.ones(2))
+        >>> [node.name for node in fzero.passes.calls(program.graph, "aten::tanh")]
+        ['tanh']
+        >>> fzero.passes.calls(program.graph, "aten.tanh")
+        Traceback (most recent call last):
+        ...
+        fzero.errors.ConfigError: passes.calls: no operator is called 'aten.tanh'. Did you mean ...
+    """
+    for name in names:
+        _check_operator(name)
     return [
         node
         for node in graph.nodes

@@ -395,3 +395,24 @@ def test_what_has_no_program_refuses_passes() -> None:
         step_of(nothing, executor="eager")
     with pytest.raises(ConfigError, match="has no Program that a pass could change"):
         fzero.Engine(torch.nn.Linear(2, 2), cfg=fzero.Config(passes=nothing))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("aten.mm", "Did you mean 'aten::mm'?"),
+        ("aten::mm.default", "Did you mean 'aten::mm'?"),
+        ("torch.ops.aten.mm", "Did you mean 'aten::mm'?"),
+        ("aten::nope", ""),
+        ("mm", ""),
+        ("", ""),
+        (torch.ops.aten.mm, "Did you mean 'aten::mm'?"),
+    ],
+)
+def test_an_operator_that_is_not_there_is_not_looked_for(name: Any, hint: str) -> None:
+    graph = lowered().graph
+    assert passes.calls(graph, "aten::mm", "fzero::phase")
+    with pytest.raises(ConfigError, match="no operator is called") as error:
+        passes.calls(graph, "aten::mm", name)
+    assert hint in str(error.value)
+    assert bool(hint) == ("Did you mean" in str(error.value))
