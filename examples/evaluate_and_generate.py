@@ -34,6 +34,11 @@ cli.add_argument("--temperature", type=float, default=0.6)
 cli.add_argument("--seed", type=int, default=0)
 cli.add_argument("--out", type=Path, default=Path("runs/evaluate_and_generate"))
 args = cli.parse_args()
+prompts = [b"def ", b"class ", b"import os\n\n", b"    if not isinstance("]
+if args.length <= (least := max(map(len, prompts))):
+    cli.error(
+        f"--length {args.length} must be more than {least} bytes, those of the longest prompt"
+    )
 rank, local_rank, world = (
     int(os.environ.get(name, default))
     for name, default in [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)]
@@ -152,7 +157,6 @@ for _ in (bar := tqdm(range(args.steps), mininterval=1, disable=rank > 0)):
 after = bits_per_byte()
 
 # ---- sampling: prompts of several lengths, padded; each rank draws its own bytes ----
-prompts = [b"def ", b"class ", b"import os\n\n", b"    if not isinstance("]
 cache_shape = (len(prompts), width // 32, args.length, 32)
 state = {
     "text": torch.tensor([[*x.ljust(args.length, b"\0")] for x in prompts], device=device),

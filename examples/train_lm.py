@@ -42,6 +42,8 @@ cli.add_argument("--save-on-signal", action="store_true", help="at SIGTERM save 
 args = cli.parse_args()
 if (args.resume or args.save_on_signal) and not vars(args)["checkpoint"]:
     cli.error("--resume and --save-on-signal need --checkpoint DIR")
+if args.save_every < 1 or (args.checkpoint and args.checkpoint.is_file()):
+    cli.error("--save-every must be 1 or more steps, and --checkpoint a folder, not a file")
 rank, local_rank, world = (
     int(os.environ.get(name, default))
     for name, default in [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)]
@@ -70,14 +72,12 @@ def windows_of(paths: list[Path]) -> Tensor:
 
 train, valid = windows_of([f for i, f in enumerate(files) if i % 10]), windows_of(files[::10])
 valid = valid[torch.linspace(0, len(valid) - 1, 512 // world * world).long()].long().to(device)
-order = partial(
-    sample_order, samples=len(train), batch=args.batch, seed=args.seed, rank=rank, world=world
-)
+order = partial(sample_order, samples=len(train), batch=args.batch, seed=args.seed)
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
     """Bytes and the bytes that follow them: two of (batch / world, context), this rank's part."""
-    drawn = train[order(step)].long().to(device)
+    drawn = train[order(step, rank=rank, world=world)].long().to(device)
     return drawn[:, :-1], drawn[:, 1:]
 
 

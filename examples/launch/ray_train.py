@@ -9,13 +9,7 @@ function that runs on each is the same as in a script.
 import argparse
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]
 import torch
-from ray.train import ScalingConfig  # pyright: ignore[reportMissingImports]
-from ray.train.torch import (  # pyright: ignore[reportMissingImports]
-    TorchConfig,
-    TorchTrainer,
-)
 from torch import nn
 
 import fzero
@@ -23,7 +17,9 @@ import fzero
 
 def train(settings: dict[str, int]) -> float:
     """One worker: stage 3 over all of them. Returns the mean loss of the last batches."""
-    rank = ray.train.get_context().get_world_rank()
+    from ray import train as ray_train  # pyright: ignore[reportMissingImports]
+
+    rank = ray_train.get_context().get_world_rank()
     torch.manual_seed(0)
     apply, params = fzero.functionalize(
         nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -38,7 +34,7 @@ def train(settings: dict[str, int]) -> float:
     for _ in range(settings["steps"]):
         batch = torch.randn(32, 8, generator=rows)
         params, opt_state = step_fn(params, opt_state, batch)
-        ray.train.report({"loss": float(opt_state.metrics["loss"])})
+        ray_train.report({"loss": float(opt_state.metrics["loss"])})
     return float(opt_state.metrics["loss"])
 
 
@@ -48,6 +44,14 @@ def main() -> None:
     cli.add_argument("--steps", type=int, default=50)
     cli.add_argument("--gpu", action="store_true")
     options = cli.parse_args()
+    try:
+        from ray.train import ScalingConfig  # pyright: ignore[reportMissingImports]
+        from ray.train.torch import (  # pyright: ignore[reportMissingImports]
+            TorchConfig,
+            TorchTrainer,
+        )
+    except ModuleNotFoundError as error:
+        cli.error(f"{error}: pip install 'ray[train]>=2.60'")
     trainer = TorchTrainer(
         train,
         train_loop_config={"steps": options.steps},

@@ -1,6 +1,9 @@
 """The evaluation example runs, alone and on two ranks, and never puts the model together."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,15 @@ def test_says_how_good_the_model_is_and_what_a_rank_holds(ranks: int, tmp_path: 
     _, ours, unsharded = peaks[0]  # of so small a model a bucket holds all: sampling saves nothing
     assert float(ours) < float(unsharded)
     assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sample_is_longer_than_its_prompt() -> None:
+    script = str(ROOT / "examples" / "evaluate_and_generate.py")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, script, *TINY, "--length", "22"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+    assert done.returncode == 2
+    assert "--length 22 must be more than 22 bytes" in done.stderr
 
 
 def test_is_short_enough_to_read() -> None:

@@ -36,6 +36,29 @@ def test_two_workers_of_ray_train_the_model_of_one_process(tmp_path: Path) -> No
     assert float(found) == pytest.approx(_plain(workers=2), abs=1e-4)
 
 
+def test_without_ray_it_says_what_it_takes_and_what_to_install() -> None:
+    script = str(ROOT / "examples" / "launch" / "ray_train.py")
+    without = (
+        "import runpy, sys; sys.modules['ray'] = None; "
+        f"runpy.run_path({script!r}, run_name='__main__')"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", without, *flags],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env=env,
+        )
+        for flags in (["--help"], [])
+    ]
+    assert said[0].returncode == 0
+    assert "--workers" in said[0].stdout
+    assert said[1].returncode == 2
+    assert "pip install 'ray[train]>=2.60'" in said[1].stderr
+
+
 def _plain(workers: int) -> float:
     """The loss of the last batch of all workers, in plain PyTorch."""
     torch.manual_seed(0)

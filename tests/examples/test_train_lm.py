@@ -112,6 +112,18 @@ def test_a_batch_that_cannot_be_shared_is_refused(capsys: pytest.CaptureFixture[
     assert "--batch 12 must be a multiple of 8: 8 ranks, --accum" in said
 
 
+@pytest.mark.parametrize(
+    "flags", [["--save-every", "0"], ["--save-every", "-5"], ["--checkpoint", __file__]]
+)
+def test_what_could_not_be_saved_is_refused_before_training(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        batch_of(1, *flags)
+    said = capsys.readouterr().err
+    assert "--save-every must be 1 or more steps, and --checkpoint a folder" in said
+
+
 def test_what_the_launch_files_start_fits_their_ranks() -> None:
     slurm, yaml, page = (
         (ROOT / name).read_text()
