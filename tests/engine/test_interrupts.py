@@ -182,11 +182,11 @@ def _broken_off(stage: int, stride: int) -> Iterator[tuple[fzero.Engine, str]]:
 
 
 # stage, and of how many lines one is broken off at: each takes tens of seconds
-EVERY = [(3, 19), (3, 4), (2, 7), (1, 11), (0, 11)]
+EVERY = [(3, 11), (3, 4), (2, 7), (1, 11), (0, 11)]
 
 
 @pytest.mark.parametrize(("stage", "stride"), EVERY)
-@pytest.mark.quick("3-19")
+@pytest.mark.quick("3-11")
 def test_wherever_a_backward_breaks_off_zero_grad_begins_anew(stage: int, stride: int) -> None:
     once, hit = _whole(_accumulating(stage)), 0
     for engine, where in _broken_off(stage, stride):
@@ -197,7 +197,7 @@ def test_wherever_a_backward_breaks_off_zero_grad_begins_anew(stage: int, stride
 
 
 @pytest.mark.parametrize(("stage", "stride"), EVERY)
-@pytest.mark.quick("3-19")
+@pytest.mark.quick("3-11")
 def test_wherever_a_step_breaks_off_another_is_exact_or_refused(stage: int, stride: int) -> None:
     once, twice = _whole(_accumulating(stage)), _whole(_whole(_accumulating(stage)))
     number, told = 1 + stage % stride, list[str]()
@@ -229,7 +229,7 @@ def test_wherever_a_step_breaks_off_another_is_exact_or_refused(stage: int, stri
 
 
 @pytest.mark.parametrize(("stage", "stride"), EVERY)
-@pytest.mark.quick("3-19")
+@pytest.mark.quick("3-11")
 def test_wherever_a_backward_breaks_off_it_can_be_run_again_or_a_step_refuses(
     stage: int, stride: int
 ) -> None:
