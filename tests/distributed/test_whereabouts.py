@@ -269,6 +269,34 @@ def test_a_circle_has_the_groups_of_all_who_ask_for_it() -> None:
     run_ranks(2, _groups_of_one_circle)
 
 
+def _parts_of_sums() -> list[tuple[Tensor, Tensor]]:
+    """A reduce-scatter's part, and what it should be, of rows that lie dense and that don't."""
+    mesh = resolve_mesh(None, "cpu").device_mesh
+    circle, group, rank, world = (
+        circle_of(mesh),
+        mesh.get_group(),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
+    found = []
+    for transposed in (False, True):
+        whole = [torch.arange(4.0 * world).reshape(2 * world, 2) * (i + 1) for i in range(world)]
+        mine = whole[rank].t().contiguous().t() if transposed else whole[rank]
+        before = mine.clone()
+        flying = works.reduce_scatter_tensor(mine, "sum", world, group.group_name, circle)
+        expected = torch.stack(whole).sum(0)[2 * rank : 2 * rank + 2]
+        found.append((works.wait(flying), expected))
+        assert torch.equal(mine, before)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_reduce_scatter_over_gloo_is_a_part_of_the_sum(world: int) -> None:
+    for rows in run_ranks(world, _parts_of_sums):
+        for part, expected in rows:
+            assert torch.equal(part, expected)
+
+
 # ---- the bookkeeping of one rank, without others
 def _alone() -> Circle:
     circle = Circle((0,), 0)
